@@ -53,7 +53,11 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
     _check_supported(raw, path)
     quantization = read_quantization(str(path), raw.get("quantization_config"), read_json(path / MODELOPT_FILE))
     config = replace(read_model_config(_text_part(raw, path), path), quantization=quantization)
-    return config if num_layers is None else _first_layers(config, num_layers, path)
+    if num_layers is not None:
+        config = _first_layers(config, num_layers, path)
+    if len(config.gated_delta_layers) == config.num_layers:
+        raise ModelError(f"{path} has no attention in its first {config.num_layers} layers, supported: in one at least")
+    return config
 
 
 def read_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:

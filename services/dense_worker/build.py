@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from services.common.config import Config, ModelSection
-from services.common.errors import ModelError
+from services.common.errors import ConfigError, ModelError
 from services.common.families.names import NAMES
 from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
@@ -32,6 +32,11 @@ from services.dense_worker.model.attention_sinks import Sinks, load_sinks, rando
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
+from services.dense_worker.model.gated.recurrence_weights import (
+    RecurrenceWeights,
+    load_recurrence_weights,
+    random_recurrence_weights,
+)
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
@@ -60,6 +65,7 @@ class LoadedModel:
     kv_cache_dtype: KVCacheFormat
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sinks  # of attention; empty: the model has none
+    gated_delta: RecurrenceWeights  # of the layers with a recurrence, by layer; empty: there are none
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
 
     def describe(self, attachment: Attachment, epoch: int, max_beam_width: int) -> dense_pb2.DenseInfo:
@@ -85,6 +91,12 @@ def resolve_dense_model(config: Config) -> ResolvedModel:
     Raises `ModelError` or `ConfigError`, naming value and limit.
     """
     model = resolve_model(config.model, config.dense.device, config.attention)
+    speculation = config.scheduler.speculation
+    if speculation != "off" and model.config.gated_delta_layers:
+        raise ConfigError(
+            f"scheduler.speculation is {speculation!r}, but rejected drafts cannot be taken out of the states of gated "
+            f"delta layers, as {model.config.family!r} has: set it to off"
+        )
     return replace(model, config=with_quantization(model.config, config.dense.quantization, config.model.path))
 
 
@@ -106,6 +118,10 @@ def load_model(
     kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
     scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
     sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
+    if is_dummy:
+        gated_delta = random_recurrence_weights(model.config, section.dummy_seed)
+    else:
+        gated_delta = load_recurrence_weights(section.path, model.config)
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
     prepared = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
@@ -122,7 +138,9 @@ def load_model(
         runner = _build_runner(config, model, selected, lora, heads or eagle or draft_model, takes_over)
     experts = make_expert_loads(weights)
     num_heads = 0 if heads is None else heads.num_heads
-    return LoadedModel(model, digest, selected.name, runner, lora, num_heads, kv_cache_dtype, scales, sinks, experts)
+    return LoadedModel(
+        model, digest, selected.name, runner, lora, num_heads, kv_cache_dtype, scales, sinks, gated_delta, experts
+    )
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:

@@ -223,6 +223,7 @@ def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
         kv_cache_dtype=model.kv_cache_dtype,
         kv_scales=model.kv_scales,
         sinks=model.sinks,
+        gated_delta=model.gated_delta,
     )
 
 
@@ -237,4 +238,5 @@ def scheduler_limits(config: Config, model: ResolvedModel) -> SchedulerLimits:
         policy=scheduler.policy,
         max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
         priority_ageing_s=scheduler.priority_ageing_s,
+        can_fork_prompts=not model.config.gated_delta_layers,
     )

@@ -42,7 +42,7 @@ def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
     windows = windows_of_layers(fields, window)
     config = replace(read_base(fields), qkv_bias=fields.flag("qkv_bias"), sliding_windows=windows)
     shared_size = fields.size("shared_expert_intermediate_size")
-    return _with_qwen_experts(fields, config, shared_intermediate_size=shared_size, has_shared_gate=True)
+    return with_qwen_experts(fields, config, shared_intermediate_size=shared_size, has_shared_gate=True)
 
 
 def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
@@ -53,7 +53,7 @@ def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     fields.only("qkv_bias", False)
     fields.only("shared_expert_intermediate_size", 0)
     has_bias = fields.flag("attention_bias")
-    return _with_qwen_experts(fields, replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True))
+    return with_qwen_experts(fields, replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True))
 
 
 def read_glm4_moe(fields: ConfigFields) -> ModelConfig:
@@ -170,7 +170,7 @@ def _read_groups(fields: ConfigFields, least_size: int) -> tuple[int, int]:
     return num_groups, num_per_token
 
 
-def _with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
+def with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
     """Experts in every layer whose number, counted from 1, `decoder_sparse_step` divides."""
     step, plain = fields.size("decoder_sparse_step"), fields["mlp_only_layers"]
     if not isinstance(plain, list) or any(type(layer) is not int or layer < 0 for layer in plain):
@@ -185,9 +185,7 @@ def _with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any
     )
 
 
-def _with_experts(
-    fields: ConfigFields, config: ModelConfig, count: str = "num_experts", **options: Any
-) -> ModelConfig:
+def _with_experts(fields: ConfigFields, config: ModelConfig, count: str = "num_experts", **options: Any) -> ModelConfig:
     """`count` is the field that has the number of experts."""
     fields.ignore("router_jitter_noise", "router_aux_loss_coef", "output_router_logits")  # for training
     if "grouped" not in options:

@@ -38,6 +38,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = ""  # one tensor of gates and ups of all experts, and `down` one of all experts; empty: one by one
+    stacked_gate_up: str = ""  # files may have such tensors or single experts; empty: they have one of both forms only
+    stacked_down: str = ""
     has_plain_stack: bool = False  # of such tensors: [num_experts, rows, in_features], and gates before ups
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
@@ -62,6 +64,23 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDeltaNames:
+    """Names of the modules and tensors of gated delta layers, relative to the layer; the defaults are Qwen3.5's."""
+
+    qkv: str = "linear_attn.in_proj_qkv"
+    z: str = "linear_attn.in_proj_z"
+    b: str = "linear_attn.in_proj_b"
+    a: str = "linear_attn.in_proj_a"
+    qkvz: str = ""  # of one matrix instead, key head by key head; with it b and a are `ba` in the same order
+    ba: str = ""
+    conv: str = "linear_attn.conv1d.weight"  # a tensor; the next two, too
+    a_log: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    o: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """Names of modules. Those of a layer are relative to the layer; the defaults are Llama's."""
 
@@ -83,6 +102,7 @@ class CheckpointNames:
     down: str = "mlp.down_proj"
     of_experts: ExpertNames = ExpertNames()
     of_latents: LatentNames = LatentNames()
+    of_gated_delta: GatedDeltaNames = GatedDeltaNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
     layer_scalar: str = "layer_scalar"  # a tensor
     input_gate: str = "per_layer_input_gate"
@@ -153,12 +173,17 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "mixtral": CheckpointNames(of_experts=_MIXTRAL),
-    "minimax_m2": CheckpointNames(
-        of_experts=replace(_MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
-    ),
+    "minimax_m2": CheckpointNames(of_experts=replace(_MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")),
     "granitemoe": CheckpointNames(of_experts=_GRANITE_EXPERTS),
     "qwen2_moe": _LLAMA,
     "qwen3_moe": _LLAMA,
+    "qwen3_next": CheckpointNames(
+        of_gated_delta=GatedDeltaNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")
+    ),
+    "qwen3_5_text": _LLAMA,
+    "qwen3_5_moe_text": CheckpointNames(
+        of_experts=ExpertNames(stacked_gate_up="gate_up_proj", stacked_down="down_proj")
+    ),
     "gpt_oss": CheckpointNames(
         sinks="self_attn.sinks", of_experts=ExpertNames(router="mlp.router", gate_up="gate_up_proj")
     ),

@@ -17,6 +17,7 @@ from services.common.families.experts import (
     read_qwen3_moe,
 )
 from services.common.families.fields import ConfigFields
+from services.common.families.gated_delta import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
 from services.common.families.gemma4 import read_gemma4
 from services.common.families.layer_norm import (
@@ -62,6 +63,9 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "mixtral": Family("MixtralForCausalLM", read_mixtral),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", read_qwen2_moe),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe),
+    "qwen3_next": Family("Qwen3NextForCausalLM", read_qwen3_next),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", read_qwen3_5),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", read_qwen3_5_moe),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", read_minimax_m2),
     "granitemoe": Family("GraniteMoeForCausalLM", read_granitemoe),
     "gpt_oss": Family("GptOssForCausalLM", read_gpt_oss),
@@ -100,4 +104,6 @@ TEXT_PARTS: dict[str, str] = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }

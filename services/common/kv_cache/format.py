@@ -15,8 +15,9 @@ KVCacheFormat = Literal["model", "fp8", "int8"]
 def resolve_kv_cache_format(section: AttentionSection, model: ResolvedModel) -> KVCacheFormat:
     """The format of `attention.kv_cache_dtype`; `auto` is what the checkpoint asks for, else the model's dtype.
 
-    Raises ConfigError if the checkpoint asks for something else than FP8, if 8 bits are asked for and the cache holds
-    latent vectors, or if `attention.kv_cache_skip_layers` names a layer that the model does not have.
+    Raises ConfigError if the checkpoint asks for something else than FP8, if 8 bits are asked for and the model has
+    latent vectors or gated delta layers, or if `attention.kv_cache_skip_layers` names a layer that the model does not
+    have.
     """
     num_layers = model.config.num_layers
     for layer in section.kv_cache_skip_layers:
@@ -24,21 +25,25 @@ def resolve_kv_cache_format(section: AttentionSection, model: ResolvedModel) -> 
             raise ConfigError(
                 f"attention.kv_cache_skip_layers names layer {layer}, the model has layers 0 to {num_layers - 1}"
             )
-    is_latent = model.config.attention.value_dim is not None
+    lack = None  # what a cache of 8 bits is not made for
+    if model.config.attention.value_dim is not None:
+        lack = "latent vectors"
+    elif model.config.gated_delta_layers:
+        lack = "keys and values beside gated delta layers"
     if section.kv_cache_dtype != "auto":
-        if is_latent and section.kv_cache_dtype != "model":
+        if lack is not None and section.kv_cache_dtype != "model":
             raise ConfigError(
-                f"attention.kv_cache_dtype is {section.kv_cache_dtype!r}, but the latent vectors of"
+                f"attention.kv_cache_dtype is {section.kv_cache_dtype!r}, but the {lack} of"
                 f" {model.config.family!r} are stored in the model's dtype only: set it to model"
             )
         return section.kv_cache_dtype
     scheme = model.kv_cache_scheme
     if scheme is None:
         return "model"
-    if is_latent:
+    if lack is not None:
         raise ConfigError(
             f"attention.kv_cache_dtype is 'auto', and the checkpoint's scheme of the KV cache is {scheme}, but the"
-            f" latent vectors of {model.config.family!r} are stored in the model's dtype only: set it to model"
+            f" {lack} of {model.config.family!r} are stored in the model's dtype only: set it to model"
         )
     if scheme != FP8_SCHEME:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Checkpoint:
 
     def __init__(self, files: Sequence[Path], opened: ExitStack, canonical: Callable[[str], str]) -> None:
         self._files: dict[str, tuple[Path, Any, str]] = {}  # file, handle and stored name, by canonical name
+        self._parts: dict[str, tuple[int, slice]] = {}  # of tensors that are rows of a matrix in a stack of matrices
         for file in files:
             with _naming(file):
                 handle = opened.enter_context(safe_open(file, framework="pt"))
@@ -47,24 +48,42 @@ class Checkpoint:
         """The file that holds a tensor."""
         return self._files[name][0]
 
+    def split(self, name: str, parts: Mapping[str, tuple[int, slice]]) -> None:
+        """Gives the parts of a stack of matrices, [n, rows, ...], names of their own in place of its name.
+
+        A part is the number of a matrix and some of its rows, with both ends given.
+        """
+        stored = self._files.pop(name)
+        self._files |= dict.fromkeys(parts, stored)
+        self._parts |= parts
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of any type and shape, on the CPU."""
         file, handle, stored_name = self._files[name]
         with _naming(file):
+            if name in self._parts:
+                return handle.get_slice(stored_name)[self._parts[name]]
             return handle.get_tensor(stored_name)
 
     def read(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """A tensor on the CPU. Its type and shape must be among those given, which is checked before it is read."""
+        self.check(name, dtypes, shapes)
+        return self.tensor(name)
+
+    def check(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Raises ModelError if a tensor's type or shape is not among those given."""
         file, handle, stored_name = self._files[name]
         with _naming(file):
             found = handle.get_slice(stored_name)
             shape, dtype = tuple(found.get_shape()), found.get_dtype()
+            if name in self._parts:
+                rows = self._parts[name][1]
+                shape = (rows.stop - rows.start, *shape[2:])
             if shape not in shapes:
                 expected = " or ".join(map(str, shapes))
                 raise ModelError(f"{name} in {file} has shape {shape}, config.json calls for {expected}")
             if dtype not in dtypes:
                 raise ModelError(f"{name} in {file} has dtype {dtype}, supported: {', '.join(dtypes)}")
-        return self.tensor(name)
 
 
 @contextmanager

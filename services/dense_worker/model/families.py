@@ -24,6 +24,7 @@ from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
+from services.dense_worker.model.gated.build import build_gated_output, build_gated_rows
 from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
 from services.dense_worker.model.latent.build import build_latent_output, build_latent_qkv
 from services.dense_worker.model.layer import (
@@ -100,8 +101,12 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     if index in config.parts.key_value_layers:
         names = replace(names, qkv=(*names.qkv[:2], names.qkv[1]))  # the same rows twice
     latent, experts = config.parts.latent, config.parts.experts
-    if latent is None:
-        before: BeforeAttention = build_normed_qkv(config, allocator, names, layer, heads)
+    is_gated = config.parts.has_attention_gate or heads.gated_delta is not None
+    if is_gated:
+        norms = build_head_norms(config, allocator, names, layer, heads) if heads.gated_delta is None else None
+        before: BeforeAttention = build_gated_rows(config, allocator, names, layer, heads, norms)
+    elif latent is None:
+        before = build_normed_qkv(config, allocator, names, layer, heads)
     else:
         before = build_latent_qkv(config, latent, allocator, names, layer)
     o = build_o(config, allocator, names, layer, heads)
@@ -121,6 +126,8 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
         after = replace(after, added_input=build_added_input(config, allocator, names, index))
     if latent is not None:
         after = build_latent_output(config, latent, allocator, names, layer, after)
+    if is_gated:
+        after = build_gated_output(config, allocator, names, layer, heads, after)
     return DecoderLayer(before, after)
 
 
@@ -181,11 +188,12 @@ def build_head_norms(
 def build_o(
     config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
 ) -> Linear:
-    """The projection of attention's output."""
-    merged = (Projection(f"{layer}.{names.o}", config.hidden_size, _weight_layout(names)),)
+    """The projection of the output of attention, or of a recurrence."""
+    name = names.o if heads.gated_delta is None else names.of_gated_delta.o
+    merged = (Projection(f"{layer}.{name}", config.hidden_size, _weight_layout(names)),)
     latent = config.parts.latent
     in_features = heads.attn_size if latent is None else heads.num_heads * latent.value_dim
-    return allocator.linear("o", in_features, merged, Cut.IN, config.o_bias)
+    return allocator.linear("o", in_features, merged, Cut.IN, config.o_bias and heads.gated_delta is None)
 
 
 def build_mlp(
@@ -328,14 +336,10 @@ def build_residual(
     scalar = None
     if parts.has_layer_scalar:
         scalar = allocator.parameter("layer_scalar", 1, sources=(Source(f"{layer}.{names.layer_scalar}", 1),))
-    return SequentialResidual(
-        o, mlp, after_attention, after_mlp, parts.residual_multiplier, layer_scalar=scalar
-    )
+    return SequentialResidual(o, mlp, after_attention, after_mlp, parts.residual_multiplier, layer_scalar=scalar)
 
 
-def build_head(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
-) -> Head:
+def build_head(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter) -> Head:
     """The final norm and the lm_head, which is the embedding's tensor if the two are tied."""
     parts, merged = config.parts, (Projection(names.head, config.vocab_size),)
     norm = allocator.norm("final_norm", names.final_norm, config.hidden_size, config.norm_eps, parts.norm)

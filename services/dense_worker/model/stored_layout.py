@@ -42,6 +42,27 @@ class GroupedHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class PartsByHead:
+    """A StoredLayout of several parts in one tensor, in which all parts of a head follow one another.
+
+    Here the rows are those of some of the parts: of the first one for all heads, then of the next one.
+    """
+
+    num_heads: int
+    sizes: tuple[int, ...]  # rows of each part in a head, in the order of the file
+    taken: tuple[int, ...]  # numbers of the parts that are here, in their order
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with the rows of all parts."""
+        return (self.num_heads * sum(self.sizes), *shape[1:])
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """A copy of the rows."""
+        parts = stored.unflatten(0, (self.num_heads, sum(self.sizes))).split(self.sizes, dim=1)
+        return torch.cat([parts[number].flatten(0, 1) for number in self.taken])
+
+
+@dataclass(frozen=True, slots=True)
 class StackedExperts:
     """A StoredLayout of one layer of all experts: [num_experts, rows of an expert, ...]; biases [num_experts, rows].
 

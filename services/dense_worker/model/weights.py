@@ -23,7 +23,9 @@ from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.attention_sinks import sink_names
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
+from services.dense_worker.model.experts.unstack import unstack_experts
 from services.dense_worker.model.families import build_decoder
+from services.dense_worker.model.gated.recurrence_weights import recurrence_names
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import (
@@ -43,7 +45,7 @@ _HASH_SAMPLE_BYTES = 4096
 _HASH_PIECE_BYTES = 2**20  # of larger tensors, so that no claimed size takes memory
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 # Small tensors that change what all others mean; samples could miss them.
-_HASHED_WHOLE = re.compile(r"scale|zero|g_idx|\.sinks$")
+_HASHED_WHOLE = re.compile(r"scale|zero|g_idx|\.sinks$|\.conv1d\.weight$|\.A_log$|\.dt_bias$")
 
 
 def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
@@ -57,6 +59,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     names = names_of(config)
     head = f"{names.head}.weight"
     with open_checkpoint(path, names.canonical) as checkpoint:
+        unstack_experts(checkpoint, config)
         weights = empty_weights(config, dtype, device)
         destinations = list(_destinations(weights))
         _check_names(path, config, checkpoint, [source for source, _ in destinations])
@@ -95,11 +98,11 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
     shapes) and 64 evenly spaced pieces of 4 KiB, including the first and last bytes. Retrained or converted weights
     differ everywhere, so samples suffice; it is not a checksum of the whole file. For quantized weights it also covers
     the schemes of `config.quantization`, and all scales, zero points and orders of features whole, and for a model with
-    learned sinks these. With `dummy_seed` (random weights) no weight file is read. Raises ModelError for a missing or
-    damaged file.
+    learned sinks or gated delta layers what the attention worker computes with. With `dummy_seed` (random weights) no
+    weight file is read. Raises ModelError for a missing or damaged file.
     """
     digest = hashlib.blake2b(digest_size=32)
-    hashes_small = config.quantization is not None or config.attention.has_sinks
+    hashes_small = config.quantization is not None or config.attention.has_sinks or bool(config.gated_delta_layers)
     try:
         digest.update((path / "config.json").read_bytes())
         digest.update(f"\0num_layers={config.num_layers} dummy_seed={dummy_seed}".encode())
@@ -162,7 +165,7 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
         names = ", ".join(missing[:3])
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
     known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
-    known.update(sink_names(config))  # the attention worker gets them
+    known.update(sink_names(config), recurrence_names(config))  # the attention worker gets them
     page, heads = names_of(config), config.layer_heads
     of_keys = tuple(f"{name}." for name in (*page.qkv[1:], page.k_norm))
     for name in checkpoint.names:

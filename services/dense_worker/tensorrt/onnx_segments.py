@@ -48,6 +48,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
     """
     if config.parts.num_learned_positions:
         raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
+    if config.gated_delta_layers:
+        raise ConfigError(f"the gated delta layers of {config.family!r} are not exported to ONNX and TensorRT")
     if config.attention.layer_heads or config.parts.layer_inputs is not None:
         raise ConfigError(f"layers with heads or inputs of their own ({config.family!r}) are not exported to ONNX")
     if config.parts.latent is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from services.attn_worker.backends import AttentionBackend
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.common.model_config import ModelConfig
 from tests.support.dense.whole_model import WholeModel
 
 MAX_NUM_TOKENS, MAX_NUM_SEQS = 24, 4  # of a step
@@ -19,13 +22,18 @@ class GpuModel(WholeModel):
     def __init__(
         self, path: Path, dtype: torch.dtype, device: torch.device, num_window_blocks: int | None = None
     ) -> None:
-        from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
+        from services.attn_worker.backends.gated.captured_layers import layered_triton_attention  # needs triton
+        from services.attn_worker.backends.triton_attention import TritonAttention
         from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        def make_attention(config: ModelConfig, spec: KVCacheSpec, *arguments: Any) -> AttentionBackend:
+            make = layered_triton_attention if spec.gated_delta else TritonAttention
+            return make(config, spec, *arguments, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS)
 
         super().__init__(
             path,
             lambda weights: CudaBackend(weights, self.config, MAX_NUM_TOKENS),
-            make_attention=partial(TritonAttention, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS),
+            make_attention=make_attention,
             device=device,
             dtype=dtype,
             num_window_blocks=num_window_blocks,

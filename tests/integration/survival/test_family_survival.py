@@ -20,7 +20,7 @@ MAX_TOKENS = 120
 
 
 # Together they have all parts that a worker keeps or gets anew. The others run with --all-families.
-VARIED = ["gemma2", "gemma4-shared", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3"]
+VARIED = ["gemma2", "gemma4-shared", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

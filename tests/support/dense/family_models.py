@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.dense.gated_variants import GATED_VARIANTS
+
 _COMMON = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -96,6 +98,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    **GATED_VARIANTS,
     "minimax_m2": (
         "minimax_m2",
         {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
@@ -349,7 +352,9 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
         config = AutoConfig.for_model(family, **(_COMMON | _TOKENS | {"initializer_range": 0.15} | fields | changes))
         model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("_bias"):  # stacked experts have biases in two dimensions
+            if name.endswith("A_log"):  # states that last for a few dozens of tokens
+                torch.nn.init.normal_(parameter, mean=-2.5, std=0.5)
+            elif parameter.dim() == 1 or name.endswith("_bias"):  # stacked experts have biases in two dimensions
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

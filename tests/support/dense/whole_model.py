@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from services.attn_worker.backends import AttentionBackend
+from services.attn_worker.backends.gated.layered_attention import layered_torch_attention
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache, PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
@@ -18,6 +19,7 @@ from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.attention_sinks import load_sinks
+from services.dense_worker.model.gated.recurrence_weights import load_recurrence_weights
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
@@ -25,7 +27,7 @@ from services.dense_worker.prompts.loaded_table import LoadedTable
 from tests.support.plans import make_plan
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS = 4, 64
+BLOCK_SIZE, NUM_BLOCKS, NUM_STATE_SLOTS = 4, 64, 12
 
 
 class WholeModel:
@@ -36,12 +38,14 @@ class WholeModel:
         path: Path,
         make_dense: Callable[[ModelWeights], DenseBackend] = TorchBackend,
         max_model_len: int = 128,
-        make_attention: Callable[..., AttentionBackend] = TorchAttention,
+        make_attention: Callable[..., AttentionBackend] | None = None,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         num_window_blocks: int | None = None,
     ) -> None:
-        """`num_window_blocks`: layers with a window have as many blocks of their own; None: all have the same."""
+        """`make_attention`: None: torch, for all layers of the model. `num_window_blocks`: layers with a window have
+        as many blocks of their own; None: all have the same.
+        """
         self.config, self.device, self.dtype = load_model_config(path), device, dtype
         self.weights = load_weights(path, self.config, dtype, device)
         self.dense = make_dense(self.weights)
@@ -50,12 +54,23 @@ class WholeModel:
         if num_window_blocks is not None:
             window = max(each for each in spec.windows if each is not None)
             spec = replace(spec, window_group=WindowGroup(window, num_window_blocks))
+        if spec.gated_delta:
+            spec = replace(spec, num_state_slots=NUM_STATE_SLOTS)
         self.cache = KVCache(
-            NUM_BLOCKS, BLOCK_SIZE, max_model_len, length_dependent_beyond=beyond, window_group=spec.window_group
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            max_model_len,
+            length_dependent_beyond=beyond,
+            window_group=spec.window_group,
+            num_state_slots=spec.num_state_slots or None,
         )
+        if make_attention is None:
+            make_attention = layered_torch_attention if spec.gated_delta else TorchAttention
         self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
         if sinks := load_sinks(path, self.config):
             self.attention.use_sinks(sinks)
+        if gated_delta := load_recurrence_weights(path, self.config):
+            self.attention.use_gated_delta(gated_delta)
         self._token_ids: dict[int, list[int]] = {}
         self._tables: dict[int, LoadedTable] = {}
 

@@ -211,7 +211,7 @@ def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeyp
     drafting.check(guesses, sequences)
 
 
-OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "gemma4")
+OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "gemma4", "qwen3_next", "qwen3_5")
 SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(OTHERS)]
 
 
@@ -234,6 +234,7 @@ def test_a_model_of_any_dense_family_guesses_as_in_transformers(tmp_path: Path, 
         ("gpt_oss", "a mixture of experts"),
         ("gemma4", "layers that differ"),
         ("gemma4-shared", "layers that differ"),
+        ("qwen3_5", "gated delta layers"),
     ],
 )
 def test_models_of_other_families_are_named(tmp_path: Path, variant: str, lack: str) -> None:

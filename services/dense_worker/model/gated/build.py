@@ -1,0 +1,80 @@
+"""Builds the parts of layers with a gate: attention whose output is gated, and gated delta layers."""
+
+from __future__ import annotations
+
+from services.common.families.names import CheckpointNames, GatedDeltaNames
+from services.common.families.shape import GatedDelta, LayerHeads, NormKind
+from services.common.model_config import ModelConfig
+from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.gated.layer import GatedAttention, GatedDeltaOutput, GatedRows
+from services.dense_worker.model.layer import AfterAttention
+from services.dense_worker.model.linear import Cut, Projection
+from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.stored_layout import PartsByHead
+
+
+def build_gated_rows(
+    config: ModelConfig,
+    allocator: WeightAllocator,
+    names: CheckpointNames,
+    layer: str,
+    heads: LayerHeads,
+    head_norms: HeadNorms | None,
+) -> GatedRows:
+    """The half of a layer before attention, or before a recurrence, which has no norms of q and k."""
+    sizes = heads.gated_delta
+    norm_name = f"{layer}.{names.attention_norm}"
+    norm = allocator.norm("input_norm", norm_name, config.hidden_size, config.norm_eps, config.parts.norm)
+    if sizes is None:
+        merged, has_bias = _attention_projections(names, layer, heads), config.qkv_bias
+    else:
+        merged, has_bias = _recurrence_projections(names.of_gated_delta, layer, sizes), False
+    projection = allocator.linear("qkv", config.hidden_size, merged, Cut.OUT, has_bias)
+    return GatedRows(norm, projection, heads.attn_size, head_norms)
+
+
+def build_gated_output(
+    config: ModelConfig,
+    allocator: WeightAllocator,
+    names: CheckpointNames,
+    layer: str,
+    heads: LayerHeads,
+    after: AfterAttention,
+) -> GatedAttention | GatedDeltaOutput:
+    """The half of a layer after attention, or after a recurrence; `after` begins with the output projection."""
+    if heads.gated_delta is None:
+        return GatedAttention(after)
+    name, size = f"{layer}.{names.of_gated_delta.norm}", heads.gated_delta.value_dim
+    norm = allocator.norm("recurrence_norm", name, size, config.norm_eps, NormKind.RMS)
+    assert isinstance(norm, RmsNorm)
+    return GatedDeltaOutput(norm, after)
+
+
+def _attention_projections(names: CheckpointNames, layer: str, heads: LayerHeads) -> tuple[Projection, ...]:
+    """q, k, v, and the gate, whose rows follow those of q in each head of the checkpoint's matrix of q."""
+    q, k, v = (f"{layer}.{name}" for name in names.qkv)
+
+    def of_q(part: int) -> Projection:
+        return Projection(q, heads.q_size, PartsByHead(heads.num_heads, (heads.head_dim,) * 2, (part,)))
+
+    return of_q(0), Projection(k, heads.kv_size), Projection(v, heads.kv_size), of_q(1)
+
+
+def _recurrence_projections(names: GatedDeltaNames, layer: str, sizes: GatedDelta) -> tuple[Projection, ...]:
+    """q, k and v, then b, a, and the gate z."""
+    num_heads, num_key_heads = sizes.num_value_heads, sizes.num_key_heads
+    if not names.qkvz:
+        return (
+            Projection(f"{layer}.{names.qkv}", sizes.conv_dim),
+            Projection(f"{layer}.{names.b}", num_heads),
+            Projection(f"{layer}.{names.a}", num_heads),
+            Projection(f"{layer}.{names.z}", sizes.value_size),
+        )
+    per_key_head = num_heads // num_key_heads
+    values = per_key_head * sizes.value_dim
+    in_head = (sizes.key_dim, sizes.key_dim, values, values)
+    return (
+        Projection(f"{layer}.{names.qkvz}", sizes.conv_dim, PartsByHead(num_key_heads, in_head, (0, 1, 2))),
+        Projection(f"{layer}.{names.ba}", 2 * num_heads, PartsByHead(num_key_heads, (per_key_head,) * 2, (0, 1))),
+        Projection(f"{layer}.{names.qkvz}", sizes.value_size, PartsByHead(num_key_heads, in_head, (3,))),
+    )

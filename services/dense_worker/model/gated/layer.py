@@ -1,0 +1,73 @@
+"""Layers with a gate: a product with the token that multiplies what comes back from the attention worker.
+
+Attention's output is multiplied by the gate's sigmoid. The output of a gated delta recurrence (arXiv:2412.06464) is
+normalised by head and multiplied by the gate's SiLU. One merged product gives the row for the attention worker and then
+the gate, which `Operations` keeps for the half of the layer that follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from services.channel import rows_of_layer
+from services.dense_worker.model.layer import AfterAttention
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
+from services.dense_worker.model.operations import Operations, Residual
+
+
+@dataclass(frozen=True, slots=True)
+class GatedRows:
+    """The half of a layer before attention, or before a recurrence."""
+
+    norm: Norm
+    projection: Linear  # rows for the attention worker, then those of the gate
+    gate_size: int
+    head_norms: HeadNorms | None  # None: the rows are for a recurrence
+
+    def forward(
+        self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Residual]:
+        """residual [n, hidden] -> rows [n, out_features - gate_size], in `qkv_out` where given, and the residual."""
+        residual, both = operations.norm_linear(residual, self.norm, self.projection)
+        width = self.projection.out_features - self.gate_size
+        rows, gate = both.split([width, self.gate_size], dim=1)
+        operations.keep_gate(gate)
+        own = torch.empty_like(rows) if qkv_out is None else rows_of_layer(qkv_out, width)
+        own.copy_(rows)
+        if self.head_norms is not None:
+            own = operations.norm_heads(own, self.head_norms, is_in_place=True)
+        return own, residual
+
+
+@dataclass(frozen=True, slots=True)
+class GatedAttention:
+    """The half of a layer after attention: sigmoid(gate) times attention's output, then as in any other layer."""
+
+    after: AfterAttention
+
+    @property
+    def attn_size(self) -> int:
+        return self.after.attn_size
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+        return self.after.forward(operations, operations.apply_gate(attn_out), residual)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaOutput:
+    """The half of a layer after a recurrence: SiLU(gate) times the norm of each value head, then as in other layers."""
+
+    norm: RmsNorm  # [value_dim]
+    after: AfterAttention
+
+    @property
+    def attn_size(self) -> int:
+        return self.after.attn_size
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, num_value_heads * value_dim], residual [n, hidden] -> the layer's residual."""
+        return self.after.forward(operations, operations.apply_gate(attn_out, self.norm), residual)
