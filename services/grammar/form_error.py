@@ -12,3 +12,7 @@ class FormError(ValueError):
     def __init__(self, message: str, origin: str | None = None) -> None:
         super().__init__(message)
         self.origin = origin
+
+
+class SlowFormError(FormError):
+    """The form took longer than allowed. On a less busy machine it might not have: this is no lasting verdict."""

@@ -2,7 +2,8 @@
 
 Event loop and engine never meet a form that explodes: the process has limits of CPU time, memory and stack, and is
 started again after a form has ended it. It starts with the first form. It tries one form at a time; the clients whose
-forms wait take turns. Results are kept by value.
+forms wait take turns. Results are kept by value; that a form took too long is kept for a minute only, because on a less
+busy machine it may take less.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,17 @@ import structlog
 from services.common.errors import CapacityError, TwostrokeError
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.client_turns import Client, ClientTurns
-from services.grammar.form_error import FormError
+from services.grammar.form_error import FormError, SlowFormError
+from services.grammar.trial import MAX_CPU_S
 
 log = structlog.get_logger()
 
-# Forms that wait for their trial, which takes milliseconds, and two seconds of CPU time at most.
+# Forms that wait for their trial, which takes milliseconds, and `MAX_CPU_S` at most.
 MAX_WAITING_OF_CLIENT = 64
 MAX_WAITING = 512  # of all clients
 MAX_KEPT = 1024  # results
 MAX_KEPT_BYTES = 32 * 2**20  # of forms and their grammars
+SLOW_KEPT_S = 60.0  # how long a form that took too long is not tried again
 START_TIMEOUT_S = 60.0  # to read the vocabulary
 TRIAL_TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine
 # A form ends the process by other signals; these come from outside, at any moment. The kernel sends SIGKILL if the
@@ -46,13 +51,23 @@ class _KilledError(Exception):
     """The process was killed from outside, and no form is to blame."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    result: StructuredOutput | FormError
+    expires_at: float | None  # on the monotonic clock; None: never
+
+    @property
+    def is_valid(self) -> bool:
+        return self.expires_at is None or time.monotonic() < self.expires_at
+
+
 class FormTrials:
     """Runs in the event loop. `close` ends the process."""
 
     def __init__(self, vocabulary: Mapping[str, Any]) -> None:
         """`vocabulary`: the arguments of `read_vocabulary`, as JSON has them."""
         self._vocabulary = vocabulary
-        self._results: OrderedDict[StructuredOutput, StructuredOutput | FormError] = OrderedDict()
+        self._results: OrderedDict[StructuredOutput, _Kept] = OrderedDict()
         self._num_bytes = 0
         self._running: dict[tuple[Client, StructuredOutput], asyncio.Task[StructuredOutput]] = {}
         self._num_running_of = Counter[Client]()
@@ -84,12 +99,12 @@ class FormTrials:
     def _known(self, form: StructuredOutput) -> StructuredOutput | None:
         """The kept result; None if there is none. Raises `FormError` if it is an error."""
         known = self._results.get(form)
-        if known is None:
+        if known is None or not known.is_valid:
             return None
         self._results.move_to_end(form)
-        if isinstance(known, FormError):
-            raise FormError(str(known), known.origin)
-        return known
+        if isinstance(known.result, FormError):
+            raise type(known.result)(str(known.result), known.result.origin)
+        return known.result
 
     def _check_room(self, client: Client) -> None:
         for num_waiting, most, whose in (
@@ -118,14 +133,15 @@ class FormTrials:
     async def _try_now(self, form: StructuredOutput) -> StructuredOutput:
         answer = await self._ask_in_time(form)
         if "error" in answer:
-            error = FormError(answer["error"], answer.get("origin"))
+            kind = SlowFormError if answer.get("is_slow") else FormError
+            error = kind(answer["error"], answer.get("origin"))
             self._keep(form, error)
             raise error
         compiled = StructuredOutput(Constraint.GRAMMAR, answer["grammar"])
         self._keep(form, compiled)
         return compiled
 
-    async def _ask_in_time(self, form: StructuredOutput) -> dict[str, str]:
+    async def _ask_in_time(self, form: StructuredOutput) -> dict[str, Any]:
         for _ in range(_MAX_KILLS):
             limit_s = TRIAL_TIMEOUT_S if self._process is not None else START_TIMEOUT_S + TRIAL_TIMEOUT_S
             try:
@@ -138,7 +154,7 @@ class FormTrials:
                 continue
         raise CapacityError(f"the process that tries forms was killed {_MAX_KILLS} times before it had tried the form")
 
-    async def _ask(self, form: StructuredOutput) -> dict[str, str]:
+    async def _ask(self, form: StructuredOutput) -> dict[str, Any]:
         """The process's answer; an error in its stead if the form has ended the process."""
         process = self._process
         if process is None:
@@ -150,7 +166,7 @@ class FormTrials:
         message = {"constraint": form.constraint, "text": form.text, "choices": form.choices}
         return await self._exchange(process, json.dumps(message).encode() + b"\n")
 
-    async def _exchange(self, process: subprocess.Popen[bytes], message: bytes) -> dict[str, str]:
+    async def _exchange(self, process: subprocess.Popen[bytes], message: bytes) -> dict[str, Any]:
         line = await asyncio.to_thread(_write_and_read, process, message)  # the process's end ends the thread's wait
         if line.endswith(b"\n"):
             return json.loads(line)
@@ -164,8 +180,8 @@ class FormTrials:
             raise _KilledError
         if status >= 0:
             raise TwostrokeError("forms of structured output cannot be tried: see the gateway's log")
-        if status == -signal.SIGXCPU:
-            return {"error": "it takes too long to compile"}
+        if status == -signal.SIGPROF:
+            return {"error": f"it takes more than {MAX_CPU_S:g} s of CPU time to compile, the limit", "is_slow": True}
         return {"error": "it is too large or nested too deeply to compile"}
 
     def _start_process(self) -> subprocess.Popen[bytes]:
@@ -182,13 +198,17 @@ class FormTrials:
             await asyncio.to_thread(_close, process)
 
     def _keep(self, form: StructuredOutput, result: StructuredOutput | FormError) -> None:
-        self._results[form] = result
-        self._num_bytes += _num_bytes(form, result)
+        if (earlier := self._results.pop(form, None)) is not None:
+            self._num_bytes -= _num_bytes(form, earlier)
+        expires_at = time.monotonic() + SLOW_KEPT_S if isinstance(result, SlowFormError) else None
+        kept = self._results[form] = _Kept(result, expires_at)
+        self._num_bytes += _num_bytes(form, kept)
         while len(self._results) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
             self._num_bytes -= _num_bytes(*self._results.popitem(last=False))
 
 
-def _num_bytes(form: StructuredOutput, result: StructuredOutput | FormError) -> int:
+def _num_bytes(form: StructuredOutput, kept: _Kept) -> int:
+    result = kept.result
     return form.num_bytes + (len(str(result)) if isinstance(result, FormError) else result.num_bytes)
 
 

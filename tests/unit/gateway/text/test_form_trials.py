@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +20,7 @@ from services.common.structured_output import MAX_CHOICES, Constraint, Structure
 from services.gateway.text import form_trials
 from services.gateway.text.form_trials import FormTrials
 from services.grammar.client_turns import Client
-from services.grammar.form_error import FormError
+from services.grammar.form_error import FormError, SlowFormError
 from tests.support.process_memory import resident_bytes
 
 BUSY, OTHER = (0, 1), (0, 2)
@@ -134,13 +136,44 @@ def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form(
         os.kill(pid, signal.SIGSTOP)  # so that it does not answer before its end
         waiting = asyncio.create_task(made.compile(regex("b+")))
         await asyncio.sleep(0)
-        os.kill(pid, signal.SIGXCPU)  # as the limit of CPU time does
+        os.kill(pid, signal.SIGPROF)  # as the limit of CPU time does
         os.kill(pid, signal.SIGCONT)
-        with pytest.raises(FormError, match="too long to compile"):
+        with pytest.raises(SlowFormError, match="more than 2 s of CPU time"):
             await waiting
         assert await made.compile(regex("c+"))
 
     run(test)
+
+
+def test_a_form_that_took_too_long_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(made: FormTrials) -> None:
+        answers = iter([{"error": "slow", "is_slow": True}, {"grammar": "g"}])
+
+        async def ask(form: StructuredOutput) -> dict[str, Any]:
+            return next(answers)
+
+        monkeypatch.setattr(made, "_ask", ask)
+        for _ in range(2):  # the second time by what is kept
+            with pytest.raises(SlowFormError, match="slow"):
+                await made.compile(GOOD)
+        monkeypatch.setattr(form_trials.time, "monotonic", lambda: expires_at)
+        expires_at = made._results[GOOD].expires_at
+        assert (await made.compile(GOOD)).text == "g"
+        assert made._results[GOOD].expires_at is None and made._num_bytes == GOOD.num_bytes + 1
+
+    run(test)
+
+
+def test_the_process_ends_itself_when_a_form_needs_more_cpu_time_than_allowed() -> None:
+    code = "from services.grammar import trial; trial.MAX_CPU_S = 0.05; trial.main()"
+    vocabulary = {"path": str(EMBEDDED_MODEL), "vocab_size": 1024, "eos_token_ids": [2], "is_optional": False}
+    forms = [GOOD, REFUSED["repeated repetitions"]]  # the latter takes most of a second
+    lines = [{"constraint": form.constraint, "text": form.text, "choices": []} for form in forms]
+    command = [sys.executable, "-c", code, json.dumps(vocabulary)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    ended = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGPROF
+    assert [set(json.loads(line)) for line in ended.stdout.splitlines()] == [set(), {"grammar"}]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

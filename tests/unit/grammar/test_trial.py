@@ -1,0 +1,49 @@
+"""The limit of time for a form's masks: a single slow step condemns no form, one that is always slow does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar import trial
+from services.grammar.form_error import SlowFormError
+from tests.support.dense.forms import Forms, make_vocabulary
+
+FORM = StructuredOutput(Constraint.REGEX, "[0-9]{40}")
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
+    return Forms(make_vocabulary(tmp_path_factory.mktemp("tokenizer")))
+
+
+def clock(slow_steps: Iterator[bool]) -> Iterator[float]:
+    """Times at the beginning and the end of each step."""
+    now_s = 0.0
+    for is_slow in slow_steps:
+        yield now_s
+        now_s += 2 * trial.MAX_MASK_S if is_slow else trial.MAX_MASK_S / 2
+        yield now_s
+
+
+def try_form(forms: Forms, slow_steps: Iterator[bool], monkeypatch: pytest.MonkeyPatch) -> str:
+    times = clock(slow_steps)
+    monkeypatch.setattr(trial.time, "thread_time", lambda: next(times))
+    return trial.try_form(forms.tokenizer, forms.vocabulary, FORM)
+
+
+@pytest.mark.parametrize("num_slow_attempts", range(trial.NUM_ATTEMPTS))
+def test_a_walk_that_was_slow_is_taken_again(
+    forms: Forms, num_slow_attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = [False, False, True]  # the third step is slow, and ends the attempt
+    slow_steps = itertools.chain(attempt * num_slow_attempts, itertools.repeat(False))
+    assert try_form(forms, slow_steps, monkeypatch)
+
+
+def test_a_walk_that_is_always_slow_condemns_the_form(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SlowFormError, match=r"100 ms to find .* follow 2 tokens .* 50 ms"):
+        try_form(forms, itertools.cycle([False, False, True]), monkeypatch)
