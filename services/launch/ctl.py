@@ -31,16 +31,21 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     replace = commands.add_parser("replace-dense", help="replace the dense worker by a new one")
     replace.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
         help="changed config, in the sections dense and model",
     )
     caches = replace.add_mutually_exclusive_group()
     caches.add_argument(
-        "--drop-caches", action="store_true",
+        "--drop-caches",
+        action="store_true",
         help="accept other weights: the KV cache is emptied and running requests fail",
     )
     caches.add_argument(
-        "--keep-caches", action="store_true",
+        "--keep-caches",
+        action="store_true",
         help="accept another precision of the same model: running requests go on with the present KV cache",
     )
     replace.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then it is undone (3600)")
@@ -60,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 return _fail(f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return _fail("no answer in time; what was not done yet is undone, see `ctl status`", FAILED)
+                return _fail(_describe_timeout(arguments), FAILED)
             return _fail(error.details() or error.code().name, FAILED)
 
 
@@ -98,6 +103,13 @@ def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
         last_end = f", last end: {service.last_end}" if service.last_end else ""
         print(f"{service.role} process {service.pid}, {service.num_restarts} restarts{last_end}")
     return DONE
+
+
+def _describe_timeout(arguments: argparse.Namespace) -> str:
+    if arguments.command == "status":
+        return f"the launcher has not answered within {STATUS_TIMEOUT_S:g} s, the limit"
+    limit = f"{arguments.timeout:g} s, the limit (--timeout)"
+    return f"not done within {limit}; what was not done yet is undone, see `ctl status`"
 
 
 def _absolute(override: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,7 @@ class DenseReplacer:
         self._task: asyncio.Task[Any] | None = None  # the running replacement
         self._num_started = 0
 
-    async def replace(
-        self, overrides: Sequence[str], *, drops_caches: bool, keeps_caches: bool = False
-    ) -> Replacement:
+    async def replace(self, overrides: Sequence[str], *, drops_caches: bool, keeps_caches: bool = False) -> Replacement:
         """Replaces the worker. Raises `RolledBack`; before any attempt `InvalidRequest` or `ConfigError`.
 
         With `keeps_caches` the new worker states the present weights' hash instead of its own, so the attention worker
@@ -164,9 +162,12 @@ class DenseReplacer:
         begin = time.monotonic()
         try:
             timeout_s = old.config.channel.wait_timeout_s + old.config.peers.rpc_timeout_s  # a step and an answer
-            await old_stub.Leave(dense_pb2.LeaveRequest(), timeout=timeout_s)
+            keys = "channel.wait_timeout_s and peers.rpc_timeout_s"
+            with _names_limit(f"the present dense worker, process {old.pid}, has not left", timeout_s, keys):
+                await old_stub.Leave(dense_pb2.LeaveRequest(), timeout=timeout_s)
             take_over = new_stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
-            await _or_end(take_over, new, watcher)
+            with _names_limit(f"the new dense worker, process {new.pid}, has not taken over", timeout_s, keys):
+                await _or_end(take_over, new, watcher)
             pause_ms = 1e3 * (time.monotonic() - begin)
             info = await _or_end(self._check_service(new, new_stub), new, watcher)
         except BaseException:
@@ -181,12 +182,16 @@ class DenseReplacer:
         timeout_s = new.config.peers.rpc_timeout_s
         async with open_channel(self._attention_address, new.config.peers.max_message_bytes, new.tls) as channel:
             attention = attn_pb2_grpc.AttentionWorkerStub(channel)
-            before = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s, wait_for_ready=True)
+            request = attn_pb2.GetStatusRequest()
+            with _names_limit("the attention worker has not answered", timeout_s):
+                before = await attention.GetStatus(request, timeout=timeout_s, wait_for_ready=True)
             if not await compute_one_token(stub, timeout_s):  # sequences of gateways may fill all steps
-                after = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
+                with _names_limit("the attention worker has not answered", timeout_s):
+                    after = await attention.GetStatus(request, timeout=timeout_s)
                 if after.num_steps == before.num_steps:
                     raise PeerError(f"the new dense worker has completed no step within {timeout_s:g} s")
-        return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
+        with _names_limit(f"the new dense worker, process {new.pid}, has not answered", timeout_s):
+            return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
 
     async def _bring_back(self, old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
         old.undo_retire()
@@ -216,11 +221,23 @@ async def _wait_loaded(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -
 async def _present_status(old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseStatus:
     # A single attempt to connect may take a busy worker too long.
     timeout_s = old.config.peers.rpc_timeout_s
-    status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=timeout_s, wait_for_ready=True)
+    with _names_limit(f"the present dense worker, process {old.pid}, has not answered", timeout_s):
+        status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=timeout_s, wait_for_ready=True)
     if status.state != dense_pb2.DenseStatus.SERVING:
         state = dense_pb2.DenseStatus.State.Name(status.state).lower()
         raise PeerError(f"the present dense worker does not serve now: it is {state}")
     return status
+
+
+@contextlib.contextmanager
+def _names_limit(what: str, timeout_s: float, keys: str = "peers.rpc_timeout_s") -> Iterator[None]:
+    """Turns the end of a call by its time limit, set by `keys`, into a `PeerError` that names the limit."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise PeerError(f"{what} within {timeout_s:g} s, the limit ({keys})") from error
 
 
 def _check_weights(present: str, loaded: str, *, drops_caches: bool) -> None:

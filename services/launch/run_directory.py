@@ -1,4 +1,9 @@
-"""The launcher's directory for sockets and files, and the removal of directories that killed launchers left."""
+"""The launcher's directory for sockets and files, and the removal of directories that killed launchers left.
+
+A living launcher holds a lock (flock) on a file in its directory; the kernel releases it when the process ends, however
+it ends. Whoever gets the lock may remove the directory. A launcher that has just made its directory may lose this race
+and then makes another one.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +15,76 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-NAME_PREFIX = "twostroke-"
+NAME_PREFIX = "twostroke-run-"
 LOCK_NAME = "lock"
+MAX_ATTEMPTS = 100  # to make a directory that no launcher takes for a dead one's; each start elsewhere removes one
 
 
 @contextlib.contextmanager
 def run_directory() -> Iterator[Path]:
     """A new directory, locked while its launcher lives and removed at the end."""
     remove_stale_directories()
-    path = Path(tempfile.mkdtemp(prefix=NAME_PREFIX))
-    with (path / "new-lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(lock.name).rename(path / LOCK_NAME)  # only now: an unlocked directory means a dead launcher to others
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path)
+    path, lock = _make_locked()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)  # another launcher may look for its lock now, and then removes the rest
+        os.close(lock)
 
 
 def live_directories() -> list[Path]:
     """The directories of this user's running launchers."""
     live = []
-    for path in Path(tempfile.gettempdir()).glob(f"{NAME_PREFIX}*/{LOCK_NAME}"):
+    for path in _directories():
         try:
-            with path.open("rb") as lock:
+            with (path / LOCK_NAME).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            live.append(path.parent)
+            live.append(path)
         except OSError:
-            continue  # another user's, or just removed
+            continue  # just made or removed
     return live
 
 
 def remove_stale_directories() -> list[str]:
-    """Removes directories whose launcher is dead and returns their names."""
+    """Removes this user's directories whose launcher is dead and returns their names."""
     removed = []
-    for path in Path(tempfile.gettempdir()).glob(f"{NAME_PREFIX}*/{LOCK_NAME}"):
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError:
-            continue  # another user's, or just removed
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)  # another launcher, or an ending service, may remove it too
-            removed.append(path.parent.name)
-        except BlockingIOError:
-            pass  # its launcher lives
-        finally:
-            os.close(file)
+    for path in _directories():
+        with contextlib.suppress(OSError):  # its launcher lives, or another one has just removed it
+            lock = _open_lock(path)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)  # another launcher, or an ending service, may remove it too
+                removed.append(path.name)
+            finally:
+                os.close(lock)
     return removed
+
+
+def _make_locked() -> tuple[Path, int]:
+    """A new directory, and the open file whose lock this process holds."""
+    for _ in range(MAX_ATTEMPTS):
+        path = Path(tempfile.mkdtemp(prefix=NAME_PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # another launcher has removed it already
+            lock = _open_lock(path)
+            with contextlib.suppress(BlockingIOError):  # another launcher is removing it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_nlink:
+                    return path, lock
+            os.close(lock)
+    raise OSError(f"{MAX_ATTEMPTS} new directories {tempfile.gettempdir()}/{NAME_PREFIX}* were removed at once")
+
+
+def _open_lock(directory: Path) -> int:
+    """Opens the file to lock. A launcher that was killed at its start, or while it removed its directory, left none."""
+    return os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
+def _directories() -> list[Path]:
+    """This user's directories, of living and dead launchers."""
+    found = []
+    for path in Path(tempfile.gettempdir()).glob(f"{NAME_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.geteuid() and path.is_dir() and not path.is_symlink():
+                found.append(path)
+    return found

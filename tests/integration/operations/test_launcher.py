@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,26 +42,57 @@ def test_a_killed_launchers_directory_is_removed_at_the_next_start(
     assert not own.exists()
 
 
-def test_a_launcher_that_starts_beside_another_one_keeps_its_directory(
+def test_a_directory_whose_launcher_was_killed_before_it_was_locked_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    real_flock = fcntl.flock
+    left = tmp_path / "twostroke-run-left"
+    (left / "directory").mkdir(parents=True)
+    others = [tmp_path / "twostroke-soak-1", tmp_path / "other"]  # of other programs
+    for other in others:
+        other.mkdir()
+    target = tmp_path / "target"
+    target.mkdir()
+    (tmp_path / "twostroke-run-link").symlink_to(target)
+    assert remove_stale_directories() == [left.name]
+    assert not left.exists() and target.is_dir() and all(other.is_dir() for other in others)
 
-    def flock(file: int, operation: int) -> None:
-        monkeypatch.undo()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+def test_directories_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "twostroke-run-theirs").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert remove_stale_directories() == []
-        real_flock(file, operation)
+    assert remove_stale_directories() == ["twostroke-run-theirs"]
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+
+@pytest.mark.parametrize("name", ["open", "flock"])
+def test_a_launcher_whose_directory_is_removed_before_it_is_locked_makes_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove_stale_directories()
+    module = {"open": os, "flock": fcntl}[name]
+    real = getattr(module, name)
+    removed: list[str] = []
+
+    def after_another_launcher(*arguments: Any) -> Any:
+        monkeypatch.setattr(module, name, real)
+        removed.extend(remove_stale_directories())
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, after_another_launcher)
     with run_directory() as own:
         assert own.is_dir() and live_directories() == [own]
+        assert len(removed) == 1 and removed != [own.name]
+        assert remove_stale_directories() == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_launchers_may_remove_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    stale = tmp_path / "twostroke-stale"
+    stale = tmp_path / "twostroke-run-stale"
     stale.mkdir()
     (stale / "lock").touch()
     real_rmtree = shutil.rmtree

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from services.launch import ctl
 from services.launch.run_directory import run_directory
+from services.pb import launch_pb2_grpc
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +22,8 @@ def nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_launcher_ctl_prints_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "twostroke-dead").mkdir()
-    (tmp_path / "twostroke-dead" / "lock").touch()
+    (tmp_path / "twostroke-run-dead").mkdir()
+    (tmp_path / "twostroke-run-dead" / "lock").touch()
     assert ctl.main(["status"]) == ctl.NO_LAUNCHER
     assert ctl.main(["replace-dense"]) == ctl.NO_LAUNCHER
     assert "no launcher runs here" in capsys.readouterr().err
@@ -36,6 +41,35 @@ def test_a_single_launcher_is_found_and_with_two_one_must_be_given(capsys: pytes
             assert ctl.main(["status"]) == ctl.NO_LAUNCHER
             message = capsys.readouterr().err
             assert str(first) in message and str(second) in message and "--launcher" in message
+
+
+@pytest.mark.parametrize(
+    ("command", "limit"), [("status", "within 0.5 s"), ("replace-dense", r"within 0.25 s, the limit \(--timeout\)")]
+)
+def test_a_launcher_that_hangs_is_reported_with_the_limit(
+    command: str, limit: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    class Hanging(launch_pb2_grpc.LauncherServicer):
+        def GetStatus(self, request: object, context: object) -> None:
+            is_over.wait()
+
+        ReplaceDense = GetStatus
+
+    monkeypatch.setattr(ctl, "STATUS_TIMEOUT_S", 0.5)
+    address = f"unix:{tmp_path}/launch.sock"
+    server = grpc.server(ThreadPoolExecutor(1))
+    launch_pb2_grpc.add_LauncherServicer_to_server(Hanging(), server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        options = ["--timeout", "0.25"] if command == "replace-dense" else []
+        assert ctl.main(["--launcher", address, command, *options]) == ctl.FAILED
+        assert re.search(limit, capsys.readouterr().err)
+    finally:
+        is_over.set()
+        server.stop(None).wait()
 
 
 def test_relative_paths_start_at_the_current_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

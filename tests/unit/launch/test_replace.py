@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -90,6 +91,8 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
     async def GetStatus(
         self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseStatus:
+        if "status" in self.on_call:
+            await self.on_call["status"]()
         for line in self.loading:
             return dense_pb2.DenseStatus(state=State.LOADING, loading=line)
         return dense_pb2.DenseStatus(state=self.state, weights_hash=self.weights_hash)
@@ -316,6 +319,39 @@ def test_a_worker_too_busy_for_the_probe_must_complete_steps(tmp_path: Path, ste
     assert world.serves == ("new" if is_replaced else "old")
     if not is_replaced:
         assert "completed no step" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            "status",
+            r"present dense worker, process \d+, has not answered within 2.5 s, the limit \(peers.rpc_t",
+        ),
+        (
+            "leave",
+            r"present dense worker, process \d+, has not left within 3 s, the limit \(channel.wait_t",
+        ),
+        ("take over", r"new dense worker, process \d+, has not taken over within 3 s, the limit \(channel"),
+    ],
+)
+def test_a_worker_that_hangs_is_named_with_the_limit(tmp_path: Path, call: str, message: str) -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    def prepare(world: World) -> None:
+        old = world.old
+        channel = old.config.channel.model_copy(update={"wait_timeout_s": 0.5})
+        peers = old.config.peers.model_copy(update={"rpc_timeout_s": 2.5})
+        old.config = old.config.model_copy(update={"channel": channel, "peers": peers})
+        if call == "take over":
+            world.change_new = lambda child: child.on_call.update({call: hang})
+        else:
+            old.on_call[call] = hang
+
+    world, result = run(tmp_path, prepare)
+    assert isinstance(result, RolledBack) and re.search(message, str(result)), result
+    assert world.serves == "old"
 
 
 def test_a_cancelled_replacement_is_undone(tmp_path: Path) -> None:
