@@ -109,6 +109,11 @@ class Frontend:
             self.prompt_embeds,
         )
 
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that are not answered completely, those that wait included."""
+        return self._admission.num_open
+
     def unready_reason(self) -> str | None:
         """Why no request can run now; None if requests can run."""
         if self._admission.is_draining:

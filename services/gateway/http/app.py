@@ -11,6 +11,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.document import add_document
 from services.gateway.http.errors import add_error_handlers
+from services.gateway.http.head_requests import HeadRequests
 from services.gateway.http.routes.adapters import adapter_routes
 from services.gateway.http.routes.completions import completion_routes
 from services.gateway.http.routes.messages import messages_routes
@@ -38,6 +39,7 @@ def build_app(
         title="Twostroke", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.add_middleware(Authorize, access=frontend.access)
+    app.add_middleware(HeadRequests)
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))
     app.include_router(messages_routes(frontend, section))

@@ -16,7 +16,7 @@ def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
     router = APIRouter(tags=["Page"])
     page = load_page()
 
-    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @router.get("/", include_in_schema=False)
     async def get_page() -> Response:
         return Response(page.body, headers=page.headers)
 

@@ -1,4 +1,4 @@
-"""Information about the server: /v1/models, /live, /health, /ready, /version."""
+"""Information about the server: /v1/models, /live, /health, /ready, /ping, /load, /version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.gateway import __version__
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES, is_anthropic
 from services.gateway.http.schemas.anthropic.answers import ModelInfo, ModelPage
-from services.gateway.http.schemas.server import Health, Live, ModelList, ModelObject, Version
+from services.gateway.http.schemas.server import Health, Live, Load, ModelList, ModelObject, Version
 
 
 def server_routes(frontend: Frontend) -> APIRouter:
@@ -68,12 +68,19 @@ def server_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/health", response_class=Response, responses=health_answers)
     @router.get("/ready", response_class=Response, responses=health_answers)
+    @router.get("/ping", response_class=Response, responses=health_answers)
+    @router.post("/ping", response_class=Response, responses=health_answers)
     async def health() -> Response:
-        """Whether requests can run now; if not, why. `/health` and `/ready` are two names of one answer."""
+        """Whether requests can run now; if not, why. `/health`, `/ready` and SageMaker's `/ping` have one answer."""
         reason = frontend.unready_reason()
         if reason is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable", "reason": reason}, 503)
+
+    @router.get("/load")
+    async def load() -> Load:
+        """How many requests this gateway is working on, for load balancers that ask vLLM."""
+        return {"server_load": frontend.num_open_requests}
 
     @router.get("/version")
     async def version() -> Version:

@@ -1,4 +1,4 @@
-"""Answers about the server: models, health, version."""
+"""Answers about the server: models, health, load, version."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ class Health(TypedDict):
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]
+
+
+class Load(TypedDict):
+    """Requests that one gateway process has accepted and not answered completely, those that wait included."""
+
+    server_load: int
 
 
 class Version(TypedDict):

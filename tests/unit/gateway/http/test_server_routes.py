@@ -1,0 +1,67 @@
+"""What probes and load balancers ask: /ping, /load, and HEAD."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx2
+
+from tests.support.clients.http_gateway import COMPLETIONS, MODEL, PROMPT, check_error, with_client
+from tests.support.running_gateway import RunningGateway, until
+from tests.support.workers.fake_dense import FakeDense
+
+
+def test_ping_is_the_health_by_get_and_post(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for method in ("GET", "POST", "HEAD"):
+            assert (await client.request(method, "/ping")).status_code == 200
+        await dense.kill()
+        await until(lambda: not dense.num_streams)
+        for method in ("GET", "POST", "HEAD"):
+            await until_status(client, method, 503)
+
+    dense = FakeDense(lambda submit: [5])
+    with_client(tmp_path, dense, test)
+
+
+async def until_status(client: httpx2.AsyncClient, method: str, status: int) -> None:
+    """Waits until the gateway has noticed; the test's own limit of time ends the wait."""
+    while (await client.request(method, "/ping")).status_code != status:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_the_load_is_the_number_of_open_requests(tmp_path: Path) -> None:
+    async def load(client: httpx2.AsyncClient) -> int:
+        return (await client.get("/load")).json()["server_load"]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        assert await load(client) == 0
+        tasks = [asyncio.create_task(client.post(COMPLETIONS, json=PROMPT | {"n": 2})) for _ in range(3)]
+        await until(lambda: len(dense.running) == 6)
+        assert await load(client) == 3
+        for task in tasks:
+            task.cancel()
+        await until(lambda: not dense.running)
+        while await load(client):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    dense = FakeDense(lambda submit: [])  # no answer ever ends
+    with_client(tmp_path, dense, test)
+
+
+def test_head_has_the_status_and_headers_of_get_and_no_body(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        paths = ["/", "/health", "/ready", "/live", "/version", "/v1/models", f"/v1/models/{MODEL}", "/v2/health/ready"]
+        for path in [*paths, "/v1/models/none", "/none", "/openapi.json"]:
+            get, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (get.status_code, b""), path
+            assert head.headers["content-length"] == get.headers["content-length"] == str(len(get.content)), path
+            assert head.headers.get("content-type") == get.headers.get("content-type"), path
+        assert (await client.head("/metrics")).status_code == 200
+        refused = await client.head(COMPLETIONS)
+        assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+        check_error(await client.get(COMPLETIONS), 405, None)
+        assert (await client.get("/health")).json() == {"status": "ok"}, "the connection goes on"
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test)
