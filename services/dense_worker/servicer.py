@@ -94,9 +94,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     ) -> dense_pb2.DenseInfo:
         return self._require_ready()[1]
 
-    async def Leave(
-        self, request: dense_pb2.LeaveRequest, context: grpc.aio.ServicerContext
-    ) -> dense_pb2.LeaveReply:
+    async def Leave(self, request: dense_pb2.LeaveRequest, context: grpc.aio.ServicerContext) -> dense_pb2.LeaveReply:
         engine, _ = self._require_ready()
         self.may_attach.clear()
         engine.leave()
@@ -262,9 +260,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._tracer.end(request.cancel.seq_id, "cancelled")
                 engine.cancel(request.cancel.seq_id)
 
-    async def _load_table(
-        self, sequence: Sequence, table: dense_pb2.PromptTable, received: ReceivedTable
-    ) -> None:
+    async def _load_table(self, sequence: Sequence, table: dense_pb2.PromptTable, received: ReceivedTable) -> None:
         assert self._tables is not None, "the worker serves"
         sequence.prompt_table = await self._tables.load(table, received)
 
@@ -351,3 +347,4 @@ def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: Seq
         if output.error is not None:
             end.status_code = output.error.status_code.value[0]
             end.message = str(output.error)
+            end.param = output.error.param or ""

@@ -247,7 +247,7 @@ class Logits(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
-    __slots__ = ("seq_id", "reason", "status_code", "message", "answers")
+    __slots__ = ("seq_id", "reason", "status_code", "message", "param", "answers")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[SequenceEnd.Reason]
@@ -262,13 +262,15 @@ class SequenceEnd(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     STATUS_CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PARAM_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     reason: SequenceEnd.Reason
     status_code: int
     message: str
+    param: str
     answers: _containers.RepeatedCompositeFieldContainer[BeamAnswer]
-    def __init__(self, seq_id: _Optional[int] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ..., status_code: _Optional[int] = ..., message: _Optional[str] = ..., answers: _Optional[_Iterable[_Union[BeamAnswer, _Mapping]]] = ...) -> None: ...
+    def __init__(self, seq_id: _Optional[int] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ..., status_code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., answers: _Optional[_Iterable[_Union[BeamAnswer, _Mapping]]] = ...) -> None: ...
 
 class BeamAnswer(_message.Message):
     __slots__ = ("token_ids", "logprobs", "score", "reason")

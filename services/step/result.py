@@ -40,7 +40,7 @@ class StepResult:
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # by seq_id, if requested
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     # Sequences that end because of the form of their output, by seq_id. None: the last token completes the form; else
-    # an error, because of which the last token does not count.
+    # an error of the form, because of which the last token does not count.
     ended: Mapping[int, str | None] = field(default_factory=dict)
     logits: Sequence[Logits] = ()  # from which output tokens were sampled, if requested
     prompt_logits: Sequence[Logits] = ()  # after prompt tokens, if requested

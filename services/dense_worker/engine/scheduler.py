@@ -265,7 +265,7 @@ class Scheduler:
             return None  # ended by an earlier step, or cancelled: this step was wasted
         if error := result.ended.get(sequence.seq_id):
             self._finish(sequence)
-            return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
+            return SequenceOutput(sequence, (), FinishReason.ERROR, InvalidRequest(error, sequence.form_field))
         self.draft_counts.add(num_draft_tokens, len(token_ids) - 1)
         first = len(sequence.output_token_ids)
         finish_reason = sequence.append(token_ids, is_complete=sequence.seq_id in result.ended)

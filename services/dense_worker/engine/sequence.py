@@ -105,6 +105,12 @@ class Sequence:
         return len(self.prompt_token_ids)
 
     @property
+    def form_field(self) -> str | None:
+        """The field of the client's request that gave the form of its output; None without a form."""
+        form = self.sampling.structured_output
+        return None if form is None else form.field_name
+
+    @property
     def num_beams(self) -> int:
         """Rows that it has in a step that samples tokens."""
         return 1 if self.beams is None else self.beams.options.num_beams

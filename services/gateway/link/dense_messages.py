@@ -166,7 +166,7 @@ def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> Non
         if finish_reason is not None:
             entry.finish(finish_reason)
         else:
-            entry.fail(SEQUENCE_ERRORS.get(end.status_code, TwostrokeError)(end.message))
+            entry.fail(SEQUENCE_ERRORS.get(end.status_code, TwostrokeError)(end.message, end.param or None))
 
 
 def _keep_answers(entry: JournalEntry, answers: Sequence[dense_pb2.BeamAnswer], now: float) -> None:

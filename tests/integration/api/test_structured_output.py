@@ -82,7 +82,7 @@ def test_a_schema_however_it_is_given(http: httpx2.Client, body: dict[str, Any],
     assert choice["finish_reason"] == "stop"
     check_person(text_of(choice))
     if form.get("structured_outputs", {}).get("disable_any_whitespace"):
-        assert not re.search(r'[,:{\[] ', re.sub(r'"[^"]*"', '""', text_of(choice)))
+        assert not re.search(r"[,:{\[] ", re.sub(r'"[^"]*"', '""', text_of(choice)))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_schema_however_it_is_given(http: httpx2.Client, body: dict[str, Any],
         ({"structured_outputs": {"choice": ["yes", "no, never", "é\n"]}}, "yes|no, never|é\n"),
         ({"guided_choice": ["(a)", "b|c"]}, r"\(a\)|b\|c"),
         ({"structured_outputs": {"grammar": 'root ::= "a"{2,5} [0-9]'}}, "a{2,5}[0-9]"),
-        ({"guided_grammar": "start: A+ /[0-9]/\nA: \"ab\""}, "(ab)+[0-9]"),
+        ({"guided_grammar": 'start: A+ /[0-9]/\nA: "ab"'}, "(ab)+[0-9]"),
         ({"ebnf": 'root ::= "x" | "y"'}, "x|y"),
         ({"grammar": 'root ::= "x" | "y"'}, "x|y"),
     ],
@@ -224,8 +224,14 @@ def test_a_form_that_fails_later_ends_its_stream_alone(http: httpx2.Client) -> N
             [choice] = other.result()
             check_person(text_of(choice))
     response = failing.result()
-    assert response.status_code >= 400, response.text
-    assert "the form of the output cannot be followed" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "structured_outputs.grammar"), response.text
+    assert "the form of the output cannot be followed" in error["message"]
+    stream = http.post("/v1/completions", json=PROMPT | {"structured_outputs": late, "max_tokens": 600, "stream": True})
+    assert stream.status_code == 200, "its first tokens had been sent"
+    *chunks, last = [json.loads(part.removeprefix("data: ")) for part in stream.text.split("\n\n") if part]
+    assert len(chunks) > 100 and last["error"]["code"] == "invalid_request", last
+    assert last["error"]["param"] == error["param"]
 
 
 def test_streams_without_a_form_get_the_same_tokens_beside_such_with_one(cluster: Cluster) -> None:
