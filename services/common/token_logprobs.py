@@ -13,6 +13,7 @@ class TokenLogprobs:
 
     logprob: float  # of the sampled token, or of the prompt's token
     top: tuple[tuple[int, float], ...]  # (token_id, logprob) of the most likely tokens, most likely first
+    rank: int | None = None  # how many tokens are at least as likely as this one, itself included; None: not counted
 
 
 def encode_logprobs(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
@@ -21,11 +22,11 @@ def encode_logprobs(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
         logprob=value.logprob,
         top_token_ids=[token_id for token_id, _ in value.top],
         top_logprobs=[logprob for _, logprob in value.top],
+        rank=value.rank,
     )
 
 
 def decode_logprobs(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
     """Converts from the message of `protos/sampling.proto`."""
-    return TokenLogprobs(
-        message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
-    )
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprobs(message.logprob, top, message.rank if message.HasField("rank") else None)

@@ -90,11 +90,12 @@ def random_prompt(num_tokens: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
-def check_logprobs(
-    reported: sampling_pb2.TokenLogprobs, token_id: int, expected: torch.Tensor, num_top: int
-) -> None:
+def check_logprobs(reported: sampling_pb2.TokenLogprobs, token_id: int, expected: torch.Tensor, num_top: int) -> None:
     """`expected`: float32 [VOCAB_SIZE]. Tokens that tie within the tolerance may come in any order."""
     assert reported.logprob == pytest.approx(expected[token_id].item(), abs=LOGPROB_TOLERANCE)
+    margin = 2 * LOGPROB_TOLERANCE  # between the logarithms of two tokens
+    least, most = ((expected >= expected[token_id] + error).sum().item() for error in (margin, -margin))
+    assert max(1, least) <= reported.rank <= most
     assert len(reported.top_token_ids) == len(set(reported.top_token_ids)) == num_top
     top = torch.tensor(reported.top_logprobs)
     torch.testing.assert_close(top, expected.topk(num_top).values, rtol=0, atol=LOGPROB_TOLERANCE)

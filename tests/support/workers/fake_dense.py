@@ -165,7 +165,7 @@ def fake_logprob(token_id: int) -> float:
 def _logprobs(token_id: int, num_top: int) -> sampling_pb2.TokenLogprobs:
     top = [max(0, token_id - num_top + 1) + i for i in range(num_top)]
     return sampling_pb2.TokenLogprobs(
-        logprob=fake_logprob(token_id), top_token_ids=top, top_logprobs=map(fake_logprob, top)
+        logprob=fake_logprob(token_id), top_token_ids=top, top_logprobs=map(fake_logprob, top), rank=token_id + 1
     )
 
 

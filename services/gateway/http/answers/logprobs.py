@@ -93,12 +93,11 @@ class LegacyLogprobsBuilder:
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> PromptLogprobs:
-    """The log-probabilities of a prompt in vLLM's format: by token id, with ranks where they are known."""
+    """The log-probabilities of a prompt in vLLM's format: by token id, the prompt's own token first, with ranks."""
     entries: PromptLogprobs = [None]
     for token_id, each in zip(token_ids[1:], logprobs, strict=True):
-        ranked = [(other_id, logprob, rank) for rank, (other_id, logprob) in enumerate(each.top, start=1)]
-        if all(other_id != token_id for other_id, _ in each.top):
-            ranked.append((token_id, each.logprob, None))
+        ranked = {token_id: (each.logprob, each.rank)}  # where it is one of the most likely, it keeps its place
+        ranked.update((other_id, (logprob, rank)) for rank, (other_id, logprob) in enumerate(each.top, start=1))
         entries.append(
             {
                 str(other_id): {
@@ -106,7 +105,7 @@ def prompt_logprobs(
                     "rank": rank,
                     "decoded_token": token_text(tokenizer, other_id),
                 }
-                for other_id, logprob, rank in ranked
+                for other_id, (logprob, rank) in ranked.items()
             }
         )
     return entries

@@ -37,9 +37,15 @@ def test_ranked_tokens_equal_log_softmax_in_float64(num_rows: int, num_top: int)
     expected = exact_logprobs(logits)
     for row, token in enumerate(tokens):
         assert token.logprob == pytest.approx(expected[row, token_ids[row]], abs=TOLERANCE)
+        assert token.rank == 1 + np.argsort(-expected[row]).tolist().index(token_ids[row])
         order = np.argsort(-expected[row])[:num_top]
         assert [token_id for token_id, _ in token.top] == order.tolist()
         np.testing.assert_allclose([value for _, value in token.top], expected[row, order], rtol=0, atol=TOLERANCE)
+
+
+def test_of_tokens_that_tie_each_counts_the_others() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 0.0]] * 4)
+    assert [token.rank for token in rank_tokens(logits, torch.arange(4), 0).read([0] * 4)] == [3, 1, 3, 4]
 
 
 @settings(max_examples=40, deadline=None)

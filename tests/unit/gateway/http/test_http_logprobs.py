@@ -12,7 +12,7 @@ import pytest
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids, text_of
 from tests.support.clients.http_clients import events
-from tests.support.clients.http_gateway import USER, say, with_client
+from tests.support.clients.http_gateway import CHATS, COMPLETIONS, USER, say, with_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense, fake_logprob
 
@@ -71,6 +71,28 @@ def test_prompt_logprobs_of_a_streamed_echo_are_shown_once(tmp_path: Path) -> No
         assert [each["index"] for each in choices if each.get("prompt_logprobs")] == [0]
 
     with_client(tmp_path, FakeDense(lambda submit: [100, 101]), test)
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_every_token_of_a_prompt_comes_first_with_its_rank(tmp_path: Path, path: str, num_logprobs: int) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        prompt = {"prompt": [70, 80, 90]} if path == COMPLETIONS else {"messages": USER}
+        answer = (await client.post(path, json={**prompt, "max_tokens": 1, "prompt_logprobs": num_logprobs})).json()
+        whole = answer["choices"][0] if path == COMPLETIONS else answer
+        first, *entries = whole["prompt_logprobs"]
+        [submit] = dense.submits
+        assert first is None
+        for token_id, entry in zip(submit.prompt_token_ids[1:], entries, strict=True):
+            own = {"logprob": fake_logprob(token_id), "rank": token_id + 1}
+            assert next(iter(entry)) == str(token_id)
+            found = {name: value for name, value in entry[str(token_id)].items() if name != "decoded_token"}
+            # The worker of this test says that its token is the last of the most likely ones.
+            assert found == (own if not num_logprobs else own | {"rank": num_logprobs})
+            assert len(entry) == max(1, num_logprobs)
+
+    dense = FakeDense(lambda submit: [100])
+    with_client(tmp_path, dense, test)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
