@@ -36,6 +36,7 @@ from services.gateway.request import (
 )
 from services.gateway.text.answer_form import refusal
 from services.gateway.text.form_trials import FormTrials
+from services.gateway.text.read_chat import read_chat_off_loop
 from services.gateway.text.tokenizer import Tokenizer
 from services.grammar.form_error import FormError
 from services.pb import gateway_pb2
@@ -189,6 +190,14 @@ class Frontend:
             lists.append(token_ids)
             await asyncio.sleep(0)  # let other tasks run: each short text takes half a millisecond
         return lists
+
+    async def render_chat(self, message: gateway_pb2.TokenizeRequest, caller: Caller) -> str:
+        """The text of a chat as its template writes it. Counts as one of the caller's requests."""
+        self.count_requests(1, caller)
+        check_counts(message)
+        if self._dense.has_model:
+            check_size(message, self.tokenizer, self.limits)
+        return await self.tokenizer.render_chat(await read_chat_off_loop(message.chat, self.tokenizer))
 
     async def detokenize(
         self, lists: Sequence[Sequence[int]], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"

@@ -19,7 +19,7 @@ from services.gateway.prompt_embeds import PromptEmbeds
 from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
-from services.gateway.text.read_chat import read_chat
+from services.gateway.text.read_chat import read_chat_off_loop
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.lora.adapter import Adapter
@@ -235,8 +235,7 @@ async def read_text_or_chat(
         if not text:
             raise InvalidRequest(f"{kind} is empty", kind)
         return await tokenizer.encode(text, adds_special_tokens), None
-    size = len(message.chat.tools) + len(message.chat.messages)
-    chat = await tokenizer.off_loop(size, read_chat, message.chat, tokenizer.chat_formats)
+    chat = await read_chat_off_loop(message.chat, tokenizer)
     return await tokenizer.encode_chat(chat, adds_special_tokens), chat
 
 

@@ -22,6 +22,7 @@ OPEN_PATHS = frozenset(
         "/ping",
         "/ready",
         "/stats",
+        "/v1/health",
         "/v2",
         "/v2/health/live",
         "/v2/health/ready",

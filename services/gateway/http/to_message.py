@@ -11,7 +11,7 @@ from services.gateway.http.schemas.chat import ChatMessageObject, ChatRequest
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.schemas.sampling import GenerationFields
 from services.gateway.http.schemas.structured_output import form_of
-from services.gateway.http.schemas.tokens import TokenizeBody
+from services.gateway.http.schemas.tokens import TemplateBody, TokenizeBody
 from services.gateway.http.schemas.tools import choice_text
 from services.gateway.request import ModelLimits
 from services.pb import gateway_pb2, sampling_pb2
@@ -95,13 +95,16 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
 
 def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
     """One message per text, or one for the chat."""
+    if body.content is not None:
+        adds = next((given for given in (body.add_special, body.add_special_tokens) if given is not None), False)
+        return [gateway_pb2.TokenizeRequest(text=body.content, add_special_tokens=adds)]
     if body.prompt is None:
         return [gateway_pb2.TokenizeRequest(chat=chat_of(body), add_special_tokens=body.add_special_tokens)]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     return [gateway_pb2.TokenizeRequest(text=text, add_special_tokens=body.add_special_tokens) for text in texts]
 
 
-def chat_of(body: ChatRequest | TokenizeBody) -> gateway_pb2.Chat:
+def chat_of(body: ChatRequest | TokenizeBody | TemplateBody) -> gateway_pb2.Chat:
     """The chat part of a message."""
     return gateway_pb2.Chat(
         messages=[_message_of(each) for each in body.messages or ()],

@@ -13,6 +13,7 @@ from services.gateway.text.chat_message import Message, MessageCall
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.harmony.markers import REASONING_EFFORTS
 from services.gateway.text.parsing import ChatFormats
+from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import NAME, depth_of, read_tools
 from services.pb import gateway_pb2
 
@@ -40,9 +41,7 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
     template_kwargs = _read_template_kwargs(chat)
     if formats.is_harmony and (effort := template_kwargs.get("reasoning_effort", "medium")) not in REASONING_EFFORTS:
         known = ", ".join(REASONING_EFFORTS)
-        raise InvalidRequest(
-            f"reasoning_effort is {quote(str(effort))}, this model knows {known}", "reasoning_effort"
-        )
+        raise InvalidRequest(f"reasoning_effort is {quote(str(effort))}, this model knows {known}", "reasoning_effort")
     continues = chat.continue_final_message
     return Chat(
         messages,
@@ -52,6 +51,12 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
         tools,
         max_reasoning_tokens,
     )
+
+
+async def read_chat_off_loop(chat: gateway_pb2.Chat, tokenizer: Tokenizer) -> Chat:
+    """Does the same as `read_chat`, off the event loop if it is large. Raises `InvalidRequest`."""
+    size = len(chat.tools) + len(chat.messages)
+    return await tokenizer.off_loop(size, read_chat, chat, tokenizer.chat_formats)
 
 
 def _read_message(each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats) -> Message:
@@ -77,9 +82,7 @@ def _read_message(each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats) -
     )
 
 
-def _read_calls(
-    calls: Sequence[gateway_pb2.ToolCall], path: str, formats: ChatFormats
-) -> tuple[MessageCall, ...]:
+def _read_calls(calls: Sequence[gateway_pb2.ToolCall], path: str, formats: ChatFormats) -> tuple[MessageCall, ...]:
     if len(calls) > MAX_CALLS:
         raise InvalidRequest(f"{path} has {len(calls)} elements, at most {MAX_CALLS} allowed", path)
     read = []

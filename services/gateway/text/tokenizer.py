@@ -72,6 +72,12 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode_chat, chat, add_special_tokens)
 
+    async def render_chat(self, chat: Chat) -> str:
+        """The text of a chat as its template writes it. Raises `InvalidRequest` if the template refuses or fails."""
+        self._template.check(chat)
+        arguments = chat, *self._template.variables(chat)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, *arguments)
+
     async def word_token_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """The token ids of words in the middle of a text: of each word as it is, and of the word after a space."""
         variants = [variant for word in words for variant in (word, f" {word.lstrip()}")]

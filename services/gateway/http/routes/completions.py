@@ -1,11 +1,14 @@
-"""POST /v1/completions and /v1/chat/completions."""
+"""POST /v1/completions and /v1/chat/completions, and their other names on other servers."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import Discriminator, Tag
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
@@ -37,6 +40,13 @@ NAMED_EVENT = {
 NAMED_STREAM_CONTENT = {"text/event-stream": {"schema": NAMED_EVENT}}
 
 
+# SageMaker sends either body to one route.
+AnyRequest = Annotated[
+    Annotated[ChatRequest, Tag("<chat>")] | Annotated[CompletionRequest, Tag("<completion>")],
+    Discriminator(lambda body: "<chat>" if isinstance(body, Mapping) and "messages" in body else "<completion>"),
+]
+
+
 def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The routes for completions and chats of one gateway."""
     router = APIRouter(route_class=json_route(section.max_body_values), tags=["Generation"], responses=ERROR_RESPONSES)
@@ -62,6 +72,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
         )
 
+    @router.post("/chat/completions", response_class=Response, include_in_schema=False)
     @router.post(
         "/v1/chat/completions",
         response_class=Response,
@@ -79,6 +90,19 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )
+
+    @router.post(
+        "/invocations",
+        response_class=Response,
+        responses={
+            200: {"model": ChatObject | CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}
+        },
+    )
+    async def invoke(body: AnyRequest, request: Request) -> Response:
+        """SageMaker's name: a chat if the body has `messages`, else a completion."""
+        if isinstance(body, ChatRequest):
+            return await create_chat_completion(body, request)
+        return await create_completion(body, request)
 
     return router
 

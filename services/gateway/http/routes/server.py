@@ -46,6 +46,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
             "max_tokens": frontend.model.max_model_len,
         }
 
+    @router.get("/models", include_in_schema=False, response_model=None)
     @router.get("/v1/models", responses={503: ERROR_RESPONSES[503]})
     async def list_models(request: Request) -> ModelList | ModelPage:
         """The served model under its names, and its adapters. With the header anthropic-version as Anthropic."""
@@ -68,6 +69,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/health", response_class=Response, responses=health_answers)
     @router.get("/ready", response_class=Response, responses=health_answers)
+    @router.get("/v1/health", response_class=Response, include_in_schema=False)
     @router.get("/ping", response_class=Response, responses=health_answers)
     @router.post("/ping", response_class=Response, responses=health_answers)
     async def health() -> Response:

@@ -1,8 +1,9 @@
-"""/tokenize, /detokenize and /tokenizer_info: text to token ids, token ids to text, and the tokenizer's settings."""
+"""/tokenize, /detokenize, /apply-template and /tokenizer_info: text, tokens and chats, and the tokenizer's settings."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -17,11 +18,17 @@ from services.gateway.http.json_route import json_route
 from services.gateway.http.schemas.tokens import (
     DetokenizeAnswer,
     DetokenizeBody,
+    TemplateAnswer,
+    TemplateBody,
     TokenizeAnswer,
     TokenizeBody,
     TokenizerInfo,
+    TokenPiece,
 )
-from services.gateway.http.to_message import tokenize_messages
+from services.gateway.http.to_message import chat_of, tokenize_messages
+from services.gateway.text.detokenizer import token_bytes
+from services.gateway.text.tokenizer import Tokenizer
+from services.pb import gateway_pb2
 
 
 def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
@@ -41,10 +48,13 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         lists = await frontend.tokenize(messages, request.state.caller)
         counts = [len(each) for each in lists]
         strings = [await tokenizer.write_tokens(each) for each in lists] if body.return_token_strs else None
+        pieces = None
+        if body.content is not None and body.with_pieces:
+            pieces = await tokenizer.off_loop(counts[0], _pieces, tokenizer, lists[0])
         answer = {
             "count": counts if is_list else counts[0],
             "max_model_len": frontend.model.max_model_len,
-            "tokens": lists if is_list else lists[0],
+            "tokens": pieces or (lists if is_list else lists[0]),
             "token_strs": strings if is_list or strings is None else strings[0],
         }
         return Response(await tokenizer.off_loop(sum(counts), to_json, answer), media_type="application/json")
@@ -59,7 +69,17 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         lists = body.tokens if is_list else [body.tokens]
         _check_count("tokens", len(lists), section.max_prompts)
         texts = await frontend.detokenize(lists, bool(body.skip_special_tokens), request.state.caller, "tokens")
-        return JSONResponse({"prompt": texts if is_list else texts[0]})
+        text = texts if is_list else texts[0]
+        return JSONResponse({"prompt": text, "content": text})
+
+    @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
+    async def apply_template(body: TemplateBody, request: Request) -> Response:
+        """The text of a chat as its template writes it."""
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        body.log_unknown_fields(request.state.request_id)
+        frontend.names.check(body.model or "")
+        message = gateway_pb2.TokenizeRequest(chat=chat_of(body))
+        return JSONResponse({"prompt": await frontend.render_chat(message, request.state.caller)})
 
     @router.get("/tokenizer_info", response_class=Response, responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
@@ -69,6 +89,17 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         return JSONResponse(tokenizer.info())
 
     return router
+
+
+def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[TokenPiece]:
+    pieces: list[TokenPiece] = []
+    for token_id in token_ids:
+        data = token_bytes(tokenizer.hf_tokenizer, token_id)
+        try:
+            pieces.append({"id": token_id, "piece": data.decode()})
+        except UnicodeDecodeError:
+            pieces.append({"id": token_id, "piece": list(data)})
+    return pieces
 
 
 def _check_count(field: str, count: int, most: int) -> None:

@@ -35,9 +35,18 @@ class TextPart(RequestModel):
     text: str
 
 
+def _as_part(value: Any) -> Any:
+    return {"type": "text", "text": value} if isinstance(value, str) else value  # as vLLM reads a bare text
+
+
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), Tag("<parts>")],
+    | Annotated[
+        list[Annotated[TextPart, pydantic.BeforeValidator(_as_part)]],
+        Field(fail_fast=True),
+        at_most(MAX_PARTS),
+        Tag("<parts>"),
+    ],
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
 
@@ -56,6 +65,12 @@ TemplateKwargs = Annotated[
 ]
 
 
+def _check_role(role: str) -> str:
+    if role == "function":
+        raise PydanticCustomError("role", "results of the older functions are not supported; use tools")
+    return role
+
+
 class ChatMessageObject(RequestModel):
     """One message of the chat."""
 
@@ -64,7 +79,11 @@ class ChatMessageObject(RequestModel):
         "function_call": (),
         "refusal": (),
     }
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="developer means system")
+    role: Annotated[str, pydantic.AfterValidator(_check_role)] = Field(
+        min_length=1,
+        max_length=MAX_NAME_CHARACTERS,
+        description="system, developer (means system), user, assistant, tool, or another that the chat template knows",
+    )
     content: Content | None = Field(None, description="May be null or missing for the assistant")
     name: str | None = Field(None, description="The speaker's name, for templates that use it")
     tool_calls: ToolCalls = Field(None, description="The assistant's calls of tools")

@@ -31,6 +31,9 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
+    schema_: JsonSchema | None = Field(
+        None, alias="schema", description="For json_object, as with llama.cpp: a JSON Schema in place of any object"
+    )
 
 
 class StructuredOutputs(RequestModel):
@@ -98,7 +101,7 @@ def _of_response_format(given: ResponseFormat | None) -> _Message | None:
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
-        return _Message(json_object=True)
+        return _Message(json_object=True) if given.schema_ is None else _of_schema(given.schema_)
     if given.type == "structural_tag":
         return _of_tag({"type": given.type, **(given.model_extra or {})})
     if given.json_schema is None:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as in vLLM."""
+"""POST /tokenize and /detokenize, as in vLLM and llama.cpp, and /apply-template, as in llama.cpp."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TokenLists = Annotated[
 
 
 class TokenizeBody(RequestModel):
-    """Exactly one of: a text, a list of texts, a chat."""
+    """Exactly one of: a text, a list of texts, a chat. The last three fields are llama.cpp's."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "chat_template": (),
@@ -55,11 +55,14 @@ class TokenizeBody(RequestModel):
         None, description="Add the special tokens expected around a prompt; default: true for a text, false for a chat"
     )
     return_token_strs: bool | None = Field(None, description="Give each token as the tokenizer writes it")
+    content: _Text | None = Field(None, description="A text, by default without special tokens around it")
+    add_special: bool | None = Field(None, description="For content: another name of add_special_tokens")
+    with_pieces: bool | None = Field(None, description="For content: give each token with its id and text")
 
     @pydantic.model_validator(mode="after")
     def _check_input(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            message = "exactly one of prompt and messages is required"
+        if (self.prompt, self.messages, self.content).count(None) != 2:
+            message = "exactly one of prompt, messages and content is required"
             raise PydanticCustomError("input", message, {"field": "prompt"})
         return self
 
@@ -72,19 +75,47 @@ class DetokenizeBody(RequestModel):
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text")
 
 
+class TemplateBody(RequestModel):
+    """A chat, and the options of its template."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+    }
+    model: str | None = None
+    messages: Messages
+    tools: ToolObjects = None
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template_kwargs: TemplateKwargs = None
+
+
+class TemplateAnswer(TypedDict):
+    """The text that the chat template makes of the chat."""
+
+    prompt: str
+
+
+class TokenPiece(TypedDict):
+    """A token and its text; where that is no whole character, its bytes."""
+
+    id: int
+    piece: str | list[int]
+
+
 class TokenizeAnswer(TypedDict):
     """The token ids that the model would see; for a list of texts, a list for each text."""
 
     count: int | list[int]
     max_model_len: int
-    tokens: list[int] | list[list[int]]
+    tokens: list[int] | list[list[int]] | list[TokenPiece]
     token_strs: list[str] | list[list[str]] | None
 
 
 class DetokenizeAnswer(TypedDict):
-    """The text; for several lists, a list of texts."""
+    """The text; for several lists, a list of texts. `content` is llama.cpp's name of it."""
 
     prompt: str | list[str]
+    content: str | list[str]
 
 
 class AddedTokenObject(TypedDict):

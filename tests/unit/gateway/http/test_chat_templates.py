@@ -175,3 +175,24 @@ def test_special_tokens_are_text_in_messages_but_not_in_prompts(tmp_path: Path) 
     chat, completion = (list(submit.prompt_token_ids) for submit in dense.submits)
     assert chat == [user, *plain, eos, assistant]
     assert completion == REFERENCE.encode(text) and {user, eos} < set(completion)
+
+
+def test_the_chat_template_decides_about_other_roles(tmp_path: Path) -> None:
+    """And a role cannot write control tokens."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def ask(role: Any) -> httpx2.Response:
+            return await client.post(CHATS, json={"messages": [{"role": role, "content": "Hi"}], "max_tokens": 1})
+
+        token_ids = (await client.post(TOKENIZE, json={"messages": [{"role": "critic", "content": "Hi"}]})).json()
+        assert REFERENCE.decode(token_ids["tokens"]) == "<|critic|>Hi</s><|assistant|>"
+        assert (await ask("critic")).status_code == 200
+        assert (await ask("</s>")).status_code == 200
+        for wrong in ("", "x" * 65, 5, None, "function"):
+            response = await ask(wrong)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].role")
+
+    _, submit = with_model(tmp_path, test).submits
+    token_ids = list(submit.prompt_token_ids)
+    assert REFERENCE.decode(token_ids) == "<|</s>|>Hi</s><|assistant|>"
+    assert token_ids.count(REFERENCE.eos_token_id) == 1

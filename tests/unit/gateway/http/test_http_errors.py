@@ -230,7 +230,7 @@ def test_texts_and_chats_are_tokenized_and_detokenized(tmp_path: Path) -> None:
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
         assert answer["max_model_len"] == 2048
         body = {"tokens": answer["tokens"], "skip_special_tokens": True}
-        assert (await client.post("/detokenize", json=body)).json() == {"prompt": "Łódź 🙂"}
+        assert (await client.post("/detokenize", json=body)).json()["prompt"] == "Łódź 🙂"
         chat = (await client.post("/tokenize", json={"messages": USER})).json()
         completion = await client.post(CHATS, json=CHAT | {"max_tokens": 1})
         assert completion.json()["usage"]["prompt_tokens"] == chat["count"]
