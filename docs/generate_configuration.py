@@ -62,6 +62,7 @@ TYPE_NAMES = {
     "Origin": "origin such as `https://app.example`, or `*`",
     "Proxy": "address, network or `unix`",
     "HostName": "host name without a port, or `*`",
+    "RootPath": "path such as `/llm`, or nothing",
 }
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "of the form"}
 

@@ -37,6 +37,7 @@ TcpAddress = Annotated[str, pydantic.AfterValidator(check_tcp_address)]  # scrap
 # As browsers send it: lower case, without a path, without the default port. Files and sandboxes have origin "null".
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]*)$")]
 HostName = Annotated[str, Field(pattern=r"^(\*|[^\s/:\[\]]+|\[[0-9a-fA-F:.]+\])$")]  # without a port
+RootPath = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._~-]+)*$")]  # such as /llm
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
@@ -68,6 +69,7 @@ class GatewaySection(Section):
     max_message_bytes: MessageBytes = 3 * 2**19  # size of one gRPC message of a client; parsing 1.5 MiB may take 15 ms
     max_receiving: Count = 64  # gRPC messages that may arrive at the same time; beyond it the oldest is dropped
     http_address: Address = "127.0.0.1:8080"  # of the HTTP API
+    root_path: RootPath = ""  # prefix of all HTTP routes, for a proxy that passes it on; routes without it work, too
     cors_origins: tuple[Origin, ...] = ()  # origins of web pages that may use the HTTP API from a browser; "*": all
     # names that the Host header of HTTP requests may have, in addition to this machine's local names; "*": all.
     # Empty: all, but with a loopback http_address only local names, as protection against DNS rebinding

@@ -20,6 +20,7 @@ from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.host_check import HostCheck
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
+from services.gateway.http.root_path import RootPath
 from services.rpc.server import check_socket_free
 from services.rpc.tls import TlsFiles, warn_if_exposed
 
@@ -31,17 +32,16 @@ START_TIMEOUT_S = 10.0
 class HttpServer:
     """Serves one ASGI application at `section.address`."""
 
-    def __init__(
-        self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None, *, shares_port: bool
-    ) -> None:
+    def __init__(self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None, *, shares_port: bool) -> None:
         """`shares_port`: with other processes."""
         self._section = section
         self._tls = tls
         self._shares_port = shares_port
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
+        checked = CrossOrigin(Envelope(app, HostCheck(section), section.max_body_bytes), section.cors_origins)
         config = uvicorn.Config(
-            CrossOrigin(Envelope(app, HostCheck(section), section.max_body_bytes), section.cors_origins),
+            RootPath(checked, section.root_path),
             http=_protocol_of(section),
             ws="none",
             lifespan="off",

@@ -313,7 +313,9 @@ def test_plans_of_another_model_version_or_gpu_are_refused(
     def load(trt: FakeTensorRT, config: ModelConfig, plans: dict[str, bytes]) -> None:
         TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
 
-    with pytest.raises(ConfigError, match=r"plan of first: the engine plan file is of another version: 10\.0\.1"):
+    with pytest.raises(
+        ConfigError, match=r"plan of first: the engine plan file is of another version: 10\.0\.1"
+    ):
         load(make_tensorrt("10.3.0"), config, plans)
     with pytest.raises(ConfigError, match=r"of another gpu: GPU A, not GPU B"):
         load(make_tensorrt("10.0.1", gpu="GPU B"), config, plans)
@@ -322,7 +324,9 @@ def test_plans_of_another_model_version_or_gpu_are_refused(
     table = weights.embedding.table
     smaller = replace(weights, embedding=Embedding(replace(table, data=table.data[:100].contiguous())))
     with pytest.raises(ConfigError, match=r"of another model: embed is .*100, 64.*, not .*160, 64"):
-        TensorRTSegments(TensorRT(make_tensorrt("10.0.1")), plans, PROFILES, smaller, config, LIMITS, lambda: STREAM)
+        TensorRTSegments(
+            TensorRT(make_tensorrt("10.0.1")), plans, PROFILES, smaller, config, LIMITS, lambda: STREAM
+        )
 
 
 def test_steps_in_turn_do_not_disturb_each_other(segments: TensorRTSegments, config: ModelConfig) -> None:
@@ -336,7 +340,8 @@ def test_steps_in_turn_do_not_disturb_each_other(segments: TensorRTSegments, con
         for step in reversed(steps):
             step.middle(layer)
     assert all(
-        torch.equal(step.logits(rows), alone) for step, (_, rows), alone in zip(steps, inputs, expected, strict=True)
+        torch.equal(step.logits(rows), alone)
+        for step, (_, rows), alone in zip(steps, inputs, expected, strict=True)
     )
 
 
@@ -350,7 +355,9 @@ def test_a_step_beyond_the_profiles_in_use_is_refused_before_it_runs(segments: T
 class InPlaceBackend(TorchBackend):
     """Overwrites the residual that it is given, as CudaBackend does."""
 
-    def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+    def middle(
+        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+    ) -> torch.Tensor:
         return residual.copy_(super().middle(layer, attn_out, residual, qkv_out))
 
 
@@ -370,5 +377,7 @@ def test_tensorrt_and_torch_take_turns_within_a_step(
     backend = TensorRTBackend(segments, InPlaceBackend(weights), measured)
     trt.calls.clear()
     found = run_once(backend, config, 6, [5, 0])
-    torch.testing.assert_close(found, run_once(TorchBackend(weights), config, 6, [5, 0]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found, run_once(TorchBackend(weights), config, 6, [5, 0]), rtol=0, atol=1e-5
+    )
     assert {call[1] for call in trt.named("execute_async_v3")} == {"first", "middle", "last"} - set(faster)
