@@ -1,13 +1,15 @@
 """`GrammarMatcher`: where one sequence is in its grammar, and which tokens may come next.
 
 Nothing here raises because of a grammar: a matcher that fails says why in `error`, and the sequence ends with it.
+Copies of one llguidance matcher share their lexer, so one sequence can use up its states for all others of the same
+form. Each of these then makes a lexer of its own, once (`remake`).
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -85,6 +87,7 @@ class GrammarMatcher:
         `threads` are for masks that take long; None: the caller's thread makes them all.
         """
         self.error: str | None = None  # why no further token can be found
+        self.remake: Callable[[], LLMatcher] | None = None  # makes another start, with a lexer of its own; None: cannot
         self.num_words = -(-vocabulary.num_tokens // 32)  # of 32 bits, in a mask
         self._start = start
         self._threads = threads
@@ -135,12 +138,30 @@ class GrammarMatcher:
         self._consumed += token_ids
         self._forced = self._forced if not token_ids else None
         if self._matcher.is_error():
+            self._recover()
+
+    def _recover(self) -> None:
+        """After an error: follows the same tokens with a lexer of its own. Sets `error` if that fails, too."""
+        remake, self.remake = self.remake, None
+        if remake is not None:
+            begin = time.thread_time()
+            try:
+                self._start = remake()
+            except FormError as error:
+                self.error = str(error)
+                return
+            self._matcher, self._forced = self._start.deep_copy(), None
+            self._matcher.consume_tokens(self._consumed)
+            self._credit_s -= time.thread_time() - begin
+        if self._matcher.is_error():
             self.error = describe_error(self._matcher)
 
     def _charge(self, took_s: float) -> None:
         """Counts the time of a mask, which all sequences of a step wait for. A sequence that takes too much ends."""
         self._mask_s = took_s
         self._is_slow = took_s > TOKEN_S
+        if self._is_slow and self._matcher.is_error():
+            self.remake = None  # it has used up the states itself, and would take as long again
         self._credit_s = min(CREDIT_S, self._credit_s + TOKEN_S - took_s)
         if self._credit_s < 0 and self.error is None:
             self.error = (
@@ -197,7 +218,10 @@ class GrammarMatcher:
         _find_masks(running, masks)
         for i, each in running:
             if each._matcher.is_error():
-                each._note([])
+                each._recover()
+                if each.is_running:
+                    _find_masks([(i, each)], masks)
+                    each._note([])
             if each.error is not None:
                 masks[i] = _ALL
         if endless := [i for i, each in running if not each._may_end and each.error is None]:

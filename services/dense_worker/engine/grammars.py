@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
@@ -20,7 +23,7 @@ from services.dense_worker.engine.sequence import Sequence
 from services.grammar.client_turns import ClientTurns
 from services.grammar.form_error import FormError
 from services.grammar.lower import lower
-from services.grammar.matcher import GrammarMatcher, MaskThreads, compile_grammar
+from services.grammar.matcher import CREDIT_S, GrammarMatcher, MaskThreads, compile_grammar
 from services.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -31,6 +34,13 @@ MAX_KEPT = 64  # compiled forms, of up to 4 MB each by what was measured
 MAX_KEPT_BYTES = 16 * 2**20  # of their texts
 # Threads that find masks that take long, at most half of the cores: attention worker and gateway run beside them.
 MAX_MASK_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    start: LLMatcher
+    grammar: str
+    compile_s: float  # of processor time
 
 
 class Grammars:
@@ -44,7 +54,7 @@ class Grammars:
         self._turns = ClientTurns(NUM_THREADS)
         self._loaded = self._threads.submit(_load, read_vocabulary, num_mask_threads)
         self._lock = threading.Lock()  # of all below
-        self._starts: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # the least recently used first
+        self._kept: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
 
     async def prepare(self, sequence: Sequence) -> None:
@@ -64,30 +74,53 @@ class Grammars:
         assert form is not None, "only a sequence with a form has a grammar"
         try:
             vocabulary, tokenizer, mask_threads = self._loaded.result()
-            start = self._compile(form, tokenizer, vocabulary)
+            kept = self._find(form) or self._compile(form, tokenizer, vocabulary)
+            grammar = self._follow(sequence, kept.start, vocabulary, mask_threads)
+            if grammar.error is not None:  # perhaps because other sequences have used up the states of the lexer
+                self._forget(form, kept)
+                kept = self._compile(form, tokenizer, vocabulary)
+                grammar = self._follow(sequence, kept.start, vocabulary, mask_threads)
         except FormError as error:
             raise InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name) from error
+        if kept.compile_s <= CREDIT_S:  # the engine waits for it
+            grammar.remake = partial(compile_grammar, tokenizer, kept.grammar)
+        sequence.grammar = grammar
+
+    def _follow(
+        self, sequence: Sequence, start: LLMatcher, vocabulary: Vocabulary, mask_threads: MaskThreads | None
+    ) -> GrammarMatcher:
         may_end = not sequence.stop_token_ids.isdisjoint(vocabulary.eos_token_ids)
         with self._lock:  # it copies the start
             grammar = GrammarMatcher(start, mask_threads, vocabulary, may_end)
         grammar.sync(sequence.output_token_ids)
         grammar.warm_up()
-        sequence.grammar = grammar
+        return grammar
 
-    def _compile(self, form: StructuredOutput, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> LLMatcher:
+    def _find(self, form: StructuredOutput) -> _Compiled | None:
         with self._lock:
-            if form in self._starts:
-                self._starts.move_to_end(form)
-                return self._starts[form]
-        start = compile_grammar(tokenizer, lower(form, vocabulary.special_tokens))
+            if form in self._kept:
+                self._kept.move_to_end(form)
+            return self._kept.get(form)
+
+    def _compile(self, form: StructuredOutput, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> _Compiled:
+        begin = time.thread_time()
+        grammar = lower(form, vocabulary.special_tokens)
+        start = compile_grammar(tokenizer, grammar)
+        compiled = _Compiled(start, grammar, time.thread_time() - begin)
         start.compute_bitmask()  # so that its copies find their first masks fast
         with self._lock:
-            if form not in self._starts:
-                self._starts[form] = start
+            if form not in self._kept:
+                self._kept[form] = compiled
                 self._num_bytes += form.num_bytes
-            while len(self._starts) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
-                self._num_bytes -= self._starts.popitem(last=False)[0].num_bytes
-            return start
+            while len(self._kept) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
+                self._num_bytes -= self._kept.popitem(last=False)[0].num_bytes
+            return compiled
+
+    def _forget(self, form: StructuredOutput, compiled: _Compiled) -> None:
+        with self._lock:
+            if self._kept.get(form) is compiled:  # another thread may have replaced it already
+                del self._kept[form]
+                self._num_bytes -= form.num_bytes
 
 
 def _load(

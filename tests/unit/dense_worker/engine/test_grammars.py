@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.engine import grammars as module
 from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import Sequence
+from services.grammar import matcher as matcher_module
 from services.grammar.form_error import FormError
 from services.grammar.matcher import GrammarMatcher
 from services.grammar.vocabulary import Vocabulary
@@ -40,6 +42,27 @@ def sequence(pattern: str, output: list[int] | None = None, stop: tuple[int, ...
     return Sequence(1, "r", [5], sampling, 100, frozenset(stop), output_token_ids=output or [])
 
 
+MAX_STATES = 100
+
+
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lexers may have `MAX_STATES` states. `LONG` uses them up after some twenty tokens."""
+    limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
+    monkeypatch.setattr(matcher_module, "limits", lambda: limits)
+
+
+LONG = "([a-z]x?){500}"
+
+
+def explode(matcher: GrammarMatcher, x: int) -> None:
+    """Goes on until the lexer has too many states."""
+    for _ in range(2 * MAX_STATES):
+        if matcher.is_running and allowed(matcher)[x]:
+            GrammarMatcher.consume([(matcher, x)])
+    assert matcher.error is not None and "too many states" in matcher.error
+
+
 def prepared(grammars: Grammars, *sequences: Sequence) -> list[GrammarMatcher]:
     async def prepare() -> None:
         await asyncio.gather(*map(grammars.prepare, sequences))
@@ -59,11 +82,51 @@ def test_a_grammar_is_where_the_output_of_its_sequence_is(grammars: Grammars, vo
 def test_grammars_of_equal_forms_move_independently(grammars: Grammars, vocabulary: Vocabulary) -> None:
     forms = Forms(vocabulary)
     first, second = prepared(grammars, sequence("[ab]+c"), sequence("[ab]+c"))
-    assert len(grammars._starts) == 1
+    assert len(grammars._kept) == 1
     GrammarMatcher.consume([(first, token_id) for token_id in forms.tokens("abc")])
     [third] = prepared(grammars, sequence("[ab]+c"))
     assert first.is_complete and not second.is_complete
     assert (allowed(second) == allowed(third)).all()
+
+
+@pytest.mark.usefixtures("few_states")
+def test_a_form_that_explodes_ends_one_sequence_and_no_other_of_the_same_form(
+    grammars: Grammars, vocabulary: Vocabulary
+) -> None:
+    """They share a lexer until one of them has used up its states."""
+    [x] = Forms(vocabulary).tokens("x")
+    [first] = prepared(grammars, sequence(LONG))
+    second, third = prepared(grammars, sequence(LONG), sequence(LONG))
+    [shared] = grammars._kept.values()
+    GrammarMatcher.consume([(second, x), (third, x)] * 3)
+    expected = allowed(second)
+    explode(first, x)
+    assert (allowed(second) == expected).all(), "it finds its mask with a lexer of its own"
+    GrammarMatcher.consume([(third, x)] * 4)
+    for matcher in (second, third):
+        GrammarMatcher.consume([(matcher, x)] * 4)
+        assert matcher.error is None and allowed(matcher)[x] and not allowed(matcher).all()
+    explode(second, x)
+    assert allowed(third)[x] and third.error is None
+    [later] = prepared(grammars, sequence(LONG))
+    assert allowed(later)[x] and not allowed(later).all()
+    [kept] = grammars._kept.values()
+    assert kept is not shared and grammars._num_bytes == len(LONG)
+
+
+@pytest.mark.usefixtures("few_states")
+def test_a_form_that_takes_long_to_compile_is_not_compiled_on_the_engine_thread(
+    grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CREDIT_S", -1.0)
+    [x] = Forms(vocabulary).tokens("x")
+    [first] = prepared(grammars, sequence(LONG))
+    [second] = prepared(grammars, sequence(LONG))
+    explode(first, x)
+    GrammarMatcher.consume([(second, x)])
+    assert allowed(second).all() and second.error is not None and "too many states" in second.error
+    [later] = prepared(grammars, sequence(LONG))
+    assert allowed(later)[x] and not allowed(later).all(), "it was compiled again, in a thread"
 
 
 def test_eos_may_end_only_those_that_stop_at_it(grammars: Grammars) -> None:
@@ -74,10 +137,10 @@ def test_eos_may_end_only_those_that_stop_at_it(grammars: Grammars) -> None:
 def test_what_is_kept_has_a_bound(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KEPT", 3)
     prepared(grammars, *(sequence(f"a{{{i}}}b") for i in range(8)))
-    assert len(grammars._starts) == 3
+    assert len(grammars._kept) == 3
     monkeypatch.setattr(module, "MAX_KEPT_BYTES", 0)
     [grammar] = prepared(grammars, sequence("xy"))
-    assert not grammars._starts and grammars._num_bytes == 0 and grammar.is_running
+    assert not grammars._kept and grammars._num_bytes == 0 and grammar.is_running
 
 
 @pytest.mark.parametrize("pattern", ["(", "(?=a)", "a{"])
