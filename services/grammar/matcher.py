@@ -160,8 +160,8 @@ class GrammarMatcher:
         """Counts the time of a mask, which all sequences of a step wait for. A sequence that takes too much ends."""
         self._mask_s = took_s
         self._is_slow = took_s > TOKEN_S
-        if self._is_slow and self._matcher.is_error():
-            self.remake = None  # it has used up the states itself, and would take as long again
+        if self._is_slow:
+            self.remake = None  # it uses up the states itself, and would take long again
         self._credit_s = min(CREDIT_S, self._credit_s + TOKEN_S - took_s)
         if self._credit_s < 0 and self.error is None:
             self.error = (
