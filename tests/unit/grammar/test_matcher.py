@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
@@ -166,7 +166,10 @@ def test_whatever_the_model_does_what_ends_is_valid(forms: Forms, value: dict[st
     output = forms.walk(matcher, random.Random(seed), MAX_TOKENS)
     assert matcher.error is None, matcher.error
     if matcher.is_complete:
-        jsonschema.validate(json.loads(forms.text(output)), value, jsonschema.Draft202012Validator)
+        try:
+            jsonschema.validate(json.loads(forms.text(output)), value, jsonschema.Draft202012Validator)
+        except RecursionError:  # one of several alternatives is a reference to itself, which the validator never leaves
+            reject()
 
 
 @settings(deadline=None)
