@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from services.common.config import GatewaySection
 from services.pb import gateway_pb2, triton_pb2
-from tests.support.clients.http_clients import client
+from tests.support.clients.http_clients import client, connect_socket, request_bytes
 from tests.support.clients.wire_format import field, repeated
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.expensive_bodies import COUNT, EXPENSIVE, GENERATE, INFER, MESSAGES, RESPONSES, encoded
@@ -51,6 +51,50 @@ def test_many_answers(cluster: Cluster, body: dict[str, Any], num_choices: int) 
             assert len(response.json()["choices"]) == num_choices
 
     assert_undisturbed(cluster, attack, max_growth_bytes=MAX_GROWTH_BYTES)
+
+
+EVERY_TOKEN = {str(i): 0.5 for i in range(1024)}
+LISTS: dict[str, tuple[dict[str, Any], str | None]] = {  # with the field that is refused; None: none
+    "a bias for every token": ({"prompt": ["a"] * 4, "n": 16, "max_tokens": 20, "logit_bias": EVERY_TOKEN}, None),
+    "60,000 biases": ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(60_000)}}, "logit_bias"),
+    "10,000 stop strings": ({"prompt": "a", "stop": [f"{i}x" for i in range(10_000)]}, "stop"),
+    "10,000 stop tokens": ({"prompt": "a", "stop_token_ids": list(range(10_000))}, "stop_token_ids"),
+    "10,000 bad words": ({"prompt": "a", "bad_words": [f"{i}x" for i in range(10_000)]}, "bad_words"),
+    "100,000 allowed tokens": ({"prompt": "a", "allowed_token_ids": list(range(1024)) * 100}, "allowed_token_ids"),
+}
+
+
+@pytest.mark.parametrize(("body", "param"), LISTS.values(), ids=LISTS)
+def test_long_lists_of_options(cluster: Cluster, body: dict[str, Any], param: str | None) -> None:
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            response = http.post(PATH, json=body)
+            if param is None:
+                assert response.status_code == 200, response.text[:500]
+            else:
+                assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+    assert_undisturbed(cluster, attack)
+
+
+def test_streams_that_nobody_reads(cluster: Cluster) -> None:
+    """Each ends by itself: what a client has not read waits in the buffers of its connection."""
+    body = {"prompt": "San Francisco is", "max_tokens": 20, "ignore_eos": True, "stream": True}
+
+    def attack() -> None:
+        connections = [connect_socket(cluster.http_address) for _ in range(300)]
+        try:
+            for connection in connections:
+                connection.sendall(request_bytes(PATH, body))
+            for connection in connections:
+                received = b""
+                while b"[DONE]" not in received:  # the first one is read when all have been sent
+                    received += connection.recv(2**16) or pytest.fail(f"the stream was cut: {received[-500:]!r}")
+        finally:
+            for connection in connections:
+                connection.close()
+
+    assert_undisturbed(cluster, attack)
 
 
 def test_too_many_answers(cluster: Cluster) -> None:
