@@ -93,8 +93,7 @@ def random_prompt(num_tokens: int, seed: int) -> list[int]:
 def check_logprobs(reported: sampling_pb2.TokenLogprobs, token_id: int, expected: torch.Tensor, num_top: int) -> None:
     """`expected`: float32 [VOCAB_SIZE]. Tokens that tie within the tolerance may come in any order."""
     assert reported.logprob == pytest.approx(expected[token_id].item(), abs=LOGPROB_TOLERANCE)
-    margin = 2 * LOGPROB_TOLERANCE  # between the logarithms of two tokens
-    least, most = ((expected >= expected[token_id] + error).sum().item() for error in (margin, -margin))
+    least, most = ((expected >= expected[token_id] + 2 * s * LOGPROB_TOLERANCE).sum().item() for s in (1, -1))
     assert max(1, least) <= reported.rank <= most
     assert len(reported.top_token_ids) == len(set(reported.top_token_ids)) == num_top
     top = torch.tensor(reported.top_logprobs)

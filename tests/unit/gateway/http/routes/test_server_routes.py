@@ -67,21 +67,25 @@ def test_head_has_the_status_and_headers_of_get_and_no_body(tmp_path: Path) -> N
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
 
 
+KEY = "0123456789abcdef"
+WITH_KEY = {"authorization": f"Bearer {KEY}"}
+
+
 def test_every_route_may_have_the_configured_prefix(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path in ("/health", "/v1/models", "/openapi.json", "/v1/models/none", "/"):
             for prefix in ("", "/a/llm"):
-                response = await client.get(prefix + path, headers={"authorization": "Bearer key"})
-                assert response.content == (await client.get(path, headers={"authorization": "Bearer key"})).content
+                response = await client.get(prefix + path, headers=WITH_KEY)
+                assert response.content == (await client.get(path, headers=WITH_KEY)).content
         assert (await client.get("/a/llm")).status_code == 200, "the page"
         body = PROMPT | {"max_tokens": 1}
         assert (await client.post(f"/a/llm{COMPLETIONS}", json=body)).status_code == 401, "it opens nothing"
-        answer = await client.post(f"/a/llm{COMPLETIONS}", json=body, headers={"authorization": "Bearer key"})
+        answer = await client.post(f"/a/llm{COMPLETIONS}", json=body, headers=WITH_KEY)
         assert answer.status_code == 200
         assert (await client.get("/a/llm/health")).status_code == 200
         for path in ("/a/llmx/health", "/a/llm/a/llm/health", "/a/health"):
-            assert (await client.get(path, headers={"authorization": "Bearer key"})).status_code == 404
+            assert (await client.get(path, headers=WITH_KEY)).status_code == 404
 
     keys = tmp_path / "keys.toml"
-    keys.write_text('[[keys]]\nname = "one"\nkey = "key"\n')
+    keys.write_text(f'[[keys]]\nname = "one"\nkey = "{KEY}"\n')
     with_client(tmp_path, FakeDense(lambda submit: [5]), test, root_path="/a/llm", api_keys_file=keys)
