@@ -28,6 +28,7 @@ from services.dense_worker.model.parameters import Parameter
 if TYPE_CHECKING:
     from services.dense_worker.lora.cuda_lora import CudaLora
 
+_WITH_KERNELS = (RmsNorm, RmsNormPlusOne)
 _MAX_HEAD_DIM = 512  # that one program normalises in registers, several heads at a time
 
 
@@ -62,8 +63,6 @@ class CudaOperations:
             self._layer_inputs = workspace(inputs.num_layers * inputs.size).unflatten(1, (-1, inputs.size))
         self._gate: torch.Tensor | None = None  # [n, size] of the last layer that has one; of the graph's pool
         self._selected_rows: torch.Tensor | None = None  # of the layers' inputs and of the gate; None: the first ones
-        # Elsewhere, in Gemma, norms with 1 + weight stay torch's operators until a GPU has run their kernel.
-        self._fuses_plus_one = bool(config.gated_delta_layers)
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
         self.products = CudaLinear(self.launcher, device, dtype, lora)
@@ -199,7 +198,7 @@ class CudaOperations:
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Always in place: a product that is not the caller's is this operation's to write."""
         q, k = norms.q, norms.k
-        has_only_rms = norms.v is None and type(q) is type(k) and self._has_kernel(q)
+        has_only_rms = norms.v is None and type(q) is type(k) and type(q) in _WITH_KERNELS
         are_equal = has_only_rms and q.weight.data.shape == k.weight.data.shape
         if are_equal and len(q.weight.data) <= _MAX_HEAD_DIM:
             weights = q.weight.data, k.weight.data
@@ -284,11 +283,8 @@ class CudaOperations:
     def _normalize(self, residual: Residual, norm: Norm, out: torch.Tensor) -> None:
         """Adds the delta to the residual in place, and writes the normalised sum to `out`."""
         hidden, delta = residual
-        if self._has_kernel(norm):
+        if type(norm) in _WITH_KERNELS:
             is_plus_one = type(norm) is RmsNormPlusOne
             add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, out, is_plus_one=is_plus_one)
         else:
             out.copy_(norm.normalize(self.settle(residual)))
-
-    def _has_kernel(self, norm: Norm) -> bool:
-        return type(norm) is RmsNorm or (self._fuses_plus_one and type(norm) is RmsNormPlusOne)
