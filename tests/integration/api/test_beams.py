@@ -173,6 +173,51 @@ def test_searches_survive_the_replacement_of_the_dense_worker(server: Server) ->
     check_survival(server, lambda: ctl(server.cluster, "replace-dense"))
 
 
+def test_log_probabilities_and_answers_to_triton_survive_a_kill_of_both_workers(server: Server) -> None:
+    options = {"early_stopping": "never", "length_penalty": 2.0}
+    expected = server.reference(PROMPTS[1], 4, NUM_LONG_TOKENS, **options)
+    for_triton = server.reference(PROMPTS[2], 4, NUM_LONG_TOKENS, length_penalty=0.0, early_stopping=True)
+    search = {
+        "prompt": PROMPTS[1],
+        "max_tokens": NUM_LONG_TOKENS,
+        "use_beam_search": True,
+        "best_of": 4,
+        "n": 4,
+        **options,
+    }
+    inputs = {"input_ids": PROMPTS[2], "input_lengths": len(PROMPTS[2]), "request_output_len": NUM_LONG_TOKENS}
+    of_triton = {
+        **inputs,
+        "beam_width": 4,
+        "runtime_top_k": 1,
+        "return_log_probs": True,
+        "exclude_input_in_output": True,
+    }
+
+    def attempt() -> None:
+        with client(server.cluster.http_address) as http, ThreadPoolExecutor(2) as pool:
+
+            def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+                return http.post(path, json=body, timeout=REQUEST_TIMEOUT_S).raise_for_status().json()
+
+            found = pool.submit(post, "/v1/completions", {**search, "return_token_ids": True, "logprobs": 1})
+            beside = pool.submit(post, "/v2/models/tensorrt_llm/generate", of_triton)
+            wait_for_beams(server, 8, found)
+            for role in ("dense_worker", "attn_worker"):
+                os.kill(server.cluster.pid_of(role), signal.SIGKILL)
+            choices = found.result()["choices"]
+            server.check([(each["token_ids"], each["beam_score"]) for each in choices], expected)
+            for each, (token_ids, score) in zip(choices, expected, strict=True):
+                total = sum(each["logprobs"]["token_logprobs"])
+                assert total == pytest.approx(score * len(token_ids) ** 2, rel=1e-3)
+            answer = beside.result()
+            assert answer["sequence_length"] == [len(token_ids) for token_ids, _ in for_triton]
+            assert answer["cum_log_probs"] == pytest.approx([score for _, score in for_triton], abs=TOLERANCE)
+
+    until_in_time(attempt)
+    server.cluster.wait_idle(timeout_s=60.0)
+
+
 def check_survival(server: Server, strike: Any) -> None:
     options = {"early_stopping": "never", "length_penalty": 2.0}
     sent = [(PROMPTS[1], 4), (PROMPTS[2], 6)]
@@ -205,13 +250,13 @@ def until_in_time(attempt: Callable[[], None]) -> None:
     raise AssertionError(f"the searches ended before the strikes in all of {MAX_ROUNDS} rounds")
 
 
-def check_runs(answer: Future[Answers]) -> None:
+def check_runs(answer: Future[Any]) -> None:
     if answer.done():
         answer.result()  # a failure fails the test
         raise EndedEarlyError
 
 
-def wait_for_beams(server: Server, num_beams: int, answer: Future[Answers]) -> None:
+def wait_for_beams(server: Server, num_beams: int, answer: Future[Any]) -> None:
     """Waits until the attention worker has so many sequences."""
     pause = threading.Event()
     while True:
@@ -289,7 +334,5 @@ def test_a_search_of_one_beam_is_greedy(server: Server) -> None:
     message = beams_request(PROMPTS[1], 1, MAX_TOKENS)
     message.ignore_eos = True
     response = server.cluster.gateway.Generate(message, timeout=REQUEST_TIMEOUT_S)
-    plain = server.cluster.gateway.Generate(
-        request(PROMPTS[1], MAX_TOKENS, ignore_eos=True), timeout=REQUEST_TIMEOUT_S
-    )
+    plain = server.cluster.gateway.Generate(request(PROMPTS[1], MAX_TOKENS, ignore_eos=True), timeout=REQUEST_TIMEOUT_S)
     assert response.completions[0].token_ids == plain.completions[0].token_ids
