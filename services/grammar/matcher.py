@@ -26,6 +26,7 @@ PARALLEL_S = 0.002  # what the masks of a step would take one thread; for less, 
 TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the mean
 CREDIT_S = 0.25  # what it may take beyond that
 QUICK_S = TOKEN_S / 10  # following a token costs nothing if it takes less
+FOLLOWED_AT_ONCE = 32  # tokens with a new lexer, between two looks at the clock
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # of the grammar, which clients do not know, follows a message
 _ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
@@ -140,8 +141,16 @@ class GrammarMatcher:
         if self._matcher.is_error():
             self._recover()
 
+    def _limit_recovery(self, begin_s: float) -> None:
+        """Before `_note` or `_recover`: no lexer of its own if those of this step's other sequences took too long."""
+        if self._matcher.is_error() and time.thread_time() - begin_s > CREDIT_S:
+            self.remake = None
+
     def _recover(self) -> None:
-        """After an error: follows the same tokens with a lexer of its own. Sets `error` if that fails, too."""
+        """After an error: follows the same tokens with a lexer of its own. Sets `error` if that fails, too.
+
+        The caller charges the sequence for it.
+        """
         remake, self.remake = self.remake, None
         if remake is not None:
             begin = time.thread_time()
@@ -151,8 +160,13 @@ class GrammarMatcher:
                 self.error = str(error)
                 return
             self._matcher, self._forced = self._start.deep_copy(), None
-            self._matcher.consume_tokens(self._consumed)
-            self._credit_s -= time.thread_time() - begin
+            for first in range(0, len(self._consumed), FOLLOWED_AT_ONCE):
+                self._matcher.consume_tokens(self._consumed[first : first + FOLLOWED_AT_ONCE])
+                if time.thread_time() - begin > CREDIT_S:
+                    self.error = (
+                        f"it took more than {1e3 * CREDIT_S:.0f} ms to follow {len(self._consumed)} tokens again"
+                    )
+                    return
         if self._matcher.is_error():
             self.error = describe_error(self._matcher)
 
@@ -190,6 +204,7 @@ class GrammarMatcher:
         for matcher, token_id in sampled:
             if matcher.is_running:
                 matcher._matcher.consume_token(token_id)  # 2 µs: other threads would not be faster
+                matcher._limit_recovery(begin_s)
                 matcher._note([token_id])
             times.append(time.perf_counter())
         took_s = time.thread_time() - begin_s
@@ -216,16 +231,25 @@ class GrammarMatcher:
                 running.append((row, matcher))
             row += 1 + len(more)
         _find_masks(running, masks)
+        _recover_all([(i, each) for i, each in running if each._matcher.is_error()], masks)
         for i, each in running:
-            if each._matcher.is_error():
-                each._recover()
-                if each.is_running:
-                    _find_masks([(i, each)], masks)
-                    each._note([])
             if each.error is not None:
                 masks[i] = _ALL
         if endless := [i for i, each in running if not each._may_end and each.error is None]:
             _forbid_eos(masks, endless, running[0][1]._eos_token_ids)
+
+
+def _recover_all(failed: list[tuple[int, GrammarMatcher]], masks: np.ndarray) -> None:
+    """Finds the masks of matchers that have failed with lexers of their own, and charges each for its own."""
+    begin_s = time.thread_time() if failed else 0.0
+    for i, each in failed:
+        recovery_s = time.thread_time()
+        each._limit_recovery(begin_s)
+        each._recover()
+        each._credit_s -= time.thread_time() - recovery_s
+        if each.is_running:
+            _find_masks([(i, each)], masks)
+            each._note([])
 
 
 def _find_masks(running: list[tuple[int, GrammarMatcher]], masks: np.ndarray) -> None:

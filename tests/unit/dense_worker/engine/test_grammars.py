@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import Sequence
 from services.grammar import matcher as matcher_module
 from services.grammar.form_error import FormError
-from services.grammar.matcher import GrammarMatcher
+from services.grammar.matcher import CREDIT_S, GrammarMatcher
 from services.grammar.vocabulary import Vocabulary
 from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary
 
@@ -127,6 +128,65 @@ def test_a_form_that_takes_long_to_compile_is_not_compiled_on_the_engine_thread(
     assert allowed(second).all() and second.error is not None and "too many states" in second.error
     [later] = prepared(grammars, sequence(LONG))
     assert allowed(later)[x] and not allowed(later).all(), "it was compiled again, in a thread"
+
+
+def slow_to_remake(matcher: GrammarMatcher, remade: list[GrammarMatcher], took_s: float) -> None:
+    """Making another lexer for this matcher takes so much processor time from now on. `remade` gets it then."""
+    quick = matcher.remake
+    assert quick is not None
+
+    def remake() -> LLMatcher:
+        end = time.thread_time() + took_s
+        while time.thread_time() < end:
+            pass
+        remade.append(matcher)
+        return quick()
+
+    matcher.remake = remake
+
+
+@pytest.mark.parametrize("has_masks", [False, True])
+@pytest.mark.usefixtures("few_states")
+def test_one_step_waits_for_new_lexers_only_as_long_as_for_one_sequence(
+    grammars: Grammars, vocabulary: Vocabulary, has_masks: bool
+) -> None:
+    """Eight sequences need one at once. All of them together would stop the others for seconds."""
+    a, x = Forms(vocabulary).tokens("ax")
+    [first] = prepared(grammars, sequence(LONG))
+    others = prepared(grammars, *(sequence(LONG) for _ in range(8)))
+    GrammarMatcher.consume([(matcher, x) for matcher in others for _ in range(3)])
+    explode(first, x)
+    remade: list[GrammarMatcher] = []
+    for matcher in others:
+        slow_to_remake(matcher, remade, 0.6 * CREDIT_S)
+    if has_masks:
+        GrammarMatcher.fill_masks(others, np.zeros((len(others), others[0].num_words), np.uint32))
+    else:
+        GrammarMatcher.consume([(matcher, a) for matcher in others])  # no lexer has this state yet
+    assert 1 <= len(remade) <= 2
+    left = [matcher for matcher in others if matcher not in remade]
+    assert all(matcher.error is not None and "too many states" in matcher.error for matcher in left)
+    assert remade[0].error is None and allowed(remade[0])[x] and not allowed(remade[0]).all()
+
+
+@pytest.mark.usefixtures("few_states")
+def test_following_a_long_text_with_a_new_lexer_has_a_limit(
+    grammars: Grammars, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, x = Forms(vocabulary).tokens("ax")
+    [first] = prepared(grammars, sequence(LONG))
+    [second] = prepared(grammars, sequence(LONG))
+    explode(first, x)
+    quick = second.remake
+    assert quick is not None
+
+    def remake() -> LLMatcher:
+        monkeypatch.setattr(matcher_module, "CREDIT_S", 0.0)
+        return quick()
+
+    second.remake = remake
+    GrammarMatcher.consume([(second, a)])
+    assert second.error == "it took more than 0 ms to follow 1 tokens again" and allowed(second).all()
 
 
 def test_eos_may_end_only_those_that_stop_at_it(grammars: Grammars) -> None:
