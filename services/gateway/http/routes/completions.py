@@ -40,10 +40,12 @@ NAMED_EVENT = {
 NAMED_STREAM_CONTENT = {"text/event-stream": {"schema": NAMED_EVENT}}
 
 
-# SageMaker sends either body to one route.
+# SageMaker sends either body to one route. As everywhere, a field that is null is not given.
 AnyRequest = Annotated[
     Annotated[ChatRequest, Tag("<chat>")] | Annotated[CompletionRequest, Tag("<completion>")],
-    Discriminator(lambda body: "<chat>" if isinstance(body, Mapping) and "messages" in body else "<completion>"),
+    Discriminator(
+        lambda body: "<chat>" if isinstance(body, Mapping) and body.get("messages") is not None else "<completion>"
+    ),
 ]
 
 

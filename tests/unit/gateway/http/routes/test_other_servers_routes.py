@@ -30,6 +30,8 @@ def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
         (CHATS, "/invocations", {"messages": USER}),
         (CHATS, "/chat/completions", {"messages": USER}),
         (COMPLETIONS, "/invocations", {"prompt": TEXT, "echo": True}),
+        (COMPLETIONS, "/invocations", {"prompt": TEXT, "messages": None}),
+        (CHATS, "/invocations", {"prompt": None, "messages": USER}),
     ],
 )
 def test_another_route_gives_the_same_answers(tmp_path: Path, path: str, other: str, body: dict[str, Any]) -> None:
