@@ -68,11 +68,12 @@ def check(response: httpx2.Response, status: int, field: str) -> None:
         assert len(message) < 500
 
 
-def test_new_forms_in_great_number(cluster: Cluster) -> None:
-    """Each is another one, so that none is kept; most find the queue full."""
+@pytest.mark.timeout(300)  # each takes 2 s of processor time, at a low priority, in each round of the attack
+def test_new_forms_one_after_the_other(cluster: Cluster) -> None:
+    """Each is another one, so that no result is kept."""
 
     def attack() -> None:
-        bodies = [BODY | {"guided_regex": f"a{{100000}}b{{{i}}}"} for i in range(8)]
+        bodies = [BODY | {"guided_regex": f"a{{100000}}b{{{i}}}"} for i in range(4)]
         with client(cluster.http_address) as http:
             for body in bodies:
                 assert http.post(PATH, json=body).status_code in (200, 400, 429)
