@@ -38,6 +38,7 @@ log = structlog.get_logger()
 
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
 _LONG_STEP_S = 0.012  # a quarter of it is time enough for a plan to arrive at the attention worker: about 1 ms
+_AFTER_SUSPECT_S = 0.1  # in which its token leaves the process, also on a busy machine
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
 
 
@@ -69,6 +70,7 @@ class Engine:
         self._thread = EngineThread(self._work)
         self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
+        self._has_run_suspect = False  # since the last opening
 
     @property
     def counts(self) -> EngineCounts:
@@ -168,6 +170,11 @@ class Engine:
         """Asks the attention worker to open the sequences at the head of the queue."""
         if session.is_leaving or not (admitted := self._scheduler.next_to_open()):
             return
+        if self._has_run_suspect:
+            # The token that cleared it must get away: if what runs next ends the process before that, the gateway will
+            # take the suspect for the cause.
+            self._has_run_suspect = False
+            time.sleep(_AFTER_SUSPECT_S)
         opening = [session.openings[each.seq_id].new for each in admitted if each not in session.joining]
         if opening:
             self._attention.publish(session.attachment, StepPlan(0, new_sequences=tuple(opening)))
@@ -204,6 +211,7 @@ class Engine:
         step.guess_s = result.guess_s
         published = step.published
         sequences = [entry.sequence for entry in published.entries]
+        self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
         started = step_report.record_started(sequences, step.begin_s)
         prompt_logprobs = step_report.record_prompt_logprobs(sequences, result.prompt_logprobs)
         logits = step_report.record_logits(sequences, result.logits)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import queue
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine import engine as engine_module
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
@@ -47,6 +50,34 @@ def test_a_token_of_a_failed_row_is_never_delivered(bad_step: int) -> None:
     assert ends == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
     assert num_tokens[GOOD] == 6
     assert num_tokens[BAD] <= bad_step - 1
+
+
+def test_nothing_is_opened_after_a_suspect_before_its_token_can_get_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    class Attention(FakeAttention):
+        def open(self, attachment: Attachment, new: NewSequence) -> None:
+            events.append(f"open {new.seq_id}")
+            super().open(attachment, new)
+
+    class Reports(queue.Queue[StepReport]):
+        def put(self, report: StepReport, *more: object) -> None:
+            events.extend(f"token of {output.sequence.seq_id}" for output in report.outputs)
+            super().put(report)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: events.append("pause"))
+    monkeypatch.setattr(engine_module, "time", clock)
+    reports = Reports()
+    engine = started_engine(FakeRunner(), Attention(bad_step=0), reports, TIMEOUT_S)
+    for seq_id in (1, 2, 3):
+        engine.submit(Sequence(seq_id, "", [5, 6], SamplingParams(), max_tokens=1, num_crashes=2 if seq_id < 3 else 0))
+    num_ends = 0
+    while num_ends < 3:
+        num_ends += sum(output.finish_reason is not None for output in reports.get(timeout=TIMEOUT_S).outputs)
+    engine.stop(TIMEOUT_S)
+    assert events == ["open 1", "token of 1", "pause", "open 2", "token of 2", "pause", "open 3", "token of 3"]
 
 
 class SmallAttention(FakeAttention):
