@@ -53,10 +53,10 @@ def test_narrow_matrices_are_split_and_wide_ones_are_not() -> None:
     assert choose_tiles(VALUE_TILES, int4(128, 4096, 192), NUM_SMS).num_splits == 1, "too short for a split"
 
 
-def test_wider_tiles_where_they_occupy_the_gpu() -> None:
-    """They read the rows half as often; of few features there are too few such tiles."""
-    assert choose_tiles(VALUE_TILES, int4(1024, 12288, 4096), NUM_SMS).block_out == 256
-    assert choose_tiles(VALUE_TILES, int4(128, 4096, 4096), NUM_SMS).block_out == 128
+def test_taller_tiles_where_they_occupy_the_gpu() -> None:
+    """They read the codes half as often; of few rows and features there are too few such tiles."""
+    assert choose_tiles(CODE_TILES, blocks(1024, 12288, 4096), NUM_SMS).block_rows == 128
+    assert choose_tiles(CODE_TILES, blocks(128, 4096, 192), NUM_SMS).block_rows == 64
 
 
 def test_the_choice_has_the_least_estimate_of_the_unsplit_candidates() -> None:
