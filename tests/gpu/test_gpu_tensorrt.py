@@ -18,7 +18,7 @@ pytest.importorskip("onnx", reason="onnx is not installed: `pip install -r requi
 from bench import tensorrt_check
 from bench.tensorrt_check import Subject, make_subject
 from services.common.batch_buckets import token_buckets
-from services.common.config import EMBEDDED_MODEL
+from services.common.config import EMBEDDED_MODEL, DenseSection
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.dense_worker.model.weights import load_weights
@@ -30,7 +30,7 @@ from tests.support.cluster import REPOSITORY, Cluster, ctl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-PROFILES = "1-16,17-128,129-512"
+PROFILES = DenseSection().profiles
 MAX_NUM_SEQS = 32
 BUILD_TIMEOUT_S = 600.0
 PLANS_VARIABLE = "TWOSTROKE_TEST_PLANS"  # of the environment
@@ -91,7 +91,6 @@ def settings(plan_dir: Path, backend: str) -> tuple[str, ...]:
         f"dense.backend={backend}",
         "dense.build=never",
         f"dense.plan_dir={plan_dir}",
-        f"dense.profiles={PROFILES}",
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
         "scheduler.max_num_batched_tokens=512",
     )
