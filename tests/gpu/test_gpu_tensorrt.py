@@ -66,10 +66,15 @@ def plan_dir(api: TensorRT, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plans of the embedded model in float16, built by the command; those in PLANS_VARIABLE's directory are kept."""
     kept = os.environ.get(PLANS_VARIABLE)
     directory = tmp_path_factory.mktemp("plans") if kept is None else Path(kept)
-    command = [sys.executable, "-m", "services.dense_worker.tensorrt.build", "--model", str(EMBEDDED_MODEL)]
-    command += ["--dtype", "float16", "--profiles", PROFILES, "--output-dir", str(directory)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=BUILD_TIMEOUT_S)
+    build_plans(directory, "--profiles", PROFILES)
     return directory
+
+
+def build_plans(directory: Path, *options: str) -> None:
+    """Builds plans of the embedded model in float16 by the command, unless the directory has them."""
+    command = [sys.executable, "-m", "services.dense_worker.tensorrt.build", "--model", str(EMBEDDED_MODEL)]
+    command += ["--dtype", "float16", "--output-dir", str(directory), *options]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=BUILD_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,17 @@ def test_a_cluster_by_tensorrt_gives_the_tokens_of_torch(
         assert "dense backend is TensorRT" in cluster.log_file.read_text()
         assert generate_all(cluster) == by_torch
         assert [cluster.generate(prompt, NUM_TOKENS, ignore_eos=True).token_ids for prompt in PROMPTS] == by_torch
+
+
+def test_weights_as_constants_of_the_plans_give_the_tokens_of_torch(
+    plan_dir: Path, by_torch: list[list[int]], tmp_path: Path
+) -> None:
+    profiles = "1-512"
+    build_plans(plan_dir, "--profiles", profiles, "--engine-weights", "constants")
+    constants = (f"dense.profiles={profiles}", "dense.engine_weights=constants")
+    with gpu_cluster(tmp_path, *settings(plan_dir, "tensorrt"), *constants) as cluster:
+        assert "dense backend is TensorRT" in cluster.log_file.read_text()
+        assert generate_all(cluster) == by_torch
 
 
 def test_no_request_fails_while_tensorrt_replaces_torch_and_torch_tensorrt(
