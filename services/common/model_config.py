@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from services.common.errors import ModelError
-from services.common.families.fields import ConfigFields
+from services.common.families.fields import MAX_SIZE, ConfigFields
 from services.common.families.registry import FAMILIES, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
 from services.common.json_files.read_json import read_json
@@ -77,14 +77,16 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
     by_family = {name: each.architecture for name, each in FAMILIES.items()} | TEXT_PARTS
     if not isinstance(family, str) or family not in by_family:
         raise ModelError(f"{path} has model_type {family!r}, supported: {', '.join(by_family)}")
-    architectures = raw.get("architectures")
-    spellings = {str(name).casefold() for name in architectures or ()}  # MPT's files say MPTForCausalLM
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(f"{path} has architectures {architectures!r}, expected a list of names")
+    spellings = {str(name).casefold() for name in architectures}  # MPT's files say MPTForCausalLM
     if spellings and by_family[family].casefold() not in spellings:
         raise ModelError(f"{path} has architectures {architectures}, supported for {family!r}: {by_family[family]}")
     for name in _SIZES:
         size = raw.get(name)
-        if size is not None and (type(size) is not int or size < 1):
-            raise ModelError(f"{path} has {name} {size!r}, expected a whole number of at least 1")
+        if size is not None and (type(size) is not int or not 1 <= size <= MAX_SIZE):
+            raise ModelError(f"{path} has {name} {size!r}, expected a whole number from 1 to {MAX_SIZE}")
 
 
 def _text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
         hf = AutoConfig.for_model(**raw)
         hf.standardize_rope_params()  # as Hugging Face's models do; reads an original length beside rope_parameters
         return hf
-    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"{path} has no valid {raw['model_type']} config.json: {error}") from error
 
 

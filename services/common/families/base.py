@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from services.common.families.fields import ConfigFields
+from services.common.families.fields import MAX_LAYERS, ConfigFields
 from services.common.families.rope import read_rope
 from services.common.families.shape import Activation, LayerParts, ModelConfig, RopeConfig
 from services.common.json_files.read_json import read_json
@@ -48,9 +48,9 @@ def read_base(
         )
     head_dim = head_dim or read_head_dim(fields)
     norm_eps = fields[eps] if isinstance(eps, str) else eps
-    if not (math.isfinite(norm_eps) and norm_eps >= 0):
+    if norm_eps is None or not (math.isfinite(norm_eps) and norm_eps >= 0):
         raise fields.error(str(eps), norm_eps, "expected a finite number of at least 0")
-    num_layers = fields.size("num_hidden_layers")
+    num_layers = fields.size("num_hidden_layers", MAX_LAYERS)
     return ModelConfig(
         family=fields["model_type"],
         vocab_size=fields.size("vocab_size"),

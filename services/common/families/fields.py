@@ -16,6 +16,9 @@ from services.common.json_files.fields import Fields
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MAX_SIZE = 2**24  # of anything that a config counts, such as positions, tokens of the vocabulary and features
+MAX_LAYERS = 4096
+
 # Fields that some class of transformers declares and that do not change the logits of a loaded model: special tokens,
 # training, memory, other tasks, and how (not what) transformers computes.
 _WITHOUT_EFFECT = frozenset(
@@ -80,11 +83,11 @@ class ConfigFields(Fields):
         """A field that is true or false. A class without it, and null, mean false."""
         return bool(self.get(name, False))
 
-    def size(self, name: str) -> int:
-        """A field that is a whole number of at least 1."""
+    def size(self, name: str, most: int = MAX_SIZE) -> int:
+        """A field that is a whole number from 1 to `most`."""
         value = self.get(name)
-        if type(value) is not int or value < 1:
-            raise self.error(name, value, "expected a whole number of at least 1")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.error(name, value, f"expected a whole number from 1 to {most}")
         return value
 
     def only(self, name: str, *supported: Any) -> None:

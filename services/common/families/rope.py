@@ -8,6 +8,7 @@ from typing import Any
 
 from services.common.families.fields import ConfigFields
 from services.common.families.shape import RopeConfig
+from services.common.json_files.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -26,12 +27,13 @@ def no_rope(head_dim: int, num_positions: int) -> RopeConfig:
 def read_ropes_by_type(fields: ConfigFields, head_dims: Mapping[str, int]) -> dict[str, RopeConfig]:
     """The rotary embedding of each of the config's `layer_types`; `head_dims` has the size of their heads."""
     fields.ignore("rope_scaling", "rope_theta", "rope_local_base_freq")
-    parameters = fields["rope_parameters"]
-    return {kind: parse_rope(fields, parameters[kind], head_dims[kind]) for kind in sorted(set(fields["layer_types"]))}
+    by_type = Fields(fields["rope_parameters"], f"{fields.path}: rope_parameters")
+    kinds = sorted(set(fields["layer_types"]))
+    return {kind: parse_rope(fields, by_type.inner(kind).raw, head_dims[kind]) for kind in kinds}
 
 
 def parse_rope(
-    fields: ConfigFields, parameters: dict[str, Any], head_dim: int, *, allows_partial: bool = False
+    fields: ConfigFields, parameters: Mapping[str, Any], head_dim: int, *, allows_partial: bool = False
 ) -> RopeConfig:
     """One rotary embedding from transformers' `rope_parameters`."""
     max_position_embeddings = fields.size("max_position_embeddings")
@@ -61,11 +63,15 @@ def parse_rope(
         return tuple(float(value) for value in values)
 
     theta = number("rope_theta")
-    if theta is None:
-        raise fields.error("rope_theta", None, "expected a number above 0")
+    if theta is None or theta <= 1:
+        raise fields.error("rope_theta", theta, "expected a number above 1")
     original = number("original_max_position_embeddings")
+    if original is not None and original <= 1:
+        raise fields.error("original_max_position_embeddings", original, "expected a number above 1")
     if original is None and rope_type in ("yarn", "longrope", "llama3"):
         raise fields.error("rope_type", rope_type, "and no original_max_position_embeddings")
+    if rope_type == "dynamic" and rotary_dim < 4:
+        raise fields.error("rope_type", rope_type, f"and {rotary_dim} rotated dimensions, expected at least 4")
     implied_factor = 1.0 if original is None else max_position_embeddings / original
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if rope_type == "llama3" and not (low and high and low < high):

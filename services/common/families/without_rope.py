@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from services.common.families.alibi import alibi_slopes, mpt_alibi_slopes
 from services.common.families.base import read_base, read_head_dim
-from services.common.families.fields import ConfigFields
+from services.common.families.fields import MAX_SIZE, ConfigFields
 from services.common.families.rope import no_rope
 from services.common.families.shape import Activation, AttentionOptions, ModelConfig, NormKind
+from services.common.json_files.fields import Fields
 
 _BLOOM_POSITIONS = 2048  # ALiBi has no limit; its models were trained on this many
 
@@ -46,8 +47,8 @@ def read_bloom(fields: ConfigFields) -> ModelConfig:
     """BLOOM and BLOOMZ: ALiBi, and a norm of the embedding."""
     fields.only("apply_residual_connection_post_layernorm", False)
     num_positions = fields.raw.get("seq_length", _BLOOM_POSITIONS)
-    if type(num_positions) is not int or num_positions < 1:
-        raise fields.error("seq_length", num_positions, "expected a whole number of at least 1")
+    if type(num_positions) is not int or not 1 <= num_positions <= MAX_SIZE:
+        raise fields.error("seq_length", num_positions, f"expected a whole number from 1 to {MAX_SIZE}")
     config = _read(
         fields,
         eps="layer_norm_epsilon",
@@ -77,6 +78,8 @@ def read_mpt(fields: ConfigFields) -> ModelConfig:
     ):
         if getattr(options, name) != expected:
             raise fields.error(f"attn_config.{name}", getattr(options, name), f"supported: {expected}")
+    names = ("alibi_bias_max", "softmax_scale")
+    numbers = Fields({name: getattr(options, name) for name in names}, f"{fields.path}: attn_config")
     config = _read(
         fields,
         eps="layer_norm_epsilon",
@@ -85,8 +88,8 @@ def read_mpt(fields: ConfigFields) -> ModelConfig:
         num_positions=fields.size("max_seq_len"),
         has_bias=False,
     )
-    slopes = mpt_alibi_slopes(config.num_heads, options.alibi_bias_max)
-    attention = replace(config.attention, alibi_slopes=slopes, scale=options.softmax_scale)
+    slopes = mpt_alibi_slopes(config.num_heads, numbers.number("alibi_bias_max", 8))
+    attention = replace(config.attention, alibi_slopes=slopes, scale=numbers.number("softmax_scale"))
     return replace(config, attention=attention, parts=replace(config.parts, norm=NormKind.LAYER_NO_BIAS))
 
 
@@ -100,7 +103,7 @@ def read_gpt2(fields: ConfigFields) -> ModelConfig:
         fields,
         eps="layer_norm_epsilon",
         activation="activation_function",
-        intermediate_size=fields.get("n_inner") or 4 * fields.size("hidden_size"),
+        intermediate_size=4 * fields.size("hidden_size") if fields.get("n_inner") is None else fields.size("n_inner"),
         num_positions=num_positions,
         has_bias=True,
     )

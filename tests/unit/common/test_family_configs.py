@@ -85,7 +85,7 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias True, supported: False"),
         ("deepseek_v2", {"attention_bias": True}, "attention_bias True, supported with q_lora_rank only"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads 2, expected its num_attention_heads 4"),
-        ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank 0, expected a whole number of at least 1"),
+        ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank 0, expected a whole number from 1 to"),
         ("deepseek_v2", {"rope_interleave": False}, "rope_interleave False, supported: True"),
         ("deepseek_v2", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar 8, which changes the computation"),
         ("deepseek_v2-groups", {"n_group": 5}, "n_group 5, expected equal groups of at least 1 of its 12 experts"),
@@ -99,6 +99,21 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2, supported: 1"),
         ("falcon-new", {"parallel_attn": False}, "parallel_attn False, supported: True"),
         ("gpt_neox", {"hidden_size": 30}, "hidden size is not divisible"),
+        ("falcon-new", {"layer_norm_epsilon": None}, "layer_norm_epsilon None, expected a finite number"),
+        ("gpt2", {"n_inner": -1}, "n_inner -1, expected a whole number from 1 to"),
+        ("mpt", {"attn_config": {"alibi": True, "alibi_bias_max": -8}}, "alibi_bias_max -8, expected a number above 0"),
+        (
+            "mpt",
+            {"attn_config": {"alibi": True, "softmax_scale": float("nan")}},
+            "softmax_scale nan, expected a",
+        ),
+        ("bloom", {"seq_length": 10**18}, "seq_length 1000000000000000000, expected a whole number from 1 to"),
+        (
+            "gemma4",
+            {"rope_parameters": {"full_attention": None}},
+            "rope_parameters.full_attention is None, expected",
+        ),
+        ("gemma4", {"rope_parameters": {}}, "rope_parameters.full_attention is None, expected an object"),
     ],
 )
 def test_a_field_that_changes_the_computation_is_refused(
