@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
@@ -24,6 +25,7 @@ from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger()
 
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # that a route may have
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 # OpenAI's error types; clients look at the status first.
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -164,12 +166,24 @@ def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
         if isinstance(error, HTTPException) and error.detail == "Not Found":  # Starlette's, without a name
             path = shorten(request.url.path, MAX_QUOTED_CHARACTERS)
             error = HTTPException(404, f"this server has no {request.method} {path}", error.headers)
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            error = HTTPException(405, error.detail, {"allow": ", ".join(_allowed_methods(app, request.scope))})
         if isinstance(error, RequestValidationError):
             metrics.on_rejected(InvalidRequest(""))
         return error_response(error, request.scope)
 
     for kind in (TwostrokeError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def _allowed_methods(app: FastAPI, scope: Scope) -> list[str]:
+    """The methods of all routes with this path: Starlette's own header names those of the first one alone."""
+    methods = [
+        method
+        for method in METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in app.router.routes)
+    ]
+    return [*methods, "HEAD"] if "GET" in methods else methods  # see `HeadRequests`
 
 
 def _describe_validation(error: RequestValidationError) -> tuple[str, str | None]:

@@ -38,6 +38,15 @@ def test_unknown_paths_and_methods_are_refused(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         check_error(await client.get("/v1/nothing"), 404, None)
         check_error(await client.get(COMPLETIONS), 405, None)
+        for method, path, allowed in (
+            ("GET", COMPLETIONS, {"POST"}),
+            ("DELETE", "/ping", {"GET", "HEAD", "POST"}),
+            ("POST", "/health", {"GET", "HEAD"}),
+            ("PATCH", "/v2/models/ensemble/generate", {"POST"}),
+        ):
+            response = await client.request(method, path)
+            assert response.status_code == 405
+            assert set(response.headers["allow"].split(", ")) == allowed
         # No redirect, because it would lead to the host that the request names.
         check_error(await client.post(f"{COMPLETIONS}/", json=PROMPT), 404, None)
         check_error(await client.request("BREW", "/health"), 400, None)  # the parser knows no such method
