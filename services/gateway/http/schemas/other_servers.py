@@ -41,5 +41,5 @@ TGI: Mapping[str, tuple[Any, ...]] = {
 
 VLLM: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # decoders of language models put no spaces there
 }

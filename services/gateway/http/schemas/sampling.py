@@ -100,7 +100,7 @@ class GenerationFields(RequestModel):
     ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar")
     grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
     structural_tag: str | None = Field(None, description="SGLang's name of structured_outputs.structural_tag")
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         None,
         description="The same seed gives the same tokens, except few that rounding may change; a negative seed is "
         "taken as its 64-bit two's complement",

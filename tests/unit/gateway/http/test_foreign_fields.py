@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx2
 import pytest
+from transformers import AutoTokenizer
 
+from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2
 from tests.support.clients.http_clients import async_client, events
 from tests.support.running_gateway import RunningGateway, run, running_gateway
@@ -113,6 +115,26 @@ def test_the_openapi_document_names_ignored_fields(tmp_path: Path) -> None:
 
     dense = FakeDense(lambda submit: [70, 80])
     run(body())
+
+
+def test_special_tokens_have_no_spaces_between_them_whatever_is_asked(tmp_path: Path) -> None:
+    token_ids = [3, 4, 60, 5, 3]
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    options = {"skip_special_tokens": False, "max_tokens": len(token_ids), "ignore_eos": True}
+
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway, async_client(gateway.http_address) as client:
+            for with_spaces in (True, False):
+                own = {"spaces_between_special_tokens": with_spaces}
+                body = BODIES[COMPLETIONS] | options | own | {"seed": 2**63 - 1}
+                response = await client.post(COMPLETIONS, json=body)
+                assert response.status_code == 200, response.text
+                expected = tokenizer.decode(token_ids, skip_special_tokens=False, **own)
+                assert response.json()["choices"][0]["text"] == expected
+                assert "<|system|><|user|>" in expected
+
+    dense = FakeDense(lambda submit: token_ids)
+    run(test())
 
 
 @pytest.mark.parametrize("path", BODIES)

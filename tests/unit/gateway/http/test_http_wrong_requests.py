@@ -38,6 +38,8 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, PROMPT | {"max_tokens": 10**30}, "max_tokens", ()),
     (COMPLETIONS, PROMPT | {"max_tokens": 3000, "min_tokens": 3000}, "min_tokens", ("3000", "2048")),
     (COMPLETIONS, PROMPT | {"max_tokens": "5"}, "max_tokens", ("'5'",)),
+    (COMPLETIONS, PROMPT | {"seed": 2**63}, "seed", (str(2**63), str(2**63 - 1))),
+    (COMPLETIONS, PROMPT | {"seed": -(2**63) - 1}, "seed", (str(-(2**63) - 1), str(-(2**63)))),
     (COMPLETIONS, PROMPT | {"temperature": -1}, "temperature", ("-1",)),
     (COMPLETIONS, PROMPT | {"temperature": True}, "temperature", ("True",)),
     (COMPLETIONS, PROMPT | {"temperature": 10**400}, "temperature", ()),
