@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from services.common.families.shape import Activation
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.cuda_backend import CudaBackend
@@ -16,8 +17,12 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.backends.triton_gemv import gemv
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.parameters import Parameter
 
+_SWIGLU = MlpActivation(Activation.SILU, is_gated=True)
 MIN_LAYER_BYTES = 1 << 30  # of distinct weights in one measurement of a layer
 
 
@@ -63,16 +68,16 @@ class LinearLayers:
         }
 
     def _own(self, x: torch.Tensor, out: torch.Tensor, fused: str) -> Callable[[torch.Tensor], None]:
-        is_gated = "SwiGLU" in fused
-        if is_gated:
+        activation = _SWIGLU if "SwiGLU" in fused else None
+        if activation is not None:
             out = out[:, : out.shape[1] // 2]
         residual = out if fused == "add" else None
         if len(x) > 1:
             return lambda w: skinny_linear(
-                self._launcher, x, w, None, out, self._splits, is_gated=is_gated, residual=residual
+                self._launcher, x, w, None, out, self._splits, activation=activation, residual=residual
             )
-        norm = {"norm_weight": self._randn(x.shape[1]) if "norm" in fused else None, "eps": self._eps}
-        return lambda w: gemv(self._launcher, x, w, None, out, **norm, is_gated=is_gated, residual=residual)
+        norm = RmsNorm(Parameter("norm", self._randn(x.shape[1])), self._eps) if "norm" in fused else None
+        return lambda w: gemv(self._launcher, x, w, None, out, norm=norm, activation=activation, residual=residual)
 
     def _time(self, weights: list[torch.Tensor], run: Callable[[torch.Tensor], object]) -> float:
         return time_in_graph_us(lambda: [run(weight) for weight in weights]) / len(weights)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
 
+from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.parameters import Parameter
 from services.dense_worker.model.quantized.activations import rounded_by_groups, to_codes, token_scale
@@ -31,6 +32,8 @@ OTHER_CODE, CUT_OFF = 1e-2, 0.13
 # subtracted, which are twice as large as after it; both those of the gate and of what it multiplies.
 PAIRED_CODES = 1.2e-3
 HOPPER_SHARED_BYTES = 227 << 10
+ACTIVATIONS = [MlpActivation(Activation.SILU, True), MlpActivation(Activation.GELU_TANH, True)]
+ACTIVATIONS += [MlpActivation(Activation.GELU, False), MlpActivation(Activation.RELU, False)]
 
 
 @pytest.fixture(params=TOLERANCES, ids=str)
@@ -67,11 +70,6 @@ def check(
         tolerance = CUT_OFF if is_fp8 and found.device.type == "cpu" else OTHER_CODE
     error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
     assert error < tolerance, error
-
-
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=1)
-    return F.silu(gate) * up
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
@@ -115,7 +113,7 @@ def test_streaming_kernels_multiply_as_the_reference(
 
 @pytest.mark.parametrize("num_rows", [1, 23])
 @pytest.mark.parametrize("name", KINDS)
-def test_streaming_kernels_fuse_a_gate_and_for_one_row_a_norm(
+def test_streaming_kernels_fuse_an_activation_and_for_one_row_a_norm(
     launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, name: str, num_rows: int
 ) -> None:
     make, is_quantized = KINDS[name]
@@ -125,11 +123,13 @@ def test_streaming_kernels_fuse_a_gate_and_for_one_row_a_norm(
     linear = linear_of(make(weights, parts, width), parts, width, weights.randn(256))
     x, gain = weights.randn(num_rows, width), 1 + 0.2 * weights.randn(width)
     norm = RmsNorm(Parameter("norm", gain, ()), EPS) if num_rows == 1 else None
-    out = torch.full((num_rows, 128), torch.nan, dtype=dtype, device=kernel_device)
-    products.multiply(LinearKernel.STREAMED, linear, x, out, norm=norm, is_gated=True)
     normed = x if norm is None else norm.normalize(x)
     least = PAIRED_CODES if name.startswith("int4") and num_rows == 1 else 0.0
-    check(out, swiglu(in_float32(linear, normed)), dtype, is_quantized, name.startswith("fp8"), least)
+    for activation in ACTIVATIONS:
+        out = torch.full((num_rows, 128 if activation.is_gated else 256), torch.nan, dtype=dtype, device=kernel_device)
+        products.multiply(LinearKernel.STREAMED, linear, x, out, norm=norm, activation=activation)
+        expected = activation.apply(in_float32(linear, normed))
+        check(out, expected, dtype, is_quantized, name.startswith("fp8"), least)
 
 
 @pytest.mark.parametrize("num_rows", [1, 30, 70])

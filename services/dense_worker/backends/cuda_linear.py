@@ -19,8 +19,9 @@ from services.dense_worker.backends.quantized.operands import InputForm
 from services.dense_worker.backends.quantized.streamed_quantized import streamed_quantized
 from services.dense_worker.backends.streamed_plain import StreamedPlain
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.norm import Norm, RmsNorm
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
 
@@ -39,8 +40,8 @@ class StreamingKernels(Protocol):
         linear: Linear,
         x: torch.Tensor,
         out: torch.Tensor,
-        norm: RmsNorm | None,
-        is_gated: bool,
+        norm: Norm | None,
+        activation: MlpActivation | None,
         residual: torch.Tensor | None,
     ) -> None:
         """Like `CudaLinear.multiply`; with a norm where `CudaLinear.fuses_norm` says so."""
@@ -81,17 +82,21 @@ class CudaLinear:
         """Whether there is a kernel of tiles for this layer; otherwise it must not be chosen."""
         return self._tiles.can_multiply(linear)
 
-    def fuses_norm(self, kernel: LinearKernel, linear: Linear, num_rows: int, *, has_delta: bool) -> bool:
-        """Whether `multiply` takes the RMSNorm before this product, and if `has_delta` the addition before the norm."""
+    def fuses_norm(self, kernel: LinearKernel, linear: Linear, norm: Norm, num_rows: int, *, has_delta: bool) -> bool:
+        """Whether `multiply` takes the norm before this product, and if `has_delta` the addition before the norm."""
         if self.adds_deltas:
             return False
+        if kernel is LinearKernel.STREAMED and isinstance(linear.weight, PlainWeight):
+            return not has_delta and num_rows == 1
+        if not isinstance(norm, RmsNorm):
+            return False
         if kernel is LinearKernel.STREAMED:
-            return not has_delta and (num_rows == 1 or type(linear.weight) in self._quantized)
+            return not has_delta
         form = self._prepared_form(kernel, linear, num_rows)
         return form is not None and not (has_delta and form.order is not None)
 
-    def fuses_swiglu(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
-        """Whether `multiply` takes gate and up, of which SiLU(gate) * up is this product's input."""
+    def fuses_activation(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+        """Whether `multiply` takes rows of which it computes the activation before the product."""
         is_unfused = kernel is not LinearKernel.STREAMED and not self.adds_deltas
         return is_unfused and self._prepared_form(kernel, linear, num_rows) is not None
 
@@ -117,12 +122,12 @@ class CudaLinear:
         kernel: LinearKernel,
         linear: Linear,
         x: torch.Tensor,  # [n, in_features]
-        out: torch.Tensor,  # [n, out_features], half of them if is_gated; x's dtype, or float32
+        out: torch.Tensor,  # [n, out_features], half of them with a gated activation; x's dtype, or float32
         *,
-        norm: RmsNorm | None = None,  # x is first normalised; only where `fuses_norm`
+        norm: Norm | None = None,  # x is first normalised; only where `fuses_norm`
         delta: torch.Tensor | None = None,  # [n, in_features]: before the norm it is added to x in place
-        is_gate_up: bool = False,  # x is gate and up, the input SiLU(gate) * up; only where `fuses_swiglu`
-        is_gated: bool = False,  # SiLU of the first half times the second; only streamed
+        activation_before: MlpActivation | None = None,  # of x; only where `fuses_activation`
+        activation: MlpActivation | None = None,  # of the product; only streamed
         residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only streamed
     ) -> None:
         """out = W x + b, with the fused operations. `kernel` is the choice for this layer and number of rows.
@@ -130,13 +135,13 @@ class CudaLinear:
         If rows have adapters, their deltas are added.
         """
         if kernel is LinearKernel.STREAMED:
-            assert delta is None and not is_gate_up, "no streaming kernel fuses them"
-            self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
+            assert delta is None and activation_before is None, "no streaming kernel fuses them"
+            self._streaming[type(linear.weight)].multiply(linear, x, out, norm, activation, residual)
         else:
-            assert not is_gated and residual is None, "only streaming kernels fuse what follows"
-            self._multiply_unfused(kernel, linear, x, out, norm=norm, delta=delta, is_gate_up=is_gate_up)
+            assert activation is None and residual is None, "only streaming kernels fuse what follows"
+            self._multiply_unfused(kernel, linear, x, out, norm=norm, delta=delta, activation=activation_before)
         if self._lora is not None and self._lora.is_active:
-            assert norm is None and not is_gated, "an adapter's delta is of the plain product"
+            assert norm is None and activation is None, "an adapter's delta is of the plain product"
             self._lora.add(linear, x, out)
 
     def _many_rows(
@@ -160,7 +165,7 @@ class CudaLinear:
         self, kernel: LinearKernel, linear: Linear, x: torch.Tensor, out: torch.Tensor, **before: Any
     ) -> None:
         products = self._many_rows(kernel, linear, len(x))
-        is_plain = before["norm"] is None and not before["is_gate_up"]
+        is_plain = before["norm"] is None and before["activation"] is None
         assert is_plain or self._prepared_form(kernel, linear, len(x)) is not None, "no kernel prepares the input"
         if products is not None:
             products.multiply(linear, x, out, **before)

@@ -1,7 +1,9 @@
 """`CudaOperations`: what a layer is written in, by fused kernels, in few passes over memory.
 
 All work goes to the current stream, at fixed addresses and without waiting, so that it can be captured in a CUDA
-graph. A product that its kernel cannot add to the residual is left in `Residual.delta`, for the next norm to add.
+graph. A product that its kernel cannot add to the residual is left in `Residual.delta`, for the next norm to add. So is
+one that is normalised or multiplied before: one kernel passes over a row for the norm after it and for the one before
+the next product.
 """
 
 from __future__ import annotations
@@ -14,22 +16,20 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_linear import CudaLinear
 from services.dense_worker.backends.experts.cuda_experts import CudaExperts
 from services.dense_worker.backends.linear_choice import LinearKernel
-from services.dense_worker.backends.triton_activation import silu_mul
+from services.dense_worker.backends.triton_activation import activate
 from services.dense_worker.backends.triton_gate import apply_gate
 from services.dense_worker.backends.triton_latent import place_latent
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
+from services.dense_worker.backends.triton_norm import add_norm, normalize_heads
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm, RmsNormPlusOne
-from services.dense_worker.model.operations import GateUp, MlpInput, Residual
+from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
+from services.dense_worker.model.operations import MlpInput, Residual, Unactivated
 from services.dense_worker.model.parameters import Parameter
 
 if TYPE_CHECKING:
     from services.dense_worker.lora.cuda_lora import CudaLora
-
-_WITH_KERNELS = (RmsNorm, RmsNormPlusOne)
-_MAX_HEAD_DIM = 512  # that one program normalises in registers, several heads at a time
 
 
 class CudaOperations:
@@ -54,7 +54,7 @@ class CudaOperations:
         experts = config.parts.experts
         shared_size = 0 if experts is None else experts.shared_intermediate_size or 0
         sizes = config.parts.layer_intermediate_sizes
-        self._gate_up = workspace(2 * max(config.intermediate_size, shared_size, *sizes))
+        self._activation = workspace((1 + config.parts.is_gated) * max(config.intermediate_size, shared_size, *sizes))
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self._num_rows = 0  # of the layers' inputs
         inputs = config.parts.layer_inputs
@@ -94,24 +94,26 @@ class CudaOperations:
         if out is None:
             out = torch.empty(len(hidden), linear.out_features, dtype=hidden.dtype, device=hidden.device)
         kernel = self.products.choice.kernel(linear, len(hidden))
-        return self._norm_multiply(kernel, residual, norm, linear, out, is_gated=False), out
+        return self._norm_multiply(kernel, residual, norm, linear, out), out
 
-    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, MlpInput]:
+    def norm_activate(
+        self, residual: Residual, norm: Norm | None, linear: Linear, activation: MlpActivation
+    ) -> tuple[Residual, MlpInput]:
         """Like `norm_linear`. A streaming kernel computes the activation; otherwise it is left to the next product.
 
         The result lies in a workspace.
         """
         num_rows = len(residual.hidden)
-        both = self._gate_up[:num_rows, : gate_up.out_features]
-        kernel = self.products.choice.kernel(gate_up, num_rows)
+        rows = self._activation[:num_rows, : linear.out_features]
+        kernel = self.products.choice.kernel(linear, num_rows)
         if kernel is LinearKernel.STREAMED and not self.products.adds_deltas:
-            activation = both[:, : gate_up.out_features // 2]
-            return self._norm_multiply(kernel, residual, norm, gate_up, activation, is_gated=True), activation
-        return self._norm_multiply(kernel, residual, norm, gate_up, both, is_gated=False), GateUp(both)
+            out = rows[:, : linear.out_features // (1 + activation.is_gated)]
+            return self._norm_multiply(kernel, residual, norm, linear, out, activation), out
+        return self._norm_multiply(kernel, residual, norm, linear, rows), Unactivated(rows, activation)
 
     def linear(self, linear: Linear, x: MlpInput) -> torch.Tensor:
         """The kernel of the layer's choice -> a new tensor."""
-        rows = x.both if isinstance(x, GateUp) else x
+        rows = x.rows if isinstance(x, Unactivated) else x
         out = torch.empty(len(rows), linear.out_features, dtype=rows.dtype, device=rows.device)
         self._multiply(linear, x, out)
         return out
@@ -160,12 +162,8 @@ class CudaOperations:
     def add(
         self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0
     ) -> Residual:
-        """Leaves `change`, normalised and multiplied in place, as the delta."""
-        if norm is not None:
-            self._normalize(Residual(change), norm, change)
-        if multiplier != 1.0:
-            change.mul_(multiplier)
-        return Residual(self.settle(residual), change)
+        """Leaves `change` as the delta."""
+        return Residual(self.settle(residual), change, norm, multiplier)
 
     def keep_layer_inputs(self, inputs: torch.Tensor) -> None:
         """Copies them to where captured graphs read them."""
@@ -197,18 +195,11 @@ class CudaOperations:
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Always in place: a product that is not the caller's is this operation's to write."""
-        q, k = norms.q, norms.k
-        has_only_rms = norms.v is None and type(q) is type(k) and type(q) in _WITH_KERNELS
-        are_equal = has_only_rms and q.weight.data.shape == k.weight.data.shape
-        if are_equal and len(q.weight.data) <= _MAX_HEAD_DIM:
-            weights = q.weight.data, k.weight.data
-            counts, is_plus_one = (norms.num_heads, norms.num_kv_heads), type(q) is RmsNormPlusOne
-            head_rms_norm(self.launcher, qkv, *weights, *counts, q.eps, is_plus_one=is_plus_one)
+        if not norms.cover_all_heads:
+            normalize_heads(self.launcher, qkv, norms)
             return qkv
-        parts = qkv.split(norms.sizes, dim=1)
-        for place, part in zip(parts, norms.normalize(parts), strict=True):
-            if part is not place:
-                place.copy_(part)
+        for part, norm in zip(qkv.split(norms.sizes, dim=1), (norms.q, norms.k), strict=False):
+            add_norm(self.launcher, part, None, norm, part)
         return qkv
 
     def place_latent(self, heads: torch.Tensor, query: torch.Tensor, key: torch.Tensor, norm: Norm) -> None:
@@ -241,20 +232,25 @@ class CudaOperations:
 
     def settle(self, residual: Residual) -> torch.Tensor:
         """Adds the delta in a kernel of its own, if there is one."""
-        hidden, delta = residual
-        return hidden if delta is None else hidden.add_(delta)
+        hidden, delta, norm, multiplier = residual
+        if delta is None:
+            return hidden
+        if norm is None and multiplier == 1.0:
+            return hidden.add_(delta)
+        add_norm(self.launcher, hidden, delta, None, None, delta_norm=norm, multiplier=multiplier)
+        return hidden
 
     def _multiply(self, linear: Linear, x: MlpInput, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-        """The product, by the kernel of the layer's choice. SiLU is fused with what prepares x, or a kernel before."""
+        """The product, by the kernel of the layer's choice. What prepares x activates it, or a kernel before."""
         kernel = self.products.choice.kernel(linear, len(out))
-        if not isinstance(x, GateUp):
+        if not isinstance(x, Unactivated):
             self.products.multiply(kernel, linear, x, out, residual=residual)
-        elif self.products.fuses_swiglu(kernel, linear, len(out)):
-            self.products.multiply(kernel, linear, x.both, out, is_gate_up=True)
+        elif self.products.fuses_activation(kernel, linear, len(out)):
+            self.products.multiply(kernel, linear, x.rows, out, activation_before=x.activation)
         else:
-            activation = x.both[:, : linear.in_features]
-            silu_mul(self.launcher, x.both, activation)
-            self.products.multiply(kernel, linear, activation, out, residual=residual)
+            activated = x.rows[:, : linear.in_features]
+            activate(self.launcher, x.rows, activated, x.activation)
+            self.products.multiply(kernel, linear, activated, out, residual=residual)
 
     def _norm_multiply(
         self,
@@ -263,28 +259,23 @@ class CudaOperations:
         norm: Norm | None,
         linear: Linear,
         out: torch.Tensor,
-        is_gated: bool,
+        activation: MlpActivation | None = None,
     ) -> Residual:
         """Norm and product, in one kernel where it can be. Nothing is left to be added to the residual."""
-        hidden, delta = residual
-        has_delta = delta is not None
-        if type(norm) is RmsNorm and self.products.fuses_norm(kernel, linear, len(hidden), has_delta=has_delta):
-            self.products.multiply(kernel, linear, hidden, out, norm=norm, delta=delta, is_gated=is_gated)
-            return Residual(hidden)
+        hidden, delta = residual.hidden, residual.delta
         if norm is None:
-            hidden = self.settle(residual)
-            self.products.multiply(kernel, linear, hidden, out, is_gated=is_gated)
+            self.products.multiply(kernel, linear, self.settle(residual), out, activation=activation)
+            return Residual(hidden)
+        is_plain = residual.delta_norm is None and residual.delta_multiplier == 1.0
+        if is_plain and self.products.fuses_norm(kernel, linear, norm, len(hidden), has_delta=delta is not None):
+            self.products.multiply(kernel, linear, hidden, out, norm=norm, delta=delta, activation=activation)
             return Residual(hidden)
         normed = self._hidden[: len(hidden)]  # may be `delta`
         self._normalize(residual, norm, normed)
-        self.products.multiply(kernel, linear, normed, out, is_gated=is_gated)
+        self.products.multiply(kernel, linear, normed, out, activation=activation)
         return Residual(hidden)
 
     def _normalize(self, residual: Residual, norm: Norm, out: torch.Tensor) -> None:
         """Adds the delta to the residual in place, and writes the normalised sum to `out`."""
-        hidden, delta = residual
-        if type(norm) in _WITH_KERNELS:
-            is_plus_one = type(norm) is RmsNormPlusOne
-            add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, out, is_plus_one=is_plus_one)
-        else:
-            out.copy_(norm.normalize(self.settle(residual)))
+        hidden, delta, delta_norm, multiplier = residual
+        add_norm(self.launcher, hidden, delta, norm, out, delta_norm=delta_norm, multiplier=multiplier)

@@ -7,8 +7,9 @@ import torch
 from services.dense_worker.backends.triton_gemv import MAX_IN_FEATURES, gemv
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.norm import Norm
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 192 << 10  # of the largest tiles, sized for Hopper
@@ -31,18 +32,14 @@ class StreamedPlain:
         linear: Linear,
         x: torch.Tensor,
         out: torch.Tensor,
-        norm: RmsNorm | None,
-        is_gated: bool,
+        norm: Norm | None,
+        activation: MlpActivation | None,
         residual: torch.Tensor | None,
     ) -> None:
         """Runs the GEMV kernel for one row, the skinny kernel for more."""
         matrix, bias = linear.weight.matrix.data, linear.bias_data
         if len(x) == 1:
-            norm_weight, eps = (None, 0.0) if norm is None else (norm.weight.data, norm.eps)
-            fused = {"norm_weight": norm_weight, "eps": eps, "is_gated": is_gated, "residual": residual}
-            gemv(self._launcher, x, matrix, bias, out, **fused)
+            gemv(self._launcher, x, matrix, bias, out, norm=norm, activation=activation, residual=residual)
         else:
             assert norm is None, "only the kernel of one row fuses the norm"
-            skinny_linear(
-                self._launcher, x, matrix, bias, out, self._splits, is_gated=is_gated, residual=residual
-            )
+            skinny_linear(self._launcher, x, matrix, bias, out, self._splits, activation=activation, residual=residual)

@@ -1,4 +1,4 @@
-"""The linear layer of one token: y = W x, with norm, SwiGLU or addition fused. Its time is that of reading W.
+"""The linear layer of one token: y = W x, with norm, activation or addition fused. Its time is that of reading W.
 
 A program keeps x in registers and streams some rows of W through shared memory. With programmatic dependent launch it
 loads the first rows while the previous kernel still computes x.
@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_activation import activated
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_norm import normalize
+from services.dense_worker.backends.triton_norm import normalize_as, operands_of
+from services.dense_worker.model.activation import MlpActivation
+from services.dense_worker.model.norm import Norm
 
 _MAX_BLOCK_OUT = 16
 MAX_IN_FEATURES = 32768
@@ -58,17 +60,18 @@ def choose_gemv_tiles(in_features: int, is_gated: bool) -> GemvTiles:
 def gemv(
     launcher: KernelLauncher,
     x: torch.Tensor,  # [1, in_features], 16 bits
-    weight: torch.Tensor,  # [out_features, in_features]; if is_gated [2 * out_features, in_features]
+    weight: torch.Tensor,  # [out_features, in_features]; with a gated activation [2 * out_features, in_features]
     bias: torch.Tensor | None,  # [weight's rows]
     out: torch.Tensor,  # [1, out_features], x's dtype or float32; values are rounded to x's dtype in both cases
     *,
-    norm_weight: torch.Tensor | None = None,  # [in_features]: normalise x first
-    eps: float = 0.0,
-    is_gated: bool = False,
+    norm: Norm | None = None,  # of x, before the product
+    activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [1, out_features]: add it to the result; may be `out`
 ) -> None:
-    """Writes W x + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
+    """Writes activation(W norm(x) + bias) to `out`. Then adds `residual`."""
     out_features, in_features = out.shape[1], x.shape[1]
+    is_gated = activation is not None and activation.is_gated
+    of_norm = operands_of(norm)
     tiles = choose_gemv_tiles(in_features, is_gated)
     rows_per_program = triton.cdiv(out_features, launcher.num_sms * tiles.programs_per_sm)
     launcher(
@@ -77,13 +80,16 @@ def gemv(
         out,
         x,
         weight,
-        norm_weight,
+        of_norm.weight,
+        of_norm.bias,
         bias,
         residual,
         out_features,
         in_features,
         rows_per_program,
-        eps,
+        of_norm.eps,
+        NORM=of_norm.kind,
+        ACTIVATION=None if activation is None else activation.function.value,
         IS_GATED=is_gated,
         IS_PADDED=in_features < tiles.block_in,
         BLOCK_IN=tiles.block_in,
@@ -99,12 +105,15 @@ def _gemv_kernel(
     x,
     weight,
     norm_weight,
+    norm_bias,
     bias,
     residual,
     out_features,
     in_features,
     rows_per_program,
     eps,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_PADDED: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -121,6 +130,9 @@ def _gemv_kernel(
     is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
     if norm_weight is not None:
         gain = tl.load(norm_weight + columns, mask=is_column, other=0.0)
+        shift = None
+        if norm_bias is not None:
+            shift = tl.load(norm_bias + columns, mask=is_column, other=0.0)
     up_offset = out_features.to(tl.int64) * in_features
     x_row = tl.zeros([BLOCK_IN], tl.float32)
     for first_row in tl.range(start, end, BLOCK_OUT, num_stages=NUM_STAGES):
@@ -138,15 +150,16 @@ def _gemv_kernel(
                 gdc_wait()
             x_row = tl.load(x + columns, mask=is_column, other=0.0).to(tl.float32)
             if norm_weight is not None:
-                x_row = normalize(x_row, gain, in_features, eps, 0).to(tl.float32)
+                x_row = normalize_as(x_row, is_column, gain, shift, in_features, eps, 0, NORM).to(tl.float32)
         y = tl.sum(w.to(tl.float32) * x_row[None, :], 1)
         if bias is not None:
             y += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
+        up = y
         if IS_GATED:
             up = tl.sum(w_up.to(tl.float32) * x_row[None, :], 1)
             if bias is not None:
                 up += tl.load(bias + out_features + rows, mask=is_row, other=0.0).to(tl.float32)
-            y = swiglu(y, up, dtype)
+        y = activated(y, up, ACTIVATION, IS_GATED, dtype)
         if residual is not None:
             y = y.to(dtype).to(tl.float32) + tl.load(residual + rows, mask=is_row, other=0.0).to(tl.float32)
         tl.store(out + rows, y.to(dtype).to(out.dtype.element_ty), mask=is_row)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_activation import activated
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.activation import MlpActivation
 
 MIN_ROWS = 16  # narrowest tile; fewer tokens leave some of its columns empty
 MAX_ROWS = 64
@@ -62,17 +63,18 @@ def choose_skinny_tiles(num_rows: int, out_features: int, is_gated: bool, num_sm
 def skinny_linear(
     launcher: KernelLauncher,
     x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, 16 bits, rows contiguous
-    weight: torch.Tensor,  # [out_features, in_features]; if is_gated [2 * out_features, in_features]
+    weight: torch.Tensor,  # [out_features, in_features]; with a gated activation [2 * out_features, in_features]
     bias: torch.Tensor | None,  # [weight's rows]
     out: torch.Tensor,  # [n, out_features], x's dtype or float32; values are rounded to x's dtype in both cases
     workspace: SplitWorkspace,
     *,
-    is_gated: bool = False,
+    activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
 ) -> None:
-    """Writes x W^T + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
+    """Writes activation(x W^T + bias) to `out`. Then adds `residual`."""
     num_rows, out_features = out.shape
     in_features = x.shape[1]
+    is_gated = activation is not None and activation.is_gated
     tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms)
     launcher(
         _skinny_kernel,
@@ -89,6 +91,7 @@ def skinny_linear(
         in_features,
         x.stride(0),
         out.stride(0),
+        ACTIVATION=None if activation is None else activation.function.value,
         IS_GATED=is_gated,
         IS_PADDED=in_features % tiles.block_in != 0,
         BLOCK_ROWS=tiles.block_rows,
@@ -114,6 +117,7 @@ def _skinny_kernel(
     in_features,
     x_stride,
     out_stride,
+    ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_PADDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -157,7 +161,8 @@ def _skinny_kernel(
         sums, is_last = add_splits(sums, partial_sums, num_done, tile, split, BLOCK_ROWS, BLOCK_OUT, NUM_SPLITS)
     if is_last:
         write_features(
-            out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride, IS_GATED, dtype
+            out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride,
+            ACTIVATION, IS_GATED, dtype,
         )  # fmt: skip
 
 
@@ -199,17 +204,17 @@ def write_features(
     is_row,
     out_features,
     out_stride,
+    ACTIVATION: tl.constexpr,  # None: none
     IS_GATED: tl.constexpr,
     DTYPE: tl.constexpr,  # to which each operation rounds
 ):
-    """Adds the bias, applies SiLU of y to up if IS_GATED, adds the residual, and stores the features of all rows."""
+    """Adds the bias, computes the activation, adds the residual, and stores the features of all rows."""
     is_feature = features < out_features
     if bias is not None:
         y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-    if IS_GATED:
-        if bias is not None:
-            up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        y = swiglu(y, up, DTYPE)
+    if IS_GATED and bias is not None:
+        up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    y = activated(y, up, ACTIVATION, IS_GATED, DTYPE)
     target = rows.to(tl.int64)[None, :] * out_stride + features[:, None]
     mask = is_feature[:, None] & is_row[None, :]
     if residual is not None:

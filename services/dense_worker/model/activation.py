@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +17,22 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU: F.relu,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class MlpActivation:
+    """What is between the projections of an MLP."""
+
+    function: Activation
+    is_gated: bool  # the function of the first half of the columns, the gate, times the second half, up
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, size], if gated [n, 2 * size] -> [n, size]."""
+        function = ACTIVATIONS[self.function]
+        if not self.is_gated:
+            return function(x)
+        gate, up = x.split(x.shape[1] // 2, dim=1)
+        return function(gate) * up
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, options: ClampedSwiglu) -> torch.Tensor:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from services.common.families.shape import Activation
-from services.dense_worker.model.activation import ACTIVATIONS
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import Norm
 from services.dense_worker.model.operations import MlpInput, Operations, Residual
@@ -24,11 +22,9 @@ class GatedMlp:
 
     def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, MlpInput]:
         """Returns the residual, and the input of `down`, [n, intermediate]."""
-        if self.activation is Activation.SILU:
-            return operations.norm_swiglu(residual, self.norm, self.gate_up)
-        residual, both = operations.norm_linear(residual, self.norm, self.gate_up)
-        gate, up = both.split(self.gate_up.out_features // 2, dim=1)
-        return residual, ACTIVATIONS[self.activation](gate) * up
+        return operations.norm_activate(
+            residual, self.norm, self.gate_up, MlpActivation(self.activation, is_gated=True)
+        )
 
     def add(
         self,
@@ -51,16 +47,15 @@ class PlainMlp:
     down: Linear
     activation: Activation
 
-    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
+    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, MlpInput]:
         """Returns the residual, and the input of `down`, [n, intermediate]."""
-        residual, up = operations.norm_linear(residual, self.norm, self.up)
-        return residual, ACTIVATIONS[self.activation](up)
+        return operations.norm_activate(residual, self.norm, self.up, MlpActivation(self.activation, is_gated=False))
 
     def add(
         self,
         operations: Operations,
         residual: Residual,
-        activation: torch.Tensor,
+        activation: MlpInput,
         norm: Norm | None = None,
         multiplier: float = 1.0,
     ) -> Residual:

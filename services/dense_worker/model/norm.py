@@ -94,6 +94,11 @@ class HeadNorms:
     v: UnweightedRmsNorm | None = None  # of each v head, which is as wide as a k head
 
     @property
+    def cover_all_heads(self) -> bool:
+        """Whether q and k are each normalised as one vector."""
+        return self.num_heads == 1 and self.v is None
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The widths of q, k and v; of q alone if the layer has no others."""
         q_size = self.num_heads * self.q.weight.data.shape[-1]

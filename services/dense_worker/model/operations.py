@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.parameters import Parameter
@@ -23,15 +24,18 @@ class Residual(NamedTuple):
 
     hidden: torch.Tensor  # [n, hidden]; an implementation may write it in place
     delta: torch.Tensor | None = None  # [n, hidden]: not added yet; the next norm adds it in its own pass
+    delta_norm: Norm | None = None  # of the delta, before it is added
+    delta_multiplier: float = 1.0  # of the delta, after its norm
 
 
-class GateUp(NamedTuple):
-    """Rows of gate and up, of which the product that reads them computes SiLU(gate) * up first."""
+class Unactivated(NamedTuple):
+    """Rows of which the product that reads them computes the activation first."""
 
-    both: torch.Tensor  # [n, 2 * in_features]
+    rows: torch.Tensor  # [n, in_features], if gated [n, 2 * in_features]
+    activation: MlpActivation
 
 
-MlpInput = torch.Tensor | GateUp  # of an MLP's last product
+MlpInput = torch.Tensor | Unactivated  # of an MLP's last product
 
 
 class Operations(Protocol):
@@ -48,8 +52,10 @@ class Operations(Protocol):
     ) -> tuple[Residual, torch.Tensor]:
         """Norm (None: none), then product -> the residual, and the product [n, out_features], in `out` if given."""
 
-    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, MlpInput]:
-        """Norm, then product -> the residual, and SiLU(gate) * up (arXiv:2002.05202), which may not be computed yet."""
+    def norm_activate(
+        self, residual: Residual, norm: Norm | None, linear: Linear, activation: MlpActivation
+    ) -> tuple[Residual, MlpInput]:
+        """Norm, then product -> the residual, and the activation of the product, which may not be computed yet."""
 
     def linear(self, linear: Linear, x: MlpInput) -> torch.Tensor:
         """The product of x [n, in_features] alone, [n, out_features]."""

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
@@ -50,11 +51,11 @@ class TorchOperations:
         """Norm, then product; the residual stays as it is."""
         return residual, self.linear(linear, _normalized(residual, norm), out)
 
-    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
-        """Norm, product, then SiLU(gate) * up."""
-        both = self.linear(gate_up, _normalized(residual, norm))
-        gate, up = both.split(gate_up.out_features // 2, dim=1)
-        return residual, F.silu(gate) * up
+    def norm_activate(
+        self, residual: Residual, norm: Norm | None, linear: Linear, activation: MlpActivation
+    ) -> tuple[Residual, torch.Tensor]:
+        """Norm, product, then the activation."""
+        return residual, activation.apply(self.linear(linear, _normalized(residual, norm)))
 
     def linear_add(
         self,

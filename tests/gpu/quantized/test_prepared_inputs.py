@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from services.common.families.shape import Activation
 from services.common.quantization.schemes import Element
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.parameters import Parameter
 from services.dense_worker.model.quantized.activations import rounded, rounded_by_groups, token_scale
@@ -17,12 +19,13 @@ pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
-from services.dense_worker.backends.triton_activation import silu_mul
+from services.dense_worker.backends.triton_activation import activate
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_norm import add_rms_norm
+from services.dense_worker.backends.triton_norm import add_norm
 
 FP8, INT8 = Element.FP8, Element.INT8
 EPS = 1e-5
+SWIGLU = MlpActivation(Activation.SILU, is_gated=True)
 NUM_ROWS, WIDTH = 5, 320
 # ‖found − reference‖ / ‖reference‖: a norm or SiLU that is rounded otherwise may give a neighbouring code. Triton's
 # interpreter, moreover, cuts e4m3 off: the last bit is 2^-3 of a number.
@@ -112,26 +115,31 @@ def test_the_residual_is_added_and_normalised(kernel_device: torch.device, dtype
     found = prepare_input(rows.launcher, residual, form, norm, delta=delta)
     assert torch.equal(residual, added)
     check(found, form, norm.normalize(added))
-    add_rms_norm(rows.launcher, by_itself, delta, norm.weight.data, EPS, normed)
+    add_norm(rows.launcher, by_itself, delta, norm, normed)
     check_equal(found, prepare_input(rows.launcher, normed, form))
 
     check_equal(prepare_input(rows.launcher, added, form, norm), found)
     assert torch.equal(residual, added), "nothing is added without a delta"
 
 
+@pytest.mark.parametrize("function", Activation)
 @pytest.mark.parametrize("name", FORMS)
-def test_silu_of_the_gate_is_multiplied_by_up(kernel_device: torch.device, dtype: torch.dtype, name: str) -> None:
+def test_the_activation_comes_before_the_form(
+    kernel_device: torch.device, dtype: torch.dtype, name: str, function: Activation
+) -> None:
     rows = Rows(kernel_device, dtype)
     both, form = rows.randn(NUM_ROWS, 2 * WIDTH + 64)[:, : 2 * WIDTH], rows.form(name)  # as in a wider workspace
     before = both.clone()
 
-    found = prepare_input(rows.launcher, both, form, is_gate_up=True)
-    assert torch.equal(both, before)
-    gate, up = both.chunk(2, dim=1)
-    check(found, form, F.silu(gate) * up)
-    activation = torch.empty(NUM_ROWS, WIDTH, dtype=dtype, device=kernel_device)
-    silu_mul(rows.launcher, both, activation)
-    check_equal(found, prepare_input(rows.launcher, activation, form))
+    for is_gated in (True, False):
+        activation = MlpActivation(function, is_gated)
+        x = both if is_gated else both[:, :WIDTH]
+        found = prepare_input(rows.launcher, x, form, activation=activation)
+        assert torch.equal(both, before)
+        check(found, form, activation.apply(x))
+        by_itself = torch.empty(NUM_ROWS, WIDTH, dtype=dtype, device=kernel_device)
+        activate(rows.launcher, x, by_itself, activation)
+        check_equal(found, prepare_input(rows.launcher, by_itself, form))
 
 
 def test_each_order_of_features_has_a_version(kernel_device: torch.device, dtype: torch.dtype) -> None:
@@ -141,7 +149,7 @@ def test_each_order_of_features_has_a_version(kernel_device: torch.device, dtype
     orders = torch.stack([torch.randperm(WIDTH) for _ in range(2)]).to(kernel_device, torch.int32)
     form = InputForm(dtype, num_versions=2, order=orders)
     gate, up = both.chunk(2, dim=1)
-    activated = prepare_input(rows.launcher, both, form, is_gate_up=True).values.float()
+    activated = prepare_input(rows.launcher, both, form, activation=SWIGLU).values.float()
     normed = prepare_input(rows.launcher, gate, form, norm).values.float()
     for version, order in enumerate(orders.long()):
         expected = (F.silu(gate) * up)[:, order].float()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.parameters import Parameter
@@ -168,7 +170,7 @@ def test_norm_and_silu_are_fused_with_what_prepares_the_input(
     products = CudaLinear(launcher, kernel_device, dtype)
     norm = RmsNorm(Parameter("norm", 1 + 0.2 * weights.randn(width), ()), EPS)
     out = torch.full((num_rows, 128), torch.nan, dtype=dtype, device=kernel_device)
-    assert products.fuses_norm(LinearKernel.TILED, linear, num_rows, has_delta=True)
+    assert products.fuses_norm(LinearKernel.TILED, linear, norm, num_rows, has_delta=True)
     residual, delta = weights.randn(num_rows, width), weights.randn(num_rows, width)
     total = residual + delta
     products.multiply(LinearKernel.TILED, linear, residual, out, norm=norm, delta=delta)
@@ -176,11 +178,11 @@ def test_norm_and_silu_are_fused_with_what_prepares_the_input(
     limit = tolerance(name, dtype, kernel_device)
     assert relative_error(out, in_float32(linear, norm.normalize(total))) < limit
 
-    assert products.fuses_swiglu(LinearKernel.TILED, linear, num_rows)
-    both = weights.randn(num_rows, 2 * width)
-    gate, up = both.chunk(2, dim=1)
-    products.multiply(LinearKernel.TILED, linear, both, out, is_gate_up=True)
-    assert relative_error(out, in_float32(linear, F.silu(gate) * up)) < limit
+    assert products.fuses_activation(LinearKernel.TILED, linear, num_rows)
+    for activation in (MlpActivation(Activation.SILU, is_gated=True), MlpActivation(Activation.GELU, is_gated=False)):
+        x = weights.randn(num_rows, 2 * width)[:, : (1 + activation.is_gated) * width]
+        products.multiply(LinearKernel.TILED, linear, x, out, activation_before=activation)
+        assert relative_error(out, in_float32(linear, activation.apply(x))) < limit
 
 
 def why_not(launcher: KernelLauncher, device: torch.device, linear: Linear) -> str:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from services.dense_worker.backends.quantized.operands import Codes, InputForm, PreparedInput, QuantizedMatrix
 from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.quantized.activations import to_codes, token_scale
 
@@ -25,14 +26,13 @@ def prepare_input(
     norm: RmsNorm | None = None,
     *,
     delta: Tensor | None = None,
-    is_gate_up: bool = False,
+    activation: MlpActivation | None = None,
 ) -> PreparedInput:
     """Each version of the rows: added, normalised, reordered, quantized, and split into even and odd columns."""
     if delta is not None:
         x += delta
-    if is_gate_up:
-        gate, up = x.chunk(2, dim=1)
-        x = F.silu(gate) * up
+    if activation is not None:
+        x = activation.apply(x)
     x = x if norm is None else norm.normalize(x)
     values, scales = [], []
     for version in range(form.num_versions):
@@ -61,15 +61,14 @@ def skinny_quantized(
     dtype: torch.dtype,
     workspace: object,
     *,
-    is_gated: bool = False,
+    activation: MlpActivation | None = None,
     residual: Tensor | None = None,
 ) -> None:
     """All rows of the matrix by each version of the input, of which every projection takes its own."""
     assert len(x.values[0]) <= 64 and x.values.dtype in (torch.float16, torch.bfloat16)
     product = _product(x, matrix, bias).to(dtype)
-    if is_gated:
-        gate, up = product.chunk(2, dim=1)
-        product = F.silu(gate) * up
+    if activation is not None:
+        product = activation.apply(product)
     out.copy_(product if residual is None else product + residual)
 
 
@@ -122,13 +121,13 @@ def gemv_quantized(
     dtype: torch.dtype,
     *,
     norm: RmsNorm | None = None,
-    is_gated: bool = False,
+    activation: MlpActivation | None = None,
     residual: Tensor | None = None,
 ) -> None:
     """The matrix by one row, whose features are in the order of the columns."""
     assert can_gemv(len(x), form, matrix)
     prepared = prepare_input(launcher, x, replace(form, order=None), norm)
-    skinny_quantized(launcher, prepared, matrix, bias, out, dtype, None, is_gated=is_gated, residual=residual)
+    skinny_quantized(launcher, prepared, matrix, bias, out, dtype, None, activation=activation, residual=residual)
 
 
 def can_dequantize(matrix: QuantizedMatrix) -> bool:

@@ -17,6 +17,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.dense_worker.model.activation import MlpActivation
+from services.dense_worker.model.norm import HeadNorms, Norm
 from tests.support.dense.fake_expert_kernels import expert_kernels
 from tests.support.dense.fake_quantized_kernels import (
     can_dequantize,
@@ -120,12 +122,12 @@ class _Kernels:
     def modules(self) -> dict[str, dict[str, object]]:
         """The names that other modules import from each module of kernels."""
         return {
-            "triton_activation": {"silu_mul": self.silu_mul},
+            "triton_activation": {"activate": self.activate},
             "triton_gemv": {"gemv": self.gemv, "MAX_IN_FEATURES": 32768},
             "triton_gate": {"apply_gate": self.apply_gate},
             "triton_latent": {"place_latent": self.place_latent},
             "triton_launch": {"KernelLauncher": _Launcher},
-            "triton_norm": {"add_rms_norm": self.add_rms_norm, "head_rms_norm": self.head_rms_norm},
+            "triton_norm": {"add_norm": self.add_norm, "normalize_heads": self.normalize_heads},
             "triton_skinny": {
                 "skinny_linear": self.skinny_linear,
                 "SplitWorkspace": _SplitWorkspace,
@@ -140,40 +142,30 @@ class _Kernels:
             "quantized.triton_dequantize": {"can_dequantize": can_dequantize, "dequantize": dequantize},
         }
 
-    def add_rms_norm(
+    def add_norm(
         self,
         launcher: _Launcher,
         residual: Tensor,
         delta: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        out: Tensor,
+        norm: Norm | None,
+        out: Tensor | None,
         *,
-        is_plus_one: bool = False,
+        delta_norm: Norm | None = None,
+        multiplier: float = 1.0,
     ) -> None:
-        with self._own("add_rms_norm", out, add=delta):
+        fused = {"norm": norm, "add": delta, "normed": delta_norm, "multiplied": multiplier != 1.0}
+        with self._own("add_norm", residual if out is None else out, **fused):
             if delta is not None:
-                residual += delta
-            out.copy_(_rms_norm(residual, weight + 1 if is_plus_one else weight, eps))
+                change = delta if delta_norm is None else delta_norm.normalize(delta)
+                residual += change * multiplier
+            if out is not None:
+                out.copy_(norm.normalize(residual))
 
-    def head_rms_norm(
-        self,
-        launcher: _Launcher,
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        eps: float,
-        *,
-        is_plus_one: bool = False,
-    ) -> None:
-        with self._own("head_rms_norm", qkv):
-            q_weight, k_weight = (each + 1 if is_plus_one else each for each in (q_weight, k_weight))
-            heads = qkv.view(len(qkv), -1, len(q_weight))
-            q, k, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            q.copy_(_rms_norm(q, q_weight, eps))
-            k.copy_(_rms_norm(k, k_weight, eps))
+    def normalize_heads(self, launcher: _Launcher, qkv: Tensor, norms: HeadNorms) -> None:
+        with self._own("normalize_heads", qkv):
+            parts = qkv.split(norms.sizes, dim=1)
+            for part, normed in zip(parts, norms.normalize(parts), strict=True):
+                part.copy_(normed)
 
     def apply_gate(
         self, launcher: _Launcher, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, out: Tensor
@@ -195,9 +187,9 @@ class _Kernels:
             heads[:, -1, :rotated_dim] = key[:, rank:]
             heads[:, -1, rotated_dim:] = _rms_norm(key[:, :rank], weight, eps)
 
-    def silu_mul(self, launcher: _Launcher, gate_up: Tensor, out: Tensor) -> None:
-        with self._own("silu_mul", out):
-            out.copy_(_swiglu(gate_up))
+    def activate(self, launcher: _Launcher, x: Tensor, out: Tensor, activation: MlpActivation) -> None:
+        with self._own("activate", out, gated=activation.is_gated):
+            out.copy_(activation.apply(x))
 
     def gemv(
         self,
@@ -207,15 +199,13 @@ class _Kernels:
         bias: Tensor | None,
         out: Tensor,
         *,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-        is_gated: bool = False,
+        norm: Norm | None = None,
+        activation: MlpActivation | None = None,
         residual: Tensor | None = None,
     ) -> None:
         assert len(x) == 1
-        with self._own("gemv", out, norm=norm_weight, gated=is_gated, add=residual):
-            normed = x if norm_weight is None else _rms_norm(x, norm_weight, eps)
-            _product(normed, weight, bias, out, is_gated, residual)
+        with self._own("gemv", out, norm=norm, **_words(activation), add=residual):
+            _product(x if norm is None else norm.normalize(x), weight, bias, out, activation, residual)
 
     def skinny_linear(
         self,
@@ -226,12 +216,12 @@ class _Kernels:
         out: Tensor,
         workspace: _SplitWorkspace,
         *,
-        is_gated: bool = False,
+        activation: MlpActivation | None = None,
         residual: Tensor | None = None,
     ) -> None:
         assert 2 <= len(x) <= 64 and isinstance(workspace, _SplitWorkspace)
-        with self._own("skinny_linear", out, gated=is_gated, add=residual):
-            _product(x, weight, bias, out, is_gated, residual)
+        with self._own("skinny_linear", out, **_words(activation), add=residual):
+            _product(x, weight, bias, out, activation, residual)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -239,16 +229,21 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=1)
-    return F.silu(gate) * up
+def _words(activation: MlpActivation | None) -> dict[str, bool]:
+    """What a launch is said to fuse."""
+    return {} if activation is None else {"gated" if activation.is_gated else "activated": True}
 
 
 def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, is_gated: bool, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    activation: MlpActivation | None,
+    residual: Tensor | None,
 ) -> None:
     y = F.linear(x, weight, bias)
-    y = _swiglu(y) if is_gated else y
+    y = y if activation is None else activation.apply(y)
     out.copy_(y if residual is None else y + residual)
 
 

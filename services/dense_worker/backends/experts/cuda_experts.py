@@ -24,10 +24,11 @@ from services.dense_worker.backends.quantized.operands import PreparedInput
 from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_norm import add_rms_norm
+from services.dense_worker.backends.triton_norm import add_norm
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter
+from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.sampling.upload import upload
 
@@ -143,7 +144,7 @@ class CudaExperts:
         if not isinstance(router, ScaledRouter):
             return x
         scaled = torch.empty_like(x)
-        add_rms_norm(self._launcher, x, None, router.scale.data, router.norm.eps, scaled)
+        add_norm(self._launcher, x, None, RmsNorm(router.scale, router.norm.eps), scaled)
         return scaled.mul_(x.shape[1] ** -0.5)
 
     def _route(

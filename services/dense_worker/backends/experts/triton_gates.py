@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_activation import activated
 
 
 def gate_name(activation: Activation, clamped: ClampedSwiglu | None) -> str:
@@ -21,12 +21,8 @@ def activate(gate, up, alpha, limit, GATE: tl.constexpr, DTYPE: tl.constexpr):
 
     In float32; inputs and activation are rounded to DTYPE, as separate operators would round them.
     """
-    if GATE == "silu":
-        return swiglu(gate, up, DTYPE)
-    elif GATE == "gelu_tanh":  # arXiv:1606.08415, with 0.5 * (1 + tanh(x)) as the sigmoid of 2 x
-        gate = gate.to(DTYPE).to(tl.float32)
-        gelu = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-        return gelu.to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
+    if GATE != "clamped":
+        return activated(gate, up, GATE, True, DTYPE)
     else:
         # NaN stays NaN.
         gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)

@@ -21,8 +21,9 @@ from services.dense_worker.backends.quantized.triton_prepare import prepare_inpu
 from services.dense_worker.backends.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear, WeightFormat
-from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.norm import Norm, RmsNorm
 from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
 from services.dense_worker.model.quantized.mxfp4_weight import GROUP_SIZE, Mxfp4Weight
@@ -77,13 +78,14 @@ class StreamedQuantized:
         linear: Linear,
         x: torch.Tensor,
         out: torch.Tensor,
-        norm: RmsNorm | None,
-        is_gated: bool,
+        norm: Norm | None,
+        activation: MlpActivation | None,
         residual: torch.Tensor | None,
     ) -> None:
         """One kernel for one row, unless that must be reordered; else one that prepares the rows and the product's."""
         form, matrix = self._operands.input_form(linear.weight, self._dtype), self._operands.matrix(linear.weight)
-        fused = {"is_gated": is_gated, "residual": residual}
+        fused = {"activation": activation, "residual": residual}
+        assert norm is None or isinstance(norm, RmsNorm), "no other norm is fused"
         if can_gemv(len(x), form, matrix):
             if form.order is not None:
                 x, norm = self._in_order(x, form, norm), None

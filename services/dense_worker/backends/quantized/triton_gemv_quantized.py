@@ -18,8 +18,9 @@ from services.dense_worker.backends.quantized.operands import Codes, InputForm, 
 from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, scales_in_float32
 from services.dense_worker.backends.quantized.triton_prepare import greater
 from services.dense_worker.backends.quantized.triton_word_products import greatest_of, pairs_of_row, word_products
-from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_activation import activated
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.norm import RmsNorm
 
 _MIN_REST_BYTES = 256  # at least a group of features, and 16 bytes for each of some threads
@@ -86,11 +87,12 @@ def gemv_quantized(
     dtype: torch.dtype,  # the model's, 16 bits
     *,
     norm: RmsNorm | None = None,  # normalise x first
-    is_gated: bool = False,
+    activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [1, out_features]: add it to the result; may be `out`
 ) -> None:
-    """Writes W x + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
+    """Writes activation(W x + bias) to `out`. Then adds `residual`."""
     out_features, in_features, row_bytes = out.shape[1], x.shape[1], matrix.matrix.shape[1]
+    is_gated = activation is not None and activation.is_gated
     per_byte = in_features // row_bytes
     tiles = choose_tiles(row_bytes, per_byte, is_gated)
     rows_per_program = triton.cdiv(out_features, launcher.num_sms * tiles.programs_per_sm)
@@ -118,6 +120,7 @@ def gemv_quantized(
         ELEMENT={None: 0, Element.FP8: 1, Element.INT8: 2}[form.element],
         GROUP_SIZE=matrix.group_size or 0,
         ROW_GROUP_SIZE=matrix.row_group_size,
+        ACTIVATION=None if activation is None else activation.function.value,
         IS_GATED=is_gated,
         IS_PADDED=row_bytes < tiles.block_bytes + tiles.rest_bytes,
         BLOCK_WORDS=tiles.block_bytes // _WORD_BYTES,
@@ -289,6 +292,7 @@ def _gemv_quantized_kernel(
     ELEMENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     ROW_GROUP_SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_PADDED: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
@@ -374,6 +378,7 @@ def _gemv_quantized_kernel(
             y *= scales
         if bias is not None:
             y += biases
+        up = y
         if IS_GATED:
             up = _products(up_words, row, up_scales, up_zeros, CODES, GROUP_SIZE)
             if REST_WORDS > 0:
@@ -382,7 +387,7 @@ def _gemv_quantized_kernel(
                 up *= up_scales
             if bias is not None:
                 up += up_biases
-            y = swiglu(y, up, DTYPE)
+        y = activated(y, up, ACTIVATION, IS_GATED, DTYPE)
         if residual is not None:
             y = y.to(DTYPE).to(tl.float32) + residuals
         tl.store(out + rows, y.to(DTYPE).to(out.dtype.element_ty), mask=is_row)

@@ -1,6 +1,6 @@
 """Brings the input of a quantized layer into the form that its product reads: reordered, quantized.
 
-What comes before the product is fused: the addition to the residual and its norm, or SiLU(gate) * up.
+What comes before the product is fused: the addition to the residual and its norm, or the activation of an MLP.
 
 Reference of the quantization: `model.quantized.activations`. Codes and scales are those of the reference to the bit.
 """
@@ -14,25 +14,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.quantization.schemes import Element
 from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput
-from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_activation import activated
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import normalize
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.norm import RmsNorm
 
 
 def prepare_input(
     launcher: KernelLauncher,
-    x: torch.Tensor,  # [n, in_features], columns contiguous; if is_gate_up [n, 2 * in_features]
+    x: torch.Tensor,  # [n, in_features], columns contiguous; with a gated activation [n, 2 * in_features]
     form: InputForm,
     norm: RmsNorm | None = None,  # x is first normalised
     *,
     delta: torch.Tensor | None = None,  # [n, in_features], rows contiguous: before that, it is added to x in place
-    is_gate_up: bool = False,  # x is gate and up, the input SiLU(gate) * up
+    activation: MlpActivation | None = None,  # of x
 ) -> PreparedInput:
     """New tensors. Every step rounds where separate kernels would. With `delta`, features keep their order."""
     assert delta is None or form.order is None, "the programs of several orders would each add to the residual"
     num_rows, in_features = x.shape
-    if is_gate_up:
+    if activation is not None and activation.is_gated:
         in_features //= 2
     values = torch.empty(form.num_versions, num_rows, in_features, dtype=form.dtype, device=x.device)
     num_groups = 1 if form.group_size is None else triton.cdiv(in_features, form.group_size)
@@ -60,7 +61,8 @@ def prepare_input(
         IS_SPLIT=form.is_split,
         IS_QUANTIZED=form.element is not None,
         IS_DEQUANTIZED=form.is_dequantized,
-        IS_GATE_UP=is_gate_up,
+        ACTIVATION=None if activation is None else activation.function.value,
+        IS_GATED=activation is not None and activation.is_gated,
         VERSIONS_EACH=versions_each,
         GROUP_SIZE=block_size if form.group_size is None else form.group_size,
         BLOCK_SIZE=max(block_size, form.group_size or 0),
@@ -87,7 +89,8 @@ def _prepare_kernel(
     IS_SPLIT: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     IS_DEQUANTIZED: tl.constexpr,
-    IS_GATE_UP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
     VERSIONS_EACH: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -113,9 +116,12 @@ def _prepare_kernel(
         stored = (stored.to(tl.float32) + change.to(tl.float32)).to(stored.dtype)
         tl.store(source, stored, mask=mask)
     values = stored.to(tl.float32)
-    if IS_GATE_UP:
-        up = tl.load(source + in_features, mask=mask, other=0.0)
-        values = swiglu(values, up.to(tl.float32), stored.dtype).to(stored.dtype).to(tl.float32)
+    if ACTIVATION is not None:
+        up = stored
+        if IS_GATED:
+            up = tl.load(source + in_features, mask=mask, other=0.0)
+        values = activated(values, up.to(tl.float32), ACTIVATION, IS_GATED, stored.dtype)
+        values = values.to(stored.dtype).to(tl.float32)
     if norm_weight is not None:
         values = normalize(values, gain, in_features, eps, 0).to(tl.float32)
     target_columns = columns

@@ -27,6 +27,7 @@ from services.dense_worker.backends.triton_skinny import (
     add_splits,
     write_features,
 )
+from services.dense_worker.model.activation import MlpActivation
 
 _MAX_SPLITS = 16
 PROGRAMS_PER_SM = 2  # that splits may lead to; for these the workspace has room
@@ -42,10 +43,11 @@ def skinny_quantized(
     dtype: torch.dtype,  # the model's, 16 bits
     workspace: SplitWorkspace,
     *,
-    is_gated: bool = False,
+    activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
 ) -> None:
-    """Writes x W^T + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
+    """Writes activation(x W^T + bias) to `out`. Then adds `residual`."""
+    is_gated = activation is not None and activation.is_gated
     num_rows, out_features = out.shape
     num_versions, _, in_features = x.values.shape
     num_tiles = triton.cdiv(out_features, BLOCK_OUT)
@@ -82,6 +84,7 @@ def skinny_quantized(
         NUM_VERSIONS=num_versions,
         GROUP_SIZE=matrix.group_size or 0,
         ROW_GROUP_SIZE=matrix.row_group_size,
+        ACTIVATION=None if activation is None else activation.function.value,
         IS_GATED=is_gated,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=BLOCK_OUT,
@@ -194,6 +197,7 @@ def _skinny_quantized_kernel(
     NUM_VERSIONS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     ROW_GROUP_SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -270,4 +274,6 @@ def _skinny_quantized_kernel(
                 up *= tl.load(scale + out_features + w_features).to(tl.float32)[:, None]
                 if x_scale is not None:
                     up *= tl.load(x_scale + up_x_version_rows)[None, :]
-        write_features(out, y, up, bias, residual, features, rows, is_row, out_features, out_stride, IS_GATED, DTYPE)
+        write_features(
+            out, y, up, bias, residual, features, rows, is_row, out_features, out_stride, ACTIVATION, IS_GATED, DTYPE
+        )  # fmt: skip

@@ -23,27 +23,29 @@ CPU = torch.device("cpu")
 MAX_NUM_TOKENS = 100
 # The launches of a step with n tokens and r sampled rows: at its beginning, in each further layer, and at its end.
 CUBLAS = """
-index_select {n}x64, add_rms_norm {n}x64, mm {n}x128
-mm {n}x64, add_rms_norm add {n}x64, mm {n}x192, silu_mul {n}x96, mm {n}x64, add_rms_norm add {n}x64, mm {n}x128
-index_select {r}x64, index_select {r}x64, mm {r}x64, add_rms_norm add {r}x64, mm {r}x192, silu_mul {r}x96, mm {r}x64,\
- add_rms_norm add {r}x64, mm {r}x160, copy_ {r}x160
+index_select {n}x64, add_norm norm {n}x64, mm {n}x128
+mm {n}x64, add_norm norm add {n}x64, mm {n}x192, activate gated {n}x96, mm {n}x64,\
+ add_norm norm add {n}x64, mm {n}x128
+index_select {r}x64, index_select {r}x64, mm {r}x64, add_norm norm add {r}x64, mm {r}x192, activate gated {r}x96,\
+ mm {r}x64, add_norm norm add {r}x64, mm {r}x160, copy_ {r}x160
 """
 ONE_ROW = """
-index_select 1x64, gemv norm 1x96, head_rms_norm 1x96
-gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x96, head_rms_norm 1x96
+index_select 1x64, gemv norm 1x96, normalize_heads 1x96
+gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x96, normalize_heads 1x96
 index_select 1x64, index_select 1x64, gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x160
 """
 FEW_ROWS = """
-index_select {n}x64, add_rms_norm {n}x64, skinny_linear {n}x192
-skinny_linear add {n}x64, add_rms_norm {n}x64, skinny_linear gated {n}x96, skinny_linear add {n}x64,\
- add_rms_norm {n}x64, skinny_linear {n}x192
-index_select {r}x64, index_select {r}x64, skinny_linear add {r}x64, add_rms_norm {r}x64,\
- skinny_linear gated {r}x96, skinny_linear add {r}x64, add_rms_norm {r}x64, skinny_linear {r}x160
+index_select {n}x64, add_norm norm {n}x64, skinny_linear {n}x192
+skinny_linear add {n}x64, add_norm norm {n}x64, skinny_linear gated {n}x96, skinny_linear add {n}x64,\
+ add_norm norm {n}x64, skinny_linear {n}x192
+index_select {r}x64, index_select {r}x64, skinny_linear add {r}x64, add_norm norm {r}x64,\
+ skinny_linear gated {r}x96, skinny_linear add {r}x64, add_norm norm {r}x64, skinny_linear {r}x160
 """
 # cuBLAS multiplies a long prompt; the streaming kernels multiply its single sampled row.
 LONG_PROMPT = """
-index_select {n}x64, add_rms_norm {n}x64, addmm {n}x128
-mm {n}x64, add_rms_norm add {n}x64, mm {n}x192, silu_mul {n}x96, mm {n}x64, add_rms_norm add {n}x64, addmm {n}x128
+index_select {n}x64, add_norm norm {n}x64, addmm {n}x128
+mm {n}x64, add_norm norm add {n}x64, mm {n}x192, activate gated {n}x96, mm {n}x64,\
+ add_norm norm add {n}x64, addmm {n}x128
 index_select 1x64, index_select 1x64, gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x160
 """
 

@@ -8,83 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from services.common.model_config import ModelConfig, RopeConfig
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import random_weights
 from services.dense_worker.prompts.given_rows import GivenRows
+from tests.gpu.dense.operands import ACTIVATIONS, EPS, NORMS, SWIGLU, Case, exact_activation, exact_norm, linear
 
 pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
-from services.dense_worker.backends.triton_activation import silu_mul
-from services.dense_worker.backends.triton_gate import apply_gate
 from services.dense_worker.backends.triton_gemv import gemv
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
 
-EPS = 1e-5
-# ‖out − exact‖ / ‖exact‖. Inputs and each operator's result are rounded to 2^-9 (bfloat16) or 2^-12 (float16),
-# at most four times in a row.
-TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 # (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.
 SHAPES = [(256, 512), (137, 272), (40, 1500), (6500, 96)]
-
-
-@pytest.fixture(params=TOLERANCES, ids=str)
-def dtype(request: pytest.FixtureRequest, kernel_device: torch.device) -> torch.dtype:
-    if kernel_device.type == "cpu" and request.param == torch.bfloat16:
-        pytest.skip("Triton's interpreter does not round bfloat16")
-    return request.param
-
-
-@pytest.fixture
-def launcher(kernel_device: torch.device) -> KernelLauncher:
-    return KernelLauncher(kernel_device)
-
-
-class Case:
-    """Random operands of one linear layer; `exact` computes in float64 what the kernels fuse."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> None:
-        self.device, self.dtype = device, dtype
-        self._generator = torch.Generator().manual_seed(0)  # fixed, as some seeds come close to the tolerance
-        out_features, in_features = shape
-        self.x = self.randn(num_rows, in_features)
-        self.weight = self.randn(out_features, in_features) * in_features**-0.5
-        self.gate_up = self.randn(2 * out_features, in_features) * in_features**-0.5
-        self.bias, self.gate_up_bias = self.randn(out_features), self.randn(2 * out_features)
-        self.norm_weight = 1 + 0.2 * self.randn(in_features)
-        self.residual = self.randn(num_rows, out_features)
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
-
-    def nan(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
-
-    def check(self, found: torch.Tensor, exact: torch.Tensor) -> None:
-        error = ((found.double() - exact).norm() / exact.norm()).item()
-        assert error < TOLERANCES[self.dtype], error
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x = x.double()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.double().chunk(2, dim=1)
-    return F.silu(gate) * up
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,27 +35,45 @@ def test_gemv_computes_the_linear_layer_and_what_is_fused(
     launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     case = Case(kernel_device, dtype, 1, shape)
-    x, normed = case.x, rms_norm(case.x, case.norm_weight)
-    norm = {"norm_weight": case.norm_weight, "eps": EPS}
+    x, norm = case.x, case.norm("rms")
+    normed = exact_norm(x, norm)
 
     out = case.nan(1, shape[0])
     gemv(launcher, x, case.weight, None, out)
     case.check(out, linear(x, case.weight))
 
-    gemv(launcher, x, case.weight, case.bias, out, **norm)
+    gemv(launcher, x, case.weight, case.bias, out, norm=norm)
     case.check(out, linear(normed, case.weight, case.bias))
 
-    gemv(launcher, x, case.gate_up, case.gate_up_bias, out, is_gated=True, **norm)
-    case.check(out, swiglu(linear(normed, case.gate_up, case.gate_up_bias)))
+    gemv(launcher, x, case.gate_up, case.gate_up_bias, out, activation=SWIGLU, norm=norm)
+    case.check(out, exact_activation(linear(normed, case.gate_up, case.gate_up_bias), SWIGLU))
 
     residual = case.residual.clone()
     gemv(launcher, x, case.weight, case.bias, residual, residual=residual)
     case.check(residual, linear(x, case.weight, case.bias) + case.residual.double())
 
     wide = case.nan(1, shape[0], dtype=torch.float32)
-    gemv(launcher, x, case.weight, None, wide, **norm)
+    gemv(launcher, x, case.weight, None, wide, norm=norm)
     case.check(wide, linear(normed, case.weight))
     assert torch.equal(wide, wide.to(dtype).float())  # rounded, as the logits of Hugging Face have the model's dtype
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS], ids=str)
+def test_gemv_fuses_each_norm_with_each_activation(
+    launcher: KernelLauncher,
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    activation: MlpActivation | None,
+    kind: str,
+) -> None:
+    case = Case(kernel_device, dtype, 1, (137, 272))
+    norm, out = case.norm(kind), case.nan(1, 137)
+    is_gated = activation is not None and activation.is_gated
+    weight, bias = (case.gate_up, case.gate_up_bias) if is_gated else (case.weight, case.bias)
+    gemv(launcher, case.x, weight, bias, out, norm=norm, activation=activation)
+    product = linear(exact_norm(case.x, norm), weight, bias)
+    case.check(out, product if activation is None else exact_activation(product, activation))
 
 
 @pytest.mark.parametrize("num_rows", [2, 16, 23, 64])
@@ -132,8 +93,8 @@ def test_skinny_linear_computes_the_linear_layer_and_what_is_fused(
     # As in the backend, the results go to the left half of a wider workspace, from which the next layer reads them.
     workspace = case.nan(num_rows + 1, 2 * shape[0])
     activation = workspace[:num_rows, : shape[0]]
-    skinny_linear(launcher, x, case.gate_up, case.gate_up_bias, activation, splits, is_gated=True)
-    case.check(activation, swiglu(linear(x, case.gate_up, case.gate_up_bias)))
+    skinny_linear(launcher, x, case.gate_up, case.gate_up_bias, activation, splits, activation=SWIGLU)
+    case.check(activation, exact_activation(linear(x, case.gate_up, case.gate_up_bias), SWIGLU))
     assert workspace[num_rows:].isnan().all() and workspace[:, shape[0] :].isnan().all()
 
     following = Case(kernel_device, dtype, num_rows, (shape[1], shape[0]))
@@ -143,74 +104,16 @@ def test_skinny_linear_computes_the_linear_layer_and_what_is_fused(
     assert not splits.num_done.any()
 
 
-@pytest.mark.parametrize("is_plus_one", [False, True])
-@pytest.mark.parametrize("hidden_size", [64, 1000, 4096])
-def test_norm_adds_to_the_residual_first(
-    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, hidden_size: int, is_plus_one: bool
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_skinny_linear_fuses_each_activation(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, activation: MlpActivation
 ) -> None:
-    case = Case(kernel_device, dtype, 5, (hidden_size, hidden_size))
-    x, delta, out = case.residual, case.x, case.nan(5, hidden_size)
-    weight = case.norm_weight - 1 if is_plus_one else case.norm_weight
-    factor = weight.double() + is_plus_one
-    add_rms_norm(launcher, x, None, weight, EPS, out, is_plus_one=is_plus_one)
-    case.check(out, rms_norm(x, factor))
-
-    added = x + delta
-    exact = rms_norm(added, factor)
-    add_rms_norm(launcher, x, delta, weight, EPS, delta, is_plus_one=is_plus_one)  # in place
-    assert torch.equal(x, added)
-    case.check(delta, exact)
-
-
-@pytest.mark.parametrize("is_plus_one", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 80), (32, 8, 128)])
-def test_head_norm_leaves_values_alone(
-    launcher: KernelLauncher,
-    kernel_device: torch.device,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    is_plus_one: bool,
-) -> None:
-    case = Case(kernel_device, dtype, 3, (head_dim, head_dim))
-    qkv = case.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
-    before = qkv.clone()
-    q_weight, k_weight = case.norm_weight, case.bias
-    head_rms_norm(launcher, qkv, q_weight, k_weight, num_heads, num_kv_heads, EPS, is_plus_one=is_plus_one)
-    q_weight, k_weight = q_weight.double() + is_plus_one, k_weight.double() + is_plus_one
-    found, heads = qkv.view(3, -1, head_dim), before.view(3, -1, head_dim)
-    num_normed = num_heads + num_kv_heads
-    case.check(found[:, :num_heads], rms_norm(heads[:, :num_heads], q_weight))
-    case.check(found[:, num_heads:num_normed], rms_norm(heads[:, num_heads:num_normed], k_weight))
-    assert torch.equal(found[:, num_normed:], heads[:, num_normed:])
-
-
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 12), (32, 128), (5, 100), (3, 2048)])
-def test_gates_multiply_values_or_normalised_heads(
-    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int
-) -> None:
-    case, size = Case(kernel_device, dtype, 3, (8, head_dim)), num_heads * head_dim
-    x, gate, out = case.randn(3, size), 4 * case.randn(3, 7 + size)[:, 7:], case.nan(3, size)
-    apply_gate(launcher, x, gate, None, 0.0, out)
-    case.check(out, x.double() * gate.double().sigmoid())
-    apply_gate(launcher, x, gate, case.norm_weight, EPS, out)
-    normed = rms_norm(x.view(3, num_heads, head_dim), case.norm_weight).view(3, size)
-    case.check(out, normed * F.silu(gate.double()))
-
-
-@pytest.mark.parametrize("size", [96, 1024, 2500])
-def test_silu_mul_may_overwrite_the_gate(
-    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, size: int
-) -> None:
-    case = Case(kernel_device, dtype, 5, (size, 8))
-    gate_up = case.randn(5, 2 * size)
-    exact, up = swiglu(gate_up), gate_up[:, size:].clone()
-    out = case.nan(5, size)
-    silu_mul(launcher, gate_up, out)
-    case.check(out, exact)
-    silu_mul(launcher, gate_up, gate_up[:, :size])
-    assert torch.equal(gate_up[:, :size], out) and torch.equal(gate_up[:, size:], up)
+    """Also where the product is split: those without a gate."""
+    case = Case(kernel_device, dtype, 5, (137, 600))
+    splits, out = SplitWorkspace(kernel_device, launcher.num_sms), case.nan(5, 137)
+    weight, bias = (case.gate_up, case.gate_up_bias) if activation.is_gated else (case.weight, case.bias)
+    skinny_linear(launcher, case.x, weight, bias, out, splits, activation=activation)
+    case.check(out, exact_activation(linear(case.x, weight, bias), activation))
 
 
 LLAMA = ModelConfig(
