@@ -48,6 +48,38 @@ mm {n}x64, add_norm norm add {n}x64, mm {n}x192, activate gated {n}x96, mm {n}x6
  add_norm norm add {n}x64, addmm {n}x128
 index_select 1x64, index_select 1x64, gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x160
 """
+# Norms after attention and the MLP, activations other than SwiGLU, LayerNorms and parallel residuals.
+OTHER_VARIANTS = {family: (family, {}) for family in ("gemma3_text", "gpt_neox", "starcoder2", "olmo2", "cohere")}
+OTHER_VARIANTS["granite"] = ("granite", {"residual_multiplier": 0.5})
+ALL_VARIANTS = VARIANTS | OTHER_VARIANTS
+# A norm after attention or the MLP, the addition, and the norm before the next product are one launch.
+GEMMA_3 = """
+index_select 1x64, mul 1x64, gemv norm 1x128, normalize_heads 1x128
+gemv 1x64, add_norm norm add normed 1x64, gemv gated 1x96, gemv 1x64, add_norm norm add normed 1x64, gemv 1x128,\
+ normalize_heads 1x128
+index_select 1x64, index_select 1x64, gemv 1x64, add_norm norm add normed 1x64, gemv gated 1x96, gemv 1x64,\
+ add_norm norm add normed 1x64, gemv 1x160
+"""
+GEMMA_3_CUBLAS = """
+index_select {n}x64, mul {n}x64, add_norm norm {n}x64, mm {n}x128, normalize_heads {n}x128
+mm {n}x64, add_norm norm add normed {n}x64, mm {n}x192, activate gated {n}x96, mm {n}x64,\
+ add_norm norm add normed {n}x64, mm {n}x128, normalize_heads {n}x128
+index_select {r}x64, index_select {r}x64, mm {r}x64, add_norm norm add normed {r}x64, mm {r}x192,\
+ activate gated {r}x96, mm {r}x64, add_norm norm add normed {r}x64, mm {r}x160, copy_ {r}x160
+"""
+# As many as Llama: the LayerNorm and the GELU are fused with the product between them.
+GPT_NEOX = """
+index_select 1x64, gemv norm 1x192
+gemv norm activated 1x96, gemv add 1x64, gemv add 1x64, gemv norm 1x192
+index_select 1x64, index_select 1x64, gemv norm activated 1x96, gemv add 1x64, gemv add 1x64, gemv norm 1x160
+"""
+STARCODER_2 = """
+index_select {n}x64, add_norm norm {n}x64, skinny_linear {n}x128
+skinny_linear add {n}x64, add_norm norm {n}x64, skinny_linear activated {n}x96, skinny_linear add {n}x64,\
+ add_norm norm {n}x64, skinny_linear {n}x128
+index_select {r}x64, index_select {r}x64, skinny_linear add {r}x64, add_norm norm {r}x64,\
+ skinny_linear activated {r}x96, skinny_linear add {r}x64, add_norm norm {r}x64, skinny_linear {r}x160
+"""
 
 
 @pytest.fixture
@@ -68,7 +100,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
 
 
 def make(variant: str, dtype: torch.dtype = torch.float16) -> tuple[ModelConfig, ModelWeights]:
-    family, overrides = VARIANTS[variant]
+    family, overrides = ALL_VARIANTS[variant]
     config = small_config(family, **overrides)
     return config, make_noisy(empty_weights(config, dtype, CPU))
 
@@ -88,6 +120,10 @@ def make_backend(weights: ModelWeights, config: ModelConfig) -> DenseBackend:
         ("llama-biased", LinearKernel.STREAMED, 5, 3, FEW_ROWS),
         ("llama-biased", LinearKernel.STREAMED, 64, 2, FEW_ROWS),
         ("qwen2", LinearKernel.STREAMED, 65, 1, LONG_PROMPT),
+        ("gemma3_text", LinearKernel.STREAMED, 1, 1, GEMMA_3),
+        ("gemma3_text", LinearKernel.CUBLAS, 5, 3, GEMMA_3_CUBLAS),
+        ("gpt_neox", LinearKernel.STREAMED, 1, 1, GPT_NEOX),
+        ("starcoder2", LinearKernel.STREAMED, 5, 3, STARCODER_2),
     ],
 )
 def test_a_step_launches_the_expected_kernels_in_order(
@@ -116,7 +152,7 @@ def test_a_step_launches_the_expected_kernels_in_order(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
 def test_logits_are_those_of_the_torch_backend(
     launches: LaunchRecorder, kernel: LinearKernel, variant: str, dtype: torch.dtype
 ) -> None:
