@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import signal
+import sys
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends the process without a traceback
+from services.common.process import end_at_signals
 
-import asyncio  # noqa: E402
-import sys  # noqa: E402
+if sys.argv[1:2] == ["ctl"]:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below shows no traceback
+else:
+    end_at_signals()
 
-from services.common.logs import configure_logs  # noqa: E402
-from services.launch import ctl  # noqa: E402
-from services.launch.arguments import parse_args  # noqa: E402
-from services.launch.service import Launcher  # noqa: E402
-from services.rpc.server import run_service, serve  # noqa: E402
+import asyncio
+
+from services.common.logs import configure_logs
+from services.launch import ctl
+from services.launch.arguments import parse_args
+from services.launch.service import Launcher
+from services.rpc.server import run_service, serve
 
 
 def main() -> None:
