@@ -69,7 +69,8 @@ class MlpBesideExperts:
         of_mlp = operations.linear(self.mlp.down, activation)
         residual, x = operations.normalize(residual, self.experts.norm)
         of_experts = operations.mix_experts(x, self.experts.routed, None, routed_by=residual.hidden)
-        return residual, self.norm_after_mlp.normalize(of_mlp) + self.norm_after_experts.normalize(of_experts)
+        _, normed = operations.normalize(Residual(of_mlp), self.norm_after_mlp)
+        return residual, operations.settle(operations.add(Residual(normed), of_experts, self.norm_after_experts))
 
     def add(
         self,

@@ -49,7 +49,8 @@ mm {n}x64, add_norm norm add {n}x64, mm {n}x192, activate gated {n}x96, mm {n}x6
 index_select 1x64, index_select 1x64, gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x160
 """
 # Norms after attention and the MLP, activations other than SwiGLU, LayerNorms and parallel residuals.
-OTHER_VARIANTS = {family: (family, {}) for family in ("gemma3_text", "gpt_neox", "starcoder2", "olmo2", "cohere")}
+OTHER_FAMILIES = ("gemma2", "gemma3_text", "gpt_neox", "starcoder2", "olmo2", "cohere")
+OTHER_VARIANTS = {family: (family, {}) for family in OTHER_FAMILIES}
 OTHER_VARIANTS["granite"] = ("granite", {"residual_multiplier": 0.5})
 ALL_VARIANTS = VARIANTS | OTHER_VARIANTS
 # A norm after attention or the MLP, the addition, and the norm before the next product are one launch.
