@@ -11,7 +11,7 @@ from services.attn_worker.backends.gated.torch_gated_delta import TorchGatedDelt
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
-from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows
+from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows, true_values
 
 NUM_SLOTS, MAX_NUM_SEQS, MAX_NUM_TOKENS = 12, 6, 512
 ZERO, NULL = zero_slot(NUM_SLOTS), null_slot(NUM_SLOTS)
@@ -80,6 +80,47 @@ def test_prompts_in_parts_and_decoding_give_the_same(kernel_device: torch.device
     pair.step([(0, 1, 4, 0), (1, 1, 5, 1), (2, 1, 8, 2), (3, 1, 6, 3)], padded=6)
     pair.step([(0, 1, 0, 4), (1, 1, 3, 5)])
     pair.step([(0, 37, 4, 0), (37, 16, 5, 1)], [(53, 17, 1, 2)])  # the convolution takes them in pieces
+
+
+@pytest.mark.parametrize("case", ["random", "equal keys", "no decay", "all decays", "no strength"])
+def test_chunks_give_what_transformers_gives_token_by_token(kernel_device: torch.device, case: str) -> None:
+    """Sequences of different lengths in one step, and a second step that goes on with them."""
+    triton = pytest.importorskip("services.attn_worker.backends.gated.triton_gated_delta", reason="needs triton")
+    sizes = GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=40, conv_size=4)
+    spec = make_gated_spec(sizes, NUM_SLOTS)
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
+    kernels = triton.TritonGatedDelta(spec, torch.float32, kernel_device, **limits)
+    weights = random_gated_weights(sizes)
+    kernels.use_weights({0: weights})
+    first, second = (67, 16, 1), (16, 2, 30)
+    sequences = [random_rows(sizes, sum(lengths), seed) for seed, lengths in enumerate(zip(first, second, strict=True))]
+    for rows in sequences:
+        strength, decay = rows[:, sizes.conv_dim :].split(sizes.num_value_heads, dim=1)
+        if case == "equal keys":
+            rows[:, : 2 * sizes.key_size] = rows[0, : 2 * sizes.key_size]
+            strength += 10
+        if case in ("equal keys", "no decay"):
+            decay -= 30
+        if case == "all decays":
+            decay += 80
+        if case == "no strength":
+            strength -= 40
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    begun = [0] * len(sequences)
+    for step, lengths in enumerate((first, second)):
+        wave, first_row = StateWave(), 0
+        for index, length in enumerate(lengths):
+            wave.add(first_row, length, index if step else ZERO, index + 3 * step)
+            first_row += length
+        pieces = [rows[at : at + length] for rows, at, length in zip(sequences, begun, lengths, strict=True)]
+        out = torch.full((first_row, sizes.value_size), 7.0, device=kernel_device)
+        kernels.begin_step(StepStates((wave,)))
+        kernels.forward(0, torch.cat(pieces).to(kernel_device), out)
+        for index, values in enumerate(out.cpu().split(lengths)):
+            found[index].append(values)
+            begun[index] += lengths[index]
+    for rows, values in zip(sequences, found, strict=True):
+        check(torch.cat(values), true_values(rows, weights, sizes), torch.float32)
 
 
 def test_a_step_beyond_the_limits_is_an_error(kernel_device: torch.device) -> None:

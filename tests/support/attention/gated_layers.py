@@ -1,9 +1,10 @@
-"""Random gated delta layers for tests: sizes, weights, a KV cache with their states, and rows of the seam."""
+"""Random gated delta layers for tests: weights, a KV cache with their states, rows of the seam, and true values."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.attention.gated_delta import GatedDeltaWeights
@@ -31,3 +32,21 @@ def random_gated_weights(sizes: GatedDelta, seed: int = 0) -> GatedDeltaWeights:
 def random_rows(sizes: GatedDelta, num_tokens: int, seed: int = 0) -> torch.Tensor:
     """float32 [num_tokens, row_size]."""
     return torch.randn(num_tokens, sizes.row_size, generator=torch.Generator().manual_seed(seed))
+
+
+def true_values(rows: torch.Tensor, weights: GatedDeltaWeights, sizes: GatedDelta) -> torch.Tensor:
+    """What `transformers` makes of a whole sequence, token by token: [num_tokens, value_size]."""
+    conv = torch.from_numpy(np.frombuffer(weights.conv, "<f4").copy()).view(sizes.conv_dim, sizes.conv_size)
+    mixed = causal_conv1d_fn(rows[None, :, : sizes.conv_dim].transpose(1, 2), conv.to(rows.dtype), activation="silu")
+    query, key, value = mixed.transpose(1, 2).split((sizes.key_size, sizes.key_size, sizes.value_size), dim=-1)
+    b, a = rows[None, :, sizes.conv_dim :].float().split(sizes.num_value_heads, dim=-1)
+    log_decay = -torch.tensor(weights.a_log).exp() * torch.nn.functional.softplus(a + torch.tensor(weights.dt_bias))
+    values, _ = torch_recurrent_gated_delta_rule(
+        query.unflatten(-1, (-1, sizes.key_dim)),
+        key.unflatten(-1, (-1, sizes.key_dim)),
+        value.unflatten(-1, (-1, sizes.value_dim)),
+        log_decay,
+        b.sigmoid(),
+        use_qk_l2norm_in_kernel=True,
+    )
+    return values[0].flatten(1)

@@ -1,4 +1,7 @@
-"""Gated delta layers on CUDA: prepares each wave of a step for the kernels of the convolution and the recurrence."""
+"""Gated delta layers on CUDA: prepares each wave of a step for the kernels of the convolution and the recurrence.
+
+Parts of a few tokens, as in decode steps, go through the recurrence token by token, and others in chunks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.attn_worker.backends.gated.recurrence import CHUNK_SIZE
 from services.attn_worker.backends.gated.state_storage import StateStorage
+from services.attn_worker.backends.gated.triton_chunks import CHUNK_FIELDS, ChunkTiles, run_chunked_parts
 from services.attn_worker.backends.gated.triton_convolution import ITEM_FIELDS, ITEM_TOKENS, Convolved, convolve_items
 from services.attn_worker.backends.gated.triton_recurrence import PART_FIELDS, run_parts
 from services.attn_worker.backends.step_upload import StepUpload
@@ -18,6 +23,7 @@ from services.channel import rows_of_layer
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.errors import CapacityError
 
+MIN_CHUNKED_TOKENS = 16  # of a part; fewer go one by one. Not measured yet
 _MAX_NUM_WAVES = 3  # a step makes at most two checkpoints within a sequence's tokens
 
 
@@ -25,12 +31,14 @@ _MAX_NUM_WAVES = 3  # a step makes at most two checkpoints within a sequence's t
 class _Wave:
     """A wave on the device."""
 
-    parts: torch.Tensor  # int32 [num_parts, PART_FIELDS]
-    items: torch.Tensor  # int32 [num_items, ITEM_FIELDS]
+    items: torch.Tensor  # int32 [num_items, ITEM_FIELDS], of all parts
+    short_parts: torch.Tensor  # int32 [num_short_parts, PART_FIELDS], with padding
+    long_parts: torch.Tensor  # int32 [num_long_parts, PART_FIELDS]
+    chunks: torch.Tensor  # int32 [num_chunks, CHUNK_FIELDS], of the long parts
 
 
 class TritonGatedDelta:
-    """The gated delta layers of a model, in float32, bfloat16 or float16; a wave is two launches per layer.
+    """The gated delta layers of a model, in float32, bfloat16 or float16; a wave is two to four launches per layer.
 
     The launches of a step without prompts depend on its padded number of sequences alone, so they can be captured.
     """
@@ -45,6 +53,8 @@ class TritonGatedDelta:
         self._padding = (0, zero_slot(spec.num_state_slots), null_slot(spec.num_state_slots))
         max_num_parts = _MAX_NUM_WAVES * max_num_seqs
         max_num_items = max_num_parts + max_num_tokens // ITEM_TOKENS
+        max_num_chunks = max_num_parts + max_num_tokens // CHUNK_SIZE
+        max_num_entries = max_num_parts * PART_FIELDS + max_num_items * ITEM_FIELDS + max_num_chunks * CHUNK_FIELDS
         try:
             # By sizes, which usually are the same in all layers.
             self._convolved = {
@@ -55,7 +65,10 @@ class TritonGatedDelta:
                 )
                 for sizes in set(self._sizes.values())
             }
-            self._upload = StepUpload(max_num_parts * PART_FIELDS + max_num_items * ITEM_FIELDS, device)
+            self._tiles = {
+                sizes: ChunkTiles.empty(max_num_tokens, sizes, device) for sizes in set(self._sizes.values())
+            }
+            self._upload = StepUpload(max_num_entries, device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise CapacityError(
                 f"the rows of {max_num_tokens} tokens do not fit on {device} beside {spec.num_state_slots} states:"
@@ -95,23 +108,32 @@ class TritonGatedDelta:
         qkv, out = rows_of_layer(qkv, sizes.row_size), rows_of_layer(out, sizes.value_size)
         for wave in self._waves:
             convolve_items(qkv, convolved, wave.items, self._storage, layer, sizes)
-            run_parts(convolved, out, wave.parts, self._storage, layer, sizes)
+            if len(wave.short_parts):
+                run_parts(convolved, out, wave.short_parts, self._storage, layer, sizes)
+            if len(wave.long_parts):
+                parts, chunks = wave.long_parts, wave.chunks
+                run_chunked_parts(convolved, self._tiles[sizes], out, parts, chunks, self._storage, layer, sizes)
 
     def _send(self, parts: np.ndarray) -> _Wave:
         """Puts a wave into the step's upload. Without prompts each part is one item."""
+        is_long = parts[:, 1] >= MIN_CHUNKED_TOKENS
         on_device = []
-        for array in (parts, _items(parts)):
+        for array in (items_of(parts), parts[~is_long], parts[is_long], chunks_of(parts[is_long])):
             host, tensor = self._upload.reserve(array.shape)
             host[...] = array
             on_device.append(tensor)
         return _Wave(*on_device)
 
     def _compile(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Runs a step of padding in a layer of each kind."""
-        self.begin_step(StepStates((StateWave(),)), padded_num_seqs=1)
-        for sizes, layer in {sizes: layer for layer, sizes in self._sizes.items()}.items():
-            qkv = torch.zeros(1, sizes.row_size, dtype=dtype, device=device)
-            self.forward(layer, qkv, torch.empty(1, sizes.value_size, dtype=dtype, device=device))
+        """Runs a step of padding, and one of a prompt that leaves its state to nobody, in a layer of each kind."""
+        num_rows = min(MIN_CHUNKED_TOKENS, self._max_num_tokens)
+        prompt = StateWave()
+        prompt.add(0, num_rows, *self._padding[1:])
+        for wave, padded_num_seqs in ((StateWave(), 1), (prompt, None)):
+            self.begin_step(StepStates((wave,)), padded_num_seqs)
+            for sizes, layer in {sizes: layer for layer, sizes in self._sizes.items()}.items():
+                qkv = torch.zeros(num_rows, sizes.row_size, dtype=dtype, device=device)
+                self.forward(layer, qkv, torch.empty(num_rows, sizes.value_size, dtype=dtype, device=device))
         torch.cuda.synchronize(device)  # steps run on another stream
 
 
@@ -125,13 +147,24 @@ def _parts(wave: StateWave, padded_num_seqs: int | None, padding: tuple[int, int
     return parts
 
 
-def _items(parts: np.ndarray) -> np.ndarray:
+def items_of(parts: np.ndarray) -> np.ndarray:
     """int32 [num_items, ITEM_FIELDS]: each part in pieces of at most ITEM_TOKENS tokens, or one without tokens."""
-    num_tokens = parts[:, 1]
-    counts = np.maximum(1, -(-num_tokens // ITEM_TOKENS))
-    index = np.repeat(np.arange(len(parts)), counts)
-    starts = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * ITEM_TOKENS
+    index, starts, ends = _pieces(parts[:, 1], ITEM_TOKENS)
     items = np.empty((len(index), ITEM_FIELDS), np.int32)
     items[:, :PART_FIELDS] = parts[index]
-    items[:, 4], items[:, 5] = starts, np.minimum(starts + ITEM_TOKENS, num_tokens[index])
+    items[:, 4], items[:, 5] = starts, ends
     return items
+
+
+def chunks_of(parts: np.ndarray) -> np.ndarray:
+    """int32 [num_chunks, CHUNK_FIELDS], of parts with tokens."""
+    index, starts, ends = _pieces(parts[:, 1], CHUNK_SIZE)
+    return np.stack((parts[index, 0] + starts, ends - starts), axis=1)
+
+
+def _pieces(num_tokens: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of pieces of at most `most` tokens, at least one of each part: the part, the first token in it, and the end."""
+    counts = np.maximum(1, -(-num_tokens // most))
+    index = np.repeat(np.arange(len(num_tokens)), counts)
+    starts = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    return index, starts, np.minimum(starts + most, num_tokens[index])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from services.attn_worker.backends.gated.state_storage import StateStorage
 from services.attn_worker.backends.gated.torch_gated_delta import TorchGatedDelta
@@ -13,7 +11,7 @@ from services.attn_worker.runner.step_states import StateWave, StepStates, null_
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
-from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows
+from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows, true_values
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 6
@@ -21,24 +19,6 @@ ZERO, NULL = zero_slot(NUM_SLOTS), null_slot(NUM_SLOTS)
 SIZES = GatedDelta(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12, conv_size=4)
 # Both compute in float32, in another order of sums of some ten numbers and, in chunks, by another formula.
 BOUND = 1e-5
-
-
-def true_values(rows: torch.Tensor, weights: GatedDeltaWeights, sizes: GatedDelta) -> torch.Tensor:
-    """What `transformers` makes of a whole sequence, token by token: [num_tokens, value_size]."""
-    conv = torch.from_numpy(np.frombuffer(weights.conv, "<f4").copy()).view(sizes.conv_dim, sizes.conv_size)
-    mixed = causal_conv1d_fn(rows[None, :, : sizes.conv_dim].transpose(1, 2), conv.to(rows.dtype), activation="silu")
-    query, key, value = mixed.transpose(1, 2).split((sizes.key_size, sizes.key_size, sizes.value_size), dim=-1)
-    b, a = rows[None, :, sizes.conv_dim :].float().split(sizes.num_value_heads, dim=-1)
-    log_decay = -torch.tensor(weights.a_log).exp() * torch.nn.functional.softplus(a + torch.tensor(weights.dt_bias))
-    values, _ = torch_recurrent_gated_delta_rule(
-        query.unflatten(-1, (-1, sizes.key_dim)),
-        key.unflatten(-1, (-1, sizes.key_dim)),
-        value.unflatten(-1, (-1, sizes.value_dim)),
-        log_decay,
-        b.sigmoid(),
-        use_qk_l2norm_in_kernel=True,
-    )
-    return values[0].flatten(1)
 
 
 def wave(*parts: tuple[int, int, int, int]) -> StateWave:
