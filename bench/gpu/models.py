@@ -107,6 +107,31 @@ _DEEPSEEK_V2_LITE = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
+_GATED_DELTA = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+}
+_QWEN3_5 = {**_GATED_DELTA, "model_type": "qwen3_5_text"}
+_QWEN3_5_MOE = {**_GATED_DELTA, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 512}
+_QWEN3_NEXT = {
+    **_GATED_DELTA,
+    "model_type": "qwen3_next",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 512,
+}
 _GEMMA_3 = {
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -155,6 +180,9 @@ SHAPES = {
     "qwen3-8b": {**_QWEN3, **_sizes(36, 4096, 32, 8, 128, 12288, 151936), "rope_theta": 1000000.0},
     "gemma-3-4b": {**_GEMMA_3, **_sizes(34, 2560, 8, 4, 256, 10240, 262208)},
     "qwen3-30b-a3b": {**_QWEN3_MOE, **_sizes(48, 2048, 32, 4, 128, 6144, 151936), **_experts(128, 8, 768)},
+    "qwen3.5-9b": {**_QWEN3_5, **_sizes(32, 4096, 16, 4, 256, 12288, 248320)},
+    "qwen3.5-35b-a3b": {**_QWEN3_5_MOE, **_sizes(40, 2048, 16, 2, 256, 5120, 248320), **_experts(256, 8, 512)},
+    "qwen3-next-80b-a3b": {**_QWEN3_NEXT, **_sizes(48, 2048, 16, 2, 256, 5120, 151936), **_experts(512, 10, 512)},
     "deepseek-v2-lite": {**_DEEPSEEK_V2, **_sizes(27, 2048, 16, 16, 64, 10944, 102400), **_DEEPSEEK_V2_LITE},
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
