@@ -75,7 +75,7 @@ class SafetensorsFile:
             header.pop("__metadata__", None)
             return {name: self._read_entry(name, value, 8 + num_bytes, size) for name, value in header.items()}
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise InvalidRequest(f"{self._name} is not safetensors: {error!r}") from error
+            raise InvalidRequest(f"{self._name} is not safetensors: {type(error).__name__}: {error}") from error
 
     def _read_entry(self, name: str, value: Any, data_start: int, size: int) -> TensorEntry:
         dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]

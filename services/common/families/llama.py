@@ -116,9 +116,9 @@ def read_granite(fields: ConfigFields) -> ModelConfig:
     config = read_llama(fields)
     parts = replace(
         config.parts,
-        embedding_multiplier=fields.number("embedding_multiplier"),
-        residual_multiplier=fields.number("residual_multiplier"),
-        logit_multiplier=1 / fields.number("logits_scaling"),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logit_multiplier=1 / fields.number("logits_scaling", 1.0),
     )
-    attention = AttentionOptions(scale=fields.number("attention_multiplier"))
+    attention = AttentionOptions(scale=fields.number("attention_multiplier", 1.0))
     return replace(config, parts=parts, attention=attention)

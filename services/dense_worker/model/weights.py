@@ -148,7 +148,7 @@ def _places_of_small(header: bytes, size: int, file: Path) -> list[tuple[int, in
         offsets = [each["data_offsets"] for name, each in entries.items() if _HASHED_WHOLE.search(name)]
         places = sorted((first + start, first + end) for start, end in offsets)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file} is truncated or damaged: {error!r}") from error
+        raise ModelError(f"{file} is truncated or damaged: {type(error).__name__}: {error}") from error
     for start, end in places:
         if not first <= start <= end <= size:
             raise ModelError(f"{file} is truncated or damaged: a tensor lies at {start} to {end} of {size} bytes")

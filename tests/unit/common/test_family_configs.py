@@ -138,6 +138,16 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any], tmp_path: Pa
     assert load_model_config(rewrite(path, **fields)) == expected
 
 
+def test_a_multiplier_that_is_null_is_like_one_that_is_missing(tmp_path: Path) -> None:
+    path = make_family_model(tmp_path, "granitemoe")
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    found = load_model_config(rewrite(path, **dict.fromkeys(names)))
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if name not in names}))
+    assert load_model_config(path) == found
+    assert (found.parts.embedding_multiplier, found.attention.scale) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("num_heads", [1, 4, 6, 8, 12, 71])
 def test_alibi_slopes_are_those_of_transformers(num_heads: int) -> None:
     ones = torch.ones(1, 2)

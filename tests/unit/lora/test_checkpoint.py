@@ -155,6 +155,7 @@ FILES: list[tuple[bytes, str]] = [
     (header(2, b"[]"), "not safetensors"),
     (header(4, b'{"a"'), "not safetensors"),
     (header(8, b"\xff" * 8), "not safetensors"),
+    (header(2**20, b"\xff" * 2**20), "not safetensors: UnicodeDecodeError: .{,200}$"),  # and not the whole header
     (header(12, b'{"a":{"b":1}'), "not safetensors"),
     (header_of("9", 36), "not safetensors.* has shape .* of 62 bytes|lies at 0 to 36"),
     (header_of("-1"), r"has shape \[-1\] at 0 to 4 of \d+ bytes"),
