@@ -138,8 +138,9 @@ class Frontend:
         message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
             ticket = self._admission.open(caller)
-            if self.prompt_embeds is not None and message.HasField("prompt_embeds"):
-                _reserve(self.prompt_embeds.budget, len(message.prompt_embeds.values), ticket)
+            if self.prompt_embeds is not None:
+                num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
+                _reserve(self.prompt_embeds.budget, num_bytes, ticket)
             request = caller.adapt(await read_request(message, self.tokenizer, self.limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             form = request.sampling.structured_output

@@ -1,4 +1,4 @@
-"""`PromptEmbeds`: prompts that clients give as embeddings. Reads them in threads, so that no stream waits."""
+"""`PromptEmbeds`: vectors that clients send in prompts. Reads them in threads, so that no stream waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.gateway.access.byte_budget import ByteBudget
-from services.gateway.context_length import check_prompt_length
+from services.gateway.context_length import too_long
 from services.gateway.torch_file import read_saved_tensor
 from services.lora.prompt_table import PromptTable, make_prompt_table
 from services.pb import gateway_pb2
@@ -27,7 +27,7 @@ class PromptEmbeds:
         self._hidden_size = hidden_size
         self._reading = asyncio.Semaphore(MAX_READING)
         self.budget = ByteBudget(
-            max_bytes, "gateway.max_prompt_embeds_bytes", NAME, NAME, "shorten the prompt or send half precision"
+            max_bytes, "gateway.max_prompt_embeds_bytes", "embeddings", NAME, "send fewer or half precision"
         )
 
     async def decode(self, text: str, name: str, max_model_len: int) -> gateway_pb2.PromptEmbeds:
@@ -38,12 +38,12 @@ class PromptEmbeds:
         async with self._reading:
             return await asyncio.to_thread(self._decode, text, name, max_model_len)
 
-    async def read(self, message: gateway_pb2.PromptEmbeds, max_model_len: int) -> PromptTable:
-        """The table of a message. Raises `InvalidRequest` if it does not fit the model, or is not finite."""
-        self._check_shape((message.num_tokens, message.hidden_size), NAME, max_model_len)
+    async def read(self, message: gateway_pb2.PromptEmbeds, name: str, max_model_len: int) -> PromptTable:
+        """The table of the message in field `name`. Raises `InvalidRequest` if it does not fit, or is not finite."""
+        self._check_shape((message.num_tokens, message.hidden_size), name, max_model_len)
         async with self._reading:
             return await asyncio.to_thread(
-                make_prompt_table, message.values, message.num_tokens, message.hidden_size, message.dtype, NAME
+                make_prompt_table, message.values, message.num_tokens, message.hidden_size, message.dtype, name
             )
 
     def _decode(self, text: str, name: str, max_model_len: int) -> gateway_pb2.PromptEmbeds:
@@ -57,12 +57,15 @@ class PromptEmbeds:
         return gateway_pb2.PromptEmbeds(values=values, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype)
 
     def _check_shape(self, shape: tuple[int, ...], name: str, max_model_len: int) -> None:
+        field = name.partition("[")[0]
         if len(shape) != 2 or not shape[0] or shape[1] != self._hidden_size:
             raise InvalidRequest(
                 f"{name} has the shape {list(shape)}, must be [num_tokens, {self._hidden_size}] with at least 1 token",
-                NAME,
+                field,
             )
-        check_prompt_length(shape[0], max_model_len)
+        if shape[0] >= max_model_len:
+            what = f"at least {shape[0] + 1} were requested: {shape[0]} of {name} and 1 for the answer"
+            raise too_long(max_model_len, what, field)
 
 
 def _decode_base64(text: str, name: str) -> bytes:

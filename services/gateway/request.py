@@ -16,6 +16,7 @@ from services.gateway.beam_request import decode_beams, greedy_for_beams, read_w
 from services.gateway.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.model_names import ModelNames
 from services.gateway.prompt_embeds import PromptEmbeds
+from services.gateway.prompt_vectors import read_vectors, stand_in_front
 from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
@@ -146,33 +147,32 @@ async def read_request(
     _check_strings("stop", message.stop)
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
     adapter = limits.names.adapters.get(message.model)
-    virtual = None if adapter is None else adapter.table
-    if virtual is not None:
-        _check_virtual_tokens(message, virtual, limits)
+    table = await read_vectors(message, adapter, limits.prompt_embeds, limits.max_model_len)
+    table_ids = range(0) if table is None else table.token_ids(limits.vocab_size)
+    is_in_front = stand_in_front(message, adapter)
     given: Sequence[int]
     chat: Chat | None = None
-    table, kind = virtual, message.WhichOneof("input")
+    kind = message.WhichOneof("input")
     if kind == "prompt_token_ids":
         given = message.prompt_token_ids.ids
     elif kind == "prompt_embeds":
-        table = await _read_prompt_embeds(message, limits)
-        given = table.token_ids(limits.vocab_size)
+        given = table_ids
     else:
         check_size(message, tokenizer, limits)
         given, chat = await read_text_or_chat(message, tokenizer)
-    num_virtual_tokens = 0 if virtual is None else virtual.num_rows
+    num_front = len(table_ids) if is_in_front else 0
     num_kept = len(given)
     if message.HasField("truncate_prompt_tokens"):
-        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_virtual_tokens))
+        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_front))
     if not num_kept:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    check_prompt_length(num_virtual_tokens + num_kept, limits.max_model_len)
+    check_prompt_length(num_front + num_kept, limits.max_model_len)
     prompt_token_ids = list(given[-num_kept:])
-    if kind != "prompt_embeds":
-        check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name)
+    num_rows = len(table_ids) - num_front  # that token ids of the prompt may stand for
+    check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name, num_rows)
     max_tokens = read_max_tokens(
         message,
-        num_virtual_tokens + num_kept,
+        num_front + num_kept,
         sampling.min_tokens,
         limits.max_model_len,
         is_strict=limits.strict_max_tokens,
@@ -186,8 +186,8 @@ async def read_request(
         sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
     if parsing is not None:
         sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))
-    if virtual is not None:
-        prompt_token_ids = [*virtual.token_ids(limits.vocab_size), *prompt_token_ids]
+    if is_in_front:
+        prompt_token_ids = [*table_ids, *prompt_token_ids]
     if has_beams:
         sampling = greedy_for_beams(message, sampling)
     return GenerationRequest(
@@ -209,9 +209,9 @@ async def read_request(
         return_context_logits=message.return_context_logits,
         return_generation_logits=message.return_generation_logits,
         priority=message.priority if message.HasField("priority") else None,
-        adapter=adapter if virtual is None else None,
+        adapter=None if adapter is None or adapter.table is not None else adapter,
         prompt_table=table,
-        first_table_id=0 if table is None else limits.vocab_size,
+        first_table_id=table_ids.start,
         beam_search=decode_beams(message, best_of, n) if has_beams and best_of > 1 else None,
         user=message.user,
         traceparent=message.traceparent,
@@ -237,30 +237,6 @@ async def read_text_or_chat(
         return await tokenizer.encode(text, adds_special_tokens), None
     chat = await read_chat_off_loop(message.chat, tokenizer)
     return await tokenizer.encode_chat(chat, adds_special_tokens), chat
-
-
-def _check_virtual_tokens(message: gateway_pb2.GenerateRequest, table: PromptTable, limits: ModelLimits) -> None:
-    if message.HasField("prompt_embeds"):
-        raise InvalidRequest(f"prompt_embeds cannot be used with the adapter {message.model!r}", "prompt_embeds")
-    if message.HasField("prompt_logprobs"):
-        raise InvalidRequest(
-            f"prompt_logprobs cannot be used with the adapter {message.model!r}: its virtual tokens have none",
-            "prompt_logprobs",
-        )
-    check_prompt_length(table.num_rows + 1, limits.max_model_len)
-
-
-async def _read_prompt_embeds(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> PromptTable:
-    """The embeddings of a message, as far as its other fields allow them."""
-    if limits.prompt_embeds is None:
-        raise InvalidRequest(
-            "prompt_embeds cannot be used here: gateway.enable_prompt_embeds is not set", "prompt_embeds"
-        )
-    if message.echo:
-        raise InvalidRequest("echo cannot be used with prompt_embeds, which have no text", "echo")
-    if message.HasField("prompt_logprobs"):
-        raise InvalidRequest("prompt_logprobs cannot be used with prompt_embeds: they are no tokens", "prompt_logprobs")
-    return await limits.prompt_embeds.read(message.prompt_embeds, limits.max_model_len)
 
 
 def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
@@ -370,14 +346,19 @@ def _check_strings(field: str, strings: Sequence[str]) -> None:
             )
 
 
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, what: str = "") -> None:
-    """Raises `InvalidRequest` for the first id outside `[0, vocab_size)`; the message names `what`, else `field`."""
-    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+def check_token_ids(
+    field: str, token_ids: Sequence[int], vocab_size: int, what: str = "", num_rows: int = 0
+) -> None:
+    """Raises `InvalidRequest` for the first id outside `[0, vocab_size + num_rows)`.
+
+    The message names `what`, else `field`. `num_rows`: vectors that ids beyond the vocabulary may stand for.
+    """
+    limit = vocab_size + num_rows
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < limit):
         return
-    i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
-    raise InvalidRequest(
-        f"{what or field}[{i}] is {token_ids[i]}, out of vocabulary: must be in [0, {vocab_size})", field
-    )
+    i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limit)
+    beyond = f"out of vocabulary and beyond the {num_rows} rows" if num_rows else "out of vocabulary"
+    raise InvalidRequest(f"{what or field}[{i}] is {token_ids[i]}, {beyond}: must be in [0, {limit})", field)
 
 
 def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> None:

@@ -10,13 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.clients.environments import Environment
 from tests.clients.test_clients import MAX_ROUNDS, PROGRAMS, needs, run
 from tests.support.clients.gateway_calls import REFERENCE, text_of
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
+from tests.support.prompt_vectors import embeddings_of, random_vectors, tokens_after_vectors
+from tests.support.reference import VOCAB_SIZE
 
 PROMPT = "San Francisco is a"
 PROMPT_IDS = REFERENCE(PROMPT)["input_ids"]
@@ -28,7 +33,7 @@ pytestmark = needs("triton")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     address = f"gateway.http_address=127.0.0.1:{free_port()}"
-    with running_cluster(tmp_path_factory.mktemp("triton"), address) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("triton"), address, "gateway.enable_prompt_embeds=true") as cluster:
         yield cluster
 
 
@@ -50,10 +55,16 @@ def output_of(program: str, *arguments: str) -> Any:
     return json.loads(run(command).splitlines()[-1])
 
 
-def inflight(cluster: Cluster, directory: Path, *options: str, expected: Sequence[int] | None = None) -> Any:
+def inflight(
+    cluster: Cluster,
+    directory: Path,
+    *options: str,
+    prompt: Sequence[int] = PROMPT_IDS,
+    expected: Sequence[int] | None = None,
+) -> Any:
     """What the program like inflight_batcher_llm_client prints."""
     tokens = directory / "input.csv"
-    tokens.write_text(",".join(map(str, PROMPT_IDS)))
+    tokens.write_text(",".join(map(str, prompt)))
     if expected is not None:
         (directory / "output.csv").write_text(",".join(map(str, expected)))
         options = (*options, "--check-output", "--output-tokens-csv", str(directory / "output.csv"))
@@ -111,6 +122,23 @@ def test_the_inflight_batcher_client_checks_its_output(cluster: Cluster, tmp_pat
         assert got["length"] == len(expected)
     outputs = ["--requested-outputs", "output_ids", "sequence_length"]
     inflight(cluster, tmp_path, *options, *outputs, "--request-output-len", str(NUM_TOKENS), expected=expected)
+
+
+@pytest.mark.parametrize("options", [[], ["--streaming"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_inflight_batcher_client_sends_the_table_of_its_task(
+    cluster: Cluster, tmp_path: Path, options: list[str], dtype: torch.dtype
+) -> None:
+    tables = torch.stack([random_vectors(EMBEDDED_MODEL, 6, seed) for seed in (1, 2)]).to(dtype)
+    path = tmp_path / "tables.npy"
+    np.save(path, tables.numpy())
+    prompt = [*range(VOCAB_SIZE, VOCAB_SIZE + 6), *PROMPT_IDS]
+    for task_id, table in enumerate(tables.float()):
+        vectors = torch.cat([table, embeddings_of(EMBEDDED_MODEL, PROMPT_IDS)])
+        expected = [*prompt, *tokens_after_vectors(EMBEDDED_MODEL, vectors, NUM_TOKENS)]
+        more = ["--end-id", "-1", "--request-output-len", str(NUM_TOKENS), "--prompt-task-id", str(task_id)]
+        more += ["--prompt-embedding-table-path", str(path)]
+        inflight(cluster, tmp_path, *options, *more, prompt=prompt, expected=expected)
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])

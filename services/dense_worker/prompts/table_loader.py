@@ -49,7 +49,7 @@ class TableLoader:
             )
         if table.hidden_size != self._hidden_size:
             raise InvalidRequest(
-                f"prompt_embeds has rows of {table.hidden_size} numbers, the model's hidden size is"
+                f"the prompt has rows of {table.hidden_size} numbers, the model's hidden size is"
                 f" {self._hidden_size}",
                 "prompt_embeds",
             )
@@ -67,8 +67,8 @@ class TableLoader:
         rows = given.view(table.num_rows, self._hidden_size).to(self._dtype)
         if not bool(rows.isfinite().all()):
             raise InvalidRequest(
-                f"prompt_embeds has values too large for the model's {str(self._dtype).removeprefix('torch.')}, the"
-                f" greatest is {given.abs().max().item():g}",
+                f"the prompt has rows with values too large for the model's {str(self._dtype).removeprefix('torch.')},"
+                f" the greatest is {given.abs().max().item():g}",
                 "prompt_embeds",
             )
         return rows

@@ -11,6 +11,7 @@ import numpy as np
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.chunks import Chunk, Completion, Prompt
 from services.gateway.link.logits import Logits
+from services.gateway.request import GenerationRequest
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.triton.models import ModelSpec
 from services.gateway.triton.rows import Row
@@ -36,12 +37,12 @@ class Answers:
         self._prompt_texts: list[str] = []
         self._cum_logprobs: defaultdict[tuple[int, int], float] = defaultdict(float)
 
-    async def begin(self, prompts: Sequence[list[int]], *, is_stream: bool) -> None:
-        """Takes the token ids of each row's prompt. Pieces of a stream never include the prompt."""
-        self._prompts = prompts
+    async def begin(self, requests: Sequence[GenerationRequest], *, is_stream: bool) -> None:
+        """Takes the prompt of each row. Pieces of a stream never include the prompt."""
+        self._prompts = [each.prompt_token_ids for each in requests]
         self._has_prompts = not is_stream
         if self._has_prompts and self._is_text:
-            self._prompt_texts = [await self._tokenizer.write_text(token_ids, True) for token_ids in prompts]
+            self._prompt_texts = [await self._tokenizer.write_text(each.text_token_ids, True) for each in requests]
 
     def piece(self, row_index: int, chunk: Chunk) -> list[Tensor]:
         """The outputs for new tokens of an answer; none if they do not show yet."""

@@ -197,7 +197,7 @@ class Triton:
                     running.stop(frontend, caller)
                 pad_id = frontend.eos_token_ids[0] if frontend.eos_token_ids else 0
                 answers = Answers(request.model, request.rows, frontend.tokenizer, pad_id, frontend.model.vocab_size)
-                prompts = [each.request.prompt_token_ids for each in generations.running]
+                prompts = [each.request for each in generations.running]
                 await answers.begin(prompts, is_stream=request.is_stream)
                 yield generations, answers
             finally:

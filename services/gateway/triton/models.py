@@ -18,6 +18,7 @@ VERSION = "1"  # of every model
 INT = ("INT32", "UINT32")
 BOOL, FLOAT, TEXT, SEED = ("BOOL",), ("FP32",), ("BYTES",), ("UINT64", "INT64")
 ONE, MANY = (1,), (-1,)
+TABLE = ("FP32", "FP16", "BF16")
 NOTHING: tuple[Any, ...] = (0, False, "", None)
 
 
@@ -155,6 +156,8 @@ def _generation_inputs(names: Mapping[str, str]) -> Sequence[InputSpec]:
         spec("guided_decoding_guide_type", TEXT),
         spec("guided_decoding_guide", TEXT),
         InputSpec("lora_task_id", SEED),  # the adapter whose name is this number
+        InputSpec("prompt_embedding_table", TABLE, (-1, -1)),
+        InputSpec("prompt_vocab_size", INT),
         spec("beam_width", INT),
         # Only beam search reads these three.
         spec("length_penalty", FLOAT),
@@ -168,6 +171,7 @@ _TEXT_INPUTS = (
     InputSpec("bad_words", TEXT, MANY),
     InputSpec("stop_words", TEXT, MANY),
     *_generation_inputs({}),
+    InputSpec("prompt_table_extra_id", SEED),
     InputSpec("num_draft_tokens", INT, only=(0,)),
     InputSpec("use_draft_logits", BOOL, only=NOTHING),
 )
@@ -180,15 +184,7 @@ _PROBABILITIES = (
 )
 _INDEXES = (OutputSpec("batch_index", "INT32", ONE), OutputSpec("sequence_index", "INT32", ONE))
 _TEXT_OUTPUTS = (OutputSpec("text_output", "BYTES", (-1,)), *_PROBABILITIES, *_INDEXES, *_COUNTS)
-_REFUSED = frozenset(
-    {
-        "lora_config",
-        "lora_weights",
-        "prompt_embedding_table",
-        "prompt_table_extra_id",
-        "prompt_vocab_size",
-    }
-)
+_REFUSED = frozenset({"lora_config", "lora_weights"})
 _REFUSED_TEXTS = _REFUSED | {
     "decoder_text_input",
     "embedding_bias_weights",
@@ -233,6 +229,7 @@ TENSORRT_LLM = ModelSpec(
         InputSpec("bad_words_list", ("INT32",), (2, -1)),
         InputSpec("stop_words_list", ("INT32",), (2, -1)),
         InputSpec("stop", BOOL),
+        InputSpec("prompt_table_extra_ids", SEED, MANY),
         *_generation_inputs(
             {
                 "max_tokens": "request_output_len",

@@ -71,11 +71,11 @@ def row_of_json(model: ModelSpec, body: Mapping[str, Any]) -> Row:
         if spec.is_scalar and len(values) != 1:
             raise InvalidRequest(f"{name} has {len(values)} values, must have 1", name)
         shape = (1, *(-1 if size < 0 else size for size in spec.dims))
+        if shape.count(-1) > 1:
+            shape = _matrix_shape(name, values)
         flat = from_list(name, datatype, (_count(values),), values).values
         if flat.size % abs(int(np.prod(shape))):
             raise InvalidRequest(f"{name} has {flat.size} values, must have a multiple of {spec.dims[0]}", name)
-        if shape.count(-1) > 1:  # one list per row of a matrix is enough for one answer
-            shape = (1, 1, -1)
         _add(rows, spec, Tensor(name, datatype, flat.reshape(shape)))
     return rows[0]
 
@@ -90,6 +90,20 @@ def flat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     if len(body) + len(parameters) > MAX_FIELDS:
         raise InvalidRequest(f"there are {len(body) + len(parameters)} fields, at most {MAX_FIELDS} allowed")
     return {**parameters, **body}
+
+
+def _matrix_shape(name: str, values: list[Any]) -> tuple[int, int, int]:
+    """The shape of a batch of one matrix, given as a list of rows, as such a list in a list, or as its only row."""
+    if len(values) == 1 and isinstance(values[0], list) and any(isinstance(each, list) for each in values[0]):
+        values = values[0]
+    if not any(isinstance(each, list) for each in values):
+        return (1, 1, len(values))
+    lengths = [_count(each) if isinstance(each, list) else 1 for each in values]
+    if len(set(lengths)) > 1:
+        raise InvalidRequest(
+            f"{name} has rows of {min(lengths)} to {max(lengths)} values, all must have the same number", name
+        )
+    return (1, len(values), lengths[0])
 
 
 def _count(values: Sequence[Any]) -> int:

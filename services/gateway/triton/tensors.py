@@ -23,6 +23,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     **{f"UINT{bits}": np.dtype(f"<u{bits // 8}") for bits in (8, 16, 32, 64)},
     **{f"INT{bits}": np.dtype(f"<i{bits // 8}") for bits in (8, 16, 32, 64)},
     **{f"FP{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
+    "BF16": np.dtype("<u2"),  # no type of numpy: its bits
     BYTES: np.dtype(object),
 }
 MAX_DIMS = 8
@@ -68,6 +69,8 @@ def from_raw(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Ten
 def from_list(name: str, datatype: str, shape: Sequence[int], data: Iterable[Any]) -> Tensor:
     """A tensor from values in order, which may be nested lists. Raises `InvalidRequest` if they do not fit."""
     count = _check(name, datatype, shape)
+    if datatype == "BF16":
+        raise InvalidRequest(f"input {quote(name)} has the type BF16, which is read from raw bytes alone", name)
     flat = _flatten(data)
     if len(flat) != count:
         raise InvalidRequest(f"input {quote(name)} has {len(flat)} values, shape {_show(shape)} has {count}", name)

@@ -26,6 +26,8 @@ GUIDES = {
     "ebnf_grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+# Names of a table's dtypes, by that of the array: bits of BF16 are integers.
+TABLE_DTYPES = {"float16": "float16", "float32": "float32", "uint16": "bfloat16"}
 SAME_SAMPLING_OPTIONS = (
     "frequency_penalty",
     "min_tokens",
@@ -52,6 +54,9 @@ def generate_message(
         message.prompt_token_ids.ids.extend(_prompt_token_ids(row))
     else:
         message.prompt = row["text_input"]
+    table = _prompt_table(row)
+    if table is not None:
+        message.prompt_embedding_table.CopyFrom(table)
     if "num_return_sequences" in row:
         message.n = _count("num_return_sequences", row["num_return_sequences"])
     num_beams = _count("beam_width", row.get("beam_width", 1))
@@ -134,6 +139,31 @@ def _structured_output(row: Row) -> sampling_pb2.StructuredOutput | None:
             f"guided_decoding_guide_type {kind} needs a guided_decoding_guide", "guided_decoding_guide"
         )
     return sampling_pb2.StructuredOutput(**{GUIDES[kind]: guide}, field_name="guided_decoding_guide")
+
+
+def _prompt_table(row: Row) -> gateway_pb2.PromptEmbeds | None:
+    """The vectors that come with a prompt. The prefix cache knows them by their values, so it needs no extra ids."""
+    values: np.ndarray | None = row.get("prompt_embedding_table")
+    if values is None:
+        for name in ("prompt_vocab_size", "prompt_table_extra_id", "prompt_table_extra_ids"):
+            if name in row:
+                raise InvalidRequest(f"{name} needs a prompt_embedding_table", name)
+        return None
+    num_rows, hidden_size = values.shape
+    if row.get("prompt_vocab_size", num_rows) != num_rows:
+        raise InvalidRequest(
+            f"prompt_vocab_size is {row['prompt_vocab_size']}, prompt_embedding_table has {num_rows} rows",
+            "prompt_vocab_size",
+        )
+    num_extra_ids, num_tokens = len(row.get("prompt_table_extra_ids", ())), row.get("input_lengths", 0)
+    if "prompt_table_extra_ids" in row and num_extra_ids < num_tokens:
+        raise InvalidRequest(
+            f"prompt_table_extra_ids has {num_extra_ids} numbers, the prompt has {num_tokens} tokens",
+            "prompt_table_extra_ids",
+        )
+    return gateway_pb2.PromptEmbeds(
+        values=values.tobytes(), num_tokens=num_rows, hidden_size=hidden_size, dtype=TABLE_DTYPES[values.dtype.name]
+    )
 
 
 def _prompt_token_ids(row: Row) -> list[int]:

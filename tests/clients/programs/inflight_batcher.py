@@ -43,6 +43,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--return-log-probs", action="store_true")
     parser.add_argument("--exclude-input-in-output", action="store_true")
     parser.add_argument("--requested-outputs", nargs="+", default=[])
+    parser.add_argument("--prompt-embedding-table-path", type=Path, help="a file of numpy: [tasks, rows, hidden]")
+    parser.add_argument("--prompt-task-id", type=int, default=0)
     return parser.parse_args()
 
 
@@ -77,6 +79,10 @@ def inputs_of(flags: argparse.Namespace, token_ids: list[int]) -> list[grpcclien
             found.append(tensor(name, getattr(flags, name), np.float32))
     if flags.exclude_input_in_output:
         found.append(tensor("exclude_input_in_output", True, bool))
+    if flags.prompt_embedding_table_path is not None:
+        tables = np.load(flags.prompt_embedding_table_path)
+        found.append(tensor("prompt_embedding_table", tables[flags.prompt_task_id].tolist(), tables.dtype))
+        found.append(tensor("prompt_vocab_size", tables.shape[1], np.int32))
     return found
 
 

@@ -17,7 +17,15 @@ from tests.support.workers.fake_dense import FakeDense
 PROMPT = "San Francisco is a"
 PROMPT_IDS = REFERENCE(PROMPT)["input_ids"]
 TOKENS = ids(" city in Łódź, 東京.")
-TYPES = {"int32": "INT32", "uint32": "UINT32", "float32": "FP32", "bool": "BOOL", "uint64": "UINT64", "object": "BYTES"}
+TYPES = {
+    "int32": "INT32",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "bool": "BOOL",
+    "object": "BYTES",
+}
 NUMPY_TYPES = {"INT32": "<i4", "FP32": "<f4"}
 Request = triton_pb2.ModelInferRequest
 

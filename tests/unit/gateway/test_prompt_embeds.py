@@ -140,7 +140,7 @@ def test_wrong_embeddings_get_a_400_that_names_them(tmp_path: Path) -> None:
         (encoded(torch.tensor(1.0)), {}, "has the shape []"),
         (encoded(torch.ones(1, 1).expand(10**9, HIDDEN_SIZE)), {}, "maximum context length is 64 tokens"),
         (encoded(torch.ones(1, 1).expand(10**9, 10**6)), {}, "has the shape [1000000000, 1000000]"),
-        (encoded(ones.repeat(MAX_MODEL_LEN, 1)), {}, "128 of the prompt"),
+        (encoded(ones.repeat(MAX_MODEL_LEN, 1)), {}, "128 of prompt_embeds"),
         (encoded(ones * float("nan")), {}, "values that are not finite"),
         (encoded(ones.bfloat16() * float("inf")), {}, "values that are not finite"),
         (encoded(ones.double()), {}, "DoubleStorage"),

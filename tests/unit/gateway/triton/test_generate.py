@@ -175,7 +175,7 @@ WRONG = [
     ({"stop_words": ["x"] * 100}, ["stop has 100", "16"]),
     ({"lora_weights": [1.0]}, ["lora_weights", "not supported"]),
     ({"lora_task_id": -1}, ["-1", "UINT64"]),
-    ({"prompt_embedding_table": [1.0]}, ["prompt_embedding_table", "not supported"]),
+    ({"prompt_embedding_table": [1.0]}, ["prompt_embedding_table", "gateway.enable_prompt_embeds is not set"]),
     ({"return_perf_metrics": True}, ["return_perf_metrics is True", "not supported"]),
     ({"stream": True}, ["stream is true", "generate_stream"]),
     ({"gpt_model_type": "V1"}, ["gpt_model_type is 'V1'", "inflight_fused_batching"]),

@@ -64,7 +64,7 @@ WRONG = {
     "huge empty shape": (with_raw(b"", (2**62, 0)), ["no elements", "4096"]),
     "negative shape": (with_raw(b"", (-1, -1)), ["[-1, -1]", "negative"]),
     "many dimensions": (with_raw(b"", [1] * 9), ["9 dimensions", "8"]),
-    "unknown type": (with_raw(b"", (1, 1), "text_input", "BF16"), ["BF16", "not supported"]),
+    "unknown type": (with_raw(b"", (1, 1), "text_input", "FP8"), ["FP8", "not supported"]),
     "raw contents missing": (
         Request(model_name="ensemble", inputs=message("ensemble", ASK).inputs, raw_input_contents=[b""]),
         ["has 1 elements", "2"],
