@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         cluster.wait_idle()
 
 
-def messages(sent: Sequence[tuple[str, list[int]]], num_tokens: int) -> list[gateway_pb2.GenerateRequest]:
-    return [request(prompt, num_tokens, model=name, ignore_eos=True) for name, prompt in sent]
+def messages(
+    sent: Sequence[tuple[str, list[int]]], num_tokens: int, **options: Any
+) -> list[gateway_pb2.GenerateRequest]:
+    return [request(prompt, num_tokens, model=name, ignore_eos=True, **options) for name, prompt in sent]
 
 
 def test_six_concurrent_prompts_are_each_answered_by_their_adapter_in_shared_steps(server: Server) -> None:
@@ -108,6 +110,45 @@ def test_searches_with_adapters_find_the_beams_of_the_merged_models(server: Serv
         expected = reference_beams(server.models[name], prompt, num_beams, num_tokens, None)
         assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected], f"adapter {name!r}"
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-3)
+
+
+@pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
+def test_searches_with_adapters_go_on_over_a_kill(server: Server, role: str) -> None:
+    num_beams, gateway = 3, server.cluster.gateway
+    search = sampling_pb2.BeamSearch(length_penalty=2.0, early_stopping=sampling_pb2.EARLY_STOPPING_NEVER)
+    sent = [("0", PROMPTS[1]), ("1", PROMPTS[2])]
+    options = {"length_penalty": 2.0, "early_stopping": "never"}
+    for _ in range(MAX_ROUNDS):
+        with ThreadPoolExecutor(len(sent)) as pool:
+            answers = [
+                pool.submit(gateway.Generate, each, timeout=REQUEST_TIMEOUT_S)
+                for each in messages(sent, NUM_LONG_TOKENS, best_of=num_beams, n=num_beams, beam_search=search)
+            ]
+            has_begun = run_steps(server, 30, num_beams * len(sent), answers)
+            server.cluster.kill(role)
+            for (name, prompt), answer in zip(sent, answers, strict=True):
+                found = [(list(each.token_ids), each.finish.beam_score) for each in answer.result().completions]
+                expected = reference_beams(
+                    server.models[name], prompt, num_beams, NUM_LONG_TOKENS, None, **options
+                )
+                assert [each for each, _ in found] == [each for each, _ in expected], f"adapter {name!r}"
+                assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=1e-3)
+        server.cluster.wait_idle()
+        if has_begun:
+            return
+    raise AssertionError(f"the searches had ended before the kill in all of {MAX_ROUNDS} rounds")
+
+
+def run_steps(server: Server, num_steps: int, num_sequences: int, answers: Sequence[Future[Any]]) -> bool:
+    """Waits for so many steps of so many sequences; returns whether they came before the first answer."""
+    last = None
+    while not any(answer.done() for answer in answers):
+        status = server.cluster.attention_status()
+        if last is None and status.num_sequences == num_sequences:
+            last = status.num_steps + num_steps
+        if last is not None and status.num_steps >= last:
+            return True
+    return False
 
 
 def test_more_adapters_than_slots_take_turns_and_others_go_on(server: Server) -> None:
