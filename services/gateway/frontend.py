@@ -23,7 +23,7 @@ from services.gateway.link.logits import BYTES_PER_LOGIT
 from services.gateway.link.served_model import ServedModel
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.model_names import ModelNames
-from services.gateway.prompt_embeds import PromptEmbeds
+from services.gateway.prompts.prompt_embeds import PromptEmbeds
 from services.gateway.request import (
     GenerationRequest,
     ModelLimits,

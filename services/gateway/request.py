@@ -15,8 +15,8 @@ from services.common.shorten import quote
 from services.gateway.beam_request import decode_beams, greedy_for_beams, read_widths
 from services.gateway.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.model_names import ModelNames
-from services.gateway.prompt_embeds import PromptEmbeds
-from services.gateway.prompt_vectors import read_vectors, stand_in_front
+from services.gateway.prompts.prompt_embeds import PromptEmbeds
+from services.gateway.prompts.prompt_vectors import read_vectors, stand_in_front
 from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing

@@ -28,7 +28,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_names import ModelNames
 from services.gateway.open_files import fit_connections
 from services.gateway.pool_metrics import PoolMetrics
-from services.gateway.prompt_embeds import PromptEmbeds
+from services.gateway.prompts.prompt_embeds import PromptEmbeds
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.text.form_trials import FormTrials

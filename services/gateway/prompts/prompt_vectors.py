@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.gateway.context_length import check_prompt_length
-from services.gateway.prompt_embeds import PromptEmbeds
+from services.gateway.prompts.prompt_embeds import PromptEmbeds
 from services.lora.adapter import Adapter
 from services.lora.prompt_table import PromptTable
 from services.pb import gateway_pb2

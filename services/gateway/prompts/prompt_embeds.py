@@ -10,7 +10,7 @@ import torch
 from services.common.errors import InvalidRequest
 from services.gateway.access.byte_budget import ByteBudget
 from services.gateway.context_length import too_long
-from services.gateway.torch_file import read_saved_tensor
+from services.gateway.prompts.torch_file import read_saved_tensor
 from services.lora.prompt_table import PromptTable, make_prompt_table
 from services.pb import gateway_pb2
 

@@ -1,0 +1,1 @@
+"""Prompts with vectors: how they are read and checked."""
