@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from bench.gpu.device_rates import describe_environment, measure_copy_rate, measure_matrix_rate, require_gpu
+from services.common.families.shape import Activation, LayerParts, NormKind
 from services.common.model_config import ModelConfig, RopeConfig
 
 BATCHES = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -60,11 +61,27 @@ _QWEN_2_7B = replace(
     num_kv_heads=4,
     qkv_bias=True,
 )
+_GEMMA_3_4B = replace(
+    _LLAMA_2_7B,
+    family="gemma3_text",
+    vocab_size=262208,
+    hidden_size=2560,
+    intermediate_size=10240,
+    num_layers=34,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    norm_eps=1e-6,
+    tie_word_embeddings=True,
+    qk_norm=True,
+    parts=LayerParts(norm=NormKind.RMS_PLUS_ONE, activation=Activation.GELU_TANH, has_norms_after=True),
+)
 MODELS = {
     "llama-2-7b": _LLAMA_2_7B,
     "llama-2-13b": _LLAMA_2_13B,
     "llama-3-8b": _LLAMA_3_8B,
     "qwen-2-7b": _QWEN_2_7B,
+    "gemma-3-4b": _GEMMA_3_4B,
 }
 
 
@@ -77,6 +94,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES), help=f"tokens {BATCHES}")
     parser.add_argument("--no-linear", action="store_true", help="leave out the table of linear layers")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of each step")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="PNG or SVG of the steps' times; needs matplotlib")
     arguments = parser.parse_args()
@@ -98,7 +116,7 @@ def main() -> None:
         weights = random_weights(config, dtype, device, seed=0)
         torch.cuda.synchronize()
         weights_s = time.perf_counter() - start
-    steps, ready_s = measure_steps(weights, config, dtype, arguments.batch, ceilings)
+    steps, ready_s = measure_steps(weights, config, dtype, arguments.batch, ceilings, lists_kernels=arguments.kernels)
 
     _print_linear(linear)
     print(f"\n{'batch':>5}{'step, ms':>10}{'torch, ms':>11}{'floor, ms':>11}{'TB/s':>7}{'TFLOP/s':>9}")

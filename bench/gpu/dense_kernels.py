@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bench.gpu.kernel_trace import record_kernels
+from bench.gpu.step_timeline import MAX_NAME_LENGTH
 from services.common.families.shape import Activation
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
@@ -23,6 +25,7 @@ from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.parameters import Parameter
 
 _SWIGLU = MlpActivation(Activation.SILU, is_gated=True)
+_PROFILED_STEPS = 3
 MIN_LAYER_BYTES = 1 << 30  # of distinct weights in one measurement of a layer
 
 
@@ -86,8 +89,10 @@ class LinearLayers:
         return torch.randn(shape, dtype=self._dtype, device="cuda") * 0.02
 
 
-def time_step_us(backend: DenseBackend, config: ModelConfig, dtype: torch.dtype, batch: int) -> float:
-    """Microseconds of a decode step of `batch` sequences as one graph; attention's output does not change."""
+def make_step(
+    backend: DenseBackend, config: ModelConfig, dtype: torch.dtype, batch: int
+) -> Callable[[], object]:
+    """A decode step of `batch` sequences; attention's output does not change."""
     token_ids = torch.randint(config.vocab_size, (batch,), device="cuda")
     qkv = torch.empty(batch, config.qkv_size, dtype=dtype, device="cuda")
     attn_out = torch.randn(batch, config.attn_size, dtype=dtype, device="cuda")
@@ -99,12 +104,46 @@ def time_step_us(backend: DenseBackend, config: ModelConfig, dtype: torch.dtype,
             residual = backend.middle(layer, attn_out, residual, qkv)
         backend.last(attn_out, residual, rows)
 
-    with torch.inference_mode():
-        return time_in_graph_us(step)
+    return step
 
 
+def print_kernels(run_step: Callable[[], object]) -> None:
+    """The kernels of a step as a CUDA graph, by name. Their times overlap."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run_step()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            run_step()
+        graph.replay()
+        stream.synchronize()
+
+        def replay() -> None:
+            for _ in range(_PROFILED_STEPS):
+                graph.replay()
+            stream.synchronize()
+
+        kernels = record_kernels(replay, _PROFILED_STEPS)[-1]
+    by_name: dict[str, list[float]] = {}
+    for kernel in kernels:
+        by_name.setdefault(kernel.name[:MAX_NAME_LENGTH], []).append(kernel.duration_us)
+    print(f"{'kernel':{MAX_NAME_LENGTH}}{'times':>7}{'mean, us':>10}{'sum, us':>10}")
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        print(f"{name:{MAX_NAME_LENGTH}}{len(times):7}{sum(times) / len(times):10.2f}{sum(times):10.1f}")
+    print(f"{'from the first to the last':{MAX_NAME_LENGTH}}{len(kernels):7}{'':10}", end="")
+    print(f"{kernels[-1].end_us - kernels[0].start_us:10.1f}")
+
+
+@torch.inference_mode()
 def measure_steps(
-    weights: ModelWeights, config: ModelConfig, dtype: torch.dtype, batches: list[int], ceilings: dict[str, float]
+    weights: ModelWeights,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    batches: list[int],
+    ceilings: dict[str, float],
+    *,
+    lists_kernels: bool,
 ) -> tuple[list[dict[str, float]], float]:
     """Rows of the table, and the seconds until CudaBackend was ready."""
     start = time.perf_counter()
@@ -112,18 +151,23 @@ def measure_steps(
     torch.cuda.synchronize()
     ready_s = time.perf_counter() - start
     reference = TorchBackend(weights)
-    matrices = [tensor for name, tensor in weights.named_tensors() if tensor.dim() == 2 and name != "embed"]
+    is_read = {"embed": config.tie_word_embeddings}  # as the lm_head; otherwise only some of its rows
+    matrices = [tensor for name, tensor in weights.named_tensors() if tensor.dim() == 2 and is_read.get(name, True)]
     num_weights = sum(matrix.numel() for matrix in matrices)
     steps = []
     for batch in batches:
-        own_us = time_step_us(own, config, dtype, batch)
+        own_step = make_step(own, config, dtype, batch)
+        own_us = time_in_graph_us(own_step)
+        if lists_kernels:
+            print(f"\nbatch {batch}")
+            print_kernels(own_step)
         flops = 2 * batch * num_weights
         floor_us = max(num_weights * dtype.itemsize / ceilings["copy_tb_s"], flops / ceilings["matrix_tflop_s"]) / 1e6
         steps.append(
             {
                 "batch": batch,
                 "own_ms": own_us / 1000,
-                "torch_ms": time_step_us(reference, config, dtype, batch) / 1000,
+                "torch_ms": time_in_graph_us(make_step(reference, config, dtype, batch)) / 1000,
                 "floor_ms": floor_us / 1000,
                 "tb_s": num_weights * dtype.itemsize / own_us / 1e6,
                 "tflop_s": flops / own_us / 1e6,
