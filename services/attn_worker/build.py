@@ -28,8 +28,9 @@ from services.common.resolve import ResolvedModel, use_device
 log = structlog.get_logger()
 
 # Slots for the states of gated delta layers, for each sequence of a step: its committed state, the one that the running
-# step leaves, and the one that the next step leaves. More hold checkpoints for the prefix cache.
-_FEWEST_STATES, _MOST_STATES = 3, 4
+# step leaves, and the one that the next step leaves. With the state before the committed one they are four; two more
+# hold checkpoints, those at the ends of a prompt and of its answer.
+_FEWEST_STATES, _MOST_STATES = 3, 6
 _STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # by format; "model": in the model's dtype
 
 

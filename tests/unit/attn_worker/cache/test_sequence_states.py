@@ -112,6 +112,38 @@ def test_a_prompt_step_may_end_where_its_state_stays() -> None:
     assert cache.open_sequence(2, PROMPT, 10).num_cached_tokens == 8
 
 
+def test_the_beginning_of_many_prompts_is_found_while_all_places_are_taken() -> None:
+    """With the six slots for each place that the worker makes if memory allows, and the next step always planned."""
+    num_places, num_tokens = 8, 30
+    cache = KVCache(500, BLOCK_SIZE, 64, num_state_slots=6 * num_places)
+    texts: dict[int, list[int]] = {}
+    cached, num_pending, num_opened = [], 0, 0
+    lengths: dict[int, int] = {}
+    while num_opened < 5 * num_places:
+        while len(texts) < num_places:
+            num_opened += 1
+            prompt = [*PROMPT[:8], *[100 * num_opened] * (2 + num_opened % 7)]
+            cached.append(cache.open_sequence(num_opened, prompt, len(prompt)).num_cached_tokens)
+            texts[num_opened], lengths[num_opened] = prompt, cached[-1]
+        confirmed = [(seq_id, lengths[seq_id]) for seq_id, text in texts.items() if lengths[seq_id] == len(text)]
+        for seq_id, token_id in confirmed:
+            texts[seq_id].append(token_id)
+        entries = [(seq_id, len(text) - lengths[seq_id], lengths[seq_id]) for seq_id, text in texts.items()]
+        assert not cache.plan_step(make_plan(entries, confirmed=confirmed)).errors
+        num_pending += 1
+        lengths.update((seq_id, len(text)) for seq_id, text in texts.items())
+        ended = [seq_id for seq_id, text in texts.items() if len(text) >= num_tokens + seq_id % num_places]
+        while num_pending > (0 if ended else 1):
+            cache.commit_step()
+            num_pending -= 1
+        cache.close_sequences(ended)
+        for seq_id in ended:
+            del texts[seq_id], lengths[seq_id]
+        cache.check_integrity()
+    assert cached[: num_places + 1].count(0) >= num_places, "nothing is found before it was computed"
+    assert cached[num_places + 1 :] == [8] * (num_opened - num_places - 1)
+
+
 def test_a_step_of_a_closed_sequence_makes_no_state_findable_for_the_next_one_in_its_row() -> None:
     cache = make_cache()
     cache.open_sequence(1, PROMPT, 10)
