@@ -4,10 +4,10 @@
 
 Prints microseconds for each segment and number of tokens; then checks the errors of TensorRT and torch against a wider
 computation in every profile (`tensorrt_precision.py` says what the limits are), the same for values whose squares
-exceed float16, the own error of each operation, CUDA graphs of all captured sizes in random order, a step without
-waiting, and generations of the embedded model. Weights are random in the shape of Llama-2-7B, or of `--model DIR`. The
-exit status is 1 if a check fails; a check that could not run counts as failed and says why. The program has no built-in
-figures: it prints only what it has measured.
+exceed float16, CUDA graphs of all captured sizes in random order, a step without waiting, and generations of the
+embedded model. Weights are random in the shape of Llama-2-7B, or of `--model DIR`. The exit status is 1 if a check
+fails; a check that could not run counts as failed and says why. The program has no built-in figures: it prints only
+what it has measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -32,7 +31,6 @@ from transformers import AutoConfig
 from bench.tensorrt_precision import (
     WIDER,
     Comparison,
-    Probe,
     error_of,
     in_dtype,
     print_comparisons,
@@ -47,7 +45,6 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.select import torch_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.segments import bind_weights
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
@@ -64,8 +61,6 @@ LLAMA_2_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_he
 MAX_ROWS = 64
 MAX_GRAPH_SEQS = 64  # scheduler.max_num_seqs, from which the captured sizes follow
 NUM_GRAPH_ROUNDS = 2
-# Names of kernels that sum products in float16, as far as a name tells.
-SUMS_IN_FLOAT16 = re.compile(r"f16f16_f16f16_f16|_h\d+gemm|h16816gemm|_hgemm")
 PROMPTS = ([1, 306, 27, 9, 400], [1, 77], [1, *range(3, 43)])
 SLEEP_CYCLES = 2_000_000_000  # about a second
 
@@ -80,7 +75,6 @@ class Subject:
     device: torch.device
     weights: ModelWeights
     profiles: tuple[Profile, ...]
-    builder: EnginePlanBuilder
     plans: dict[str, CachedEnginePlan]
     tensorrt: TensorRTSegments
     torch: TorchBackend
@@ -123,7 +117,7 @@ def make_subject(
     binaries = {name: cached.plan for name, cached in found.items()}
     segments = TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream)
     by_torch = TorchBackend(weights)
-    return Subject(api, config, dtype, device, weights, profiles, builder, found, segments, by_torch), lines
+    return Subject(api, config, dtype, device, weights, profiles, found, segments, by_torch), lines
 
 
 def run_segments(
@@ -176,32 +170,6 @@ def check_agreement(subject: Subject, sizes: list[int], scale: float = 1.0) -> d
         found = run_segments(subject.tensorrt, subject.config, inputs, subject.dtype)
         comparisons += compare_outputs(subject, references, inputs, found)
     return verdict(comparisons)
-
-
-def check_operations(subject: Subject, segments: list[str], sizes: list[int]) -> dict[str, Any]:
-    """The own error of each operation, which shows where precision is lost: a result, and no reason to fail.
-
-    Builds plans with more outputs.
-    """
-    weights, comparisons = bind_weights(subject.weights), []
-    networks = export_networks(subject.config, subject.dtype)
-    for segment in segments:
-        probe = Probe(networks[segment], subject.dtype)
-        plan = subject.builder.find_or_build({segment: probe.network}, subject.dtype, None, print)[segment].plan
-        for size in sizes:
-            inputs = subject.inputs(size)
-            activations = {
-                name: tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
-                for name, tensor in inputs.items()
-                if name in {value.name for value in probe.graph.input}
-            }
-            feeds = activations | weights[segment][0]
-            found = probe.run(subject.api, plan, subject.profiles, size, feeds, current_stream())
-            comparisons += probe.compare(segment, size, feeds, found, subject.may_sum_in_float16)
-    print_comparisons(comparisons)
-    worst = worst_by_name(comparisons)
-    losers = [each.name for each in worst if not each.is_good]
-    return {each.name: each.as_json() for each in worst} | {"loses_precision": losers}
 
 
 def check_graphs(subject: Subject, sizes: list[int], seed: int = 0) -> dict[str, Any]:
@@ -304,7 +272,6 @@ def run_checks(
     dtype: torch.dtype,
     profiles: tuple[Profile, ...],
     plans: Path,
-    probed: list[str],
 ) -> dict[str, Any]:
     """Builds, checks and times. Raises ConfigError if there is nothing to check."""
     device = torch.device("cuda")
@@ -320,7 +287,6 @@ def run_checks(
     checks = results["checks"]
     edges = sorted({size for profile in profiles for size in (profile.low, profile.best, profile.high)})
     graph_sizes = token_buckets(MAX_GRAPH_SEQS, profiles[-1].high)
-    best = [profile.best for profile in profiles]
     limits = Limits(profiles[-1].high, MAX_ROWS)
     backends = {
         "tensorrt": subject.tensorrt,
@@ -329,24 +295,13 @@ def run_checks(
     }
     results["times_us"] = measure_segments(backends, config, dtype, device, limits, time_on_gpu)
     print_times(results["times_us"])
-    print_summing_kernels(subject.plans)
     model = load_hugging_face(EMBEDDED_MODEL, tiny_config, dtype).to(device)
     run_check("agreement with torch", lambda: check_agreement(subject, edges), checks)
     run_check("norms in float32", lambda: check_agreement(subject, [1, 20], scale=3000.0), checks)
-    run_check("own error of each operation", lambda: check_operations(subject, probed, best), checks)
     run_check("graphs of all sizes in random order", lambda: check_graphs(subject, graph_sizes), checks)
     run_check("enqueue while the GPU sleeps", lambda: check_no_wait(subject, [1, 64]), checks)
     run_check("generation of the embedded model", lambda: check_generation(tiny, model, 32), checks)
     return results
-
-
-def print_summing_kernels(plans: dict[str, CachedEnginePlan]) -> None:
-    """Prints, for each segment, the kernels that multiply matrices and those of them that sum in float16, by name."""
-    for segment, cached in plans.items():
-        layers = [layer for layer in cached.record.layers or [] if isinstance(layer, dict)]
-        tactics = sorted({tactic for layer in layers if "gemm" in (tactic := str(layer.get("TacticName", "")))})
-        summing = [tactic for tactic in tactics if SUMS_IN_FLOAT16.search(tactic)]
-        print(f"{segment}: {len(tactics)} matrix kernels, {len(summing)} sum in float16 {summing}", flush=True)
 
 
 def print_times(times: dict[str, dict[int, dict[str, float]]]) -> None:
@@ -366,12 +321,6 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
     parser.add_argument("--profiles", default=DenseSection().profiles)
     parser.add_argument("--output-dir", type=Path, metavar="PLANS", help="default: a temporary directory")
-    parser.add_argument(
-        "--probe",
-        default="middle",
-        metavar="SEGMENTS",
-        help="whose operations are compared one by one, each in a plan of its own; default: %(default)s",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to save the results")
     arguments = parser.parse_args()
     gpu = current_gpu(torch.device("cuda"))
@@ -388,7 +337,7 @@ def main() -> int:
         results |= {"dtype": arguments.dtype, "profiles": arguments.profiles}
         print(results, flush=True)
         with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode():
-            results |= run_checks(api, config, dtype, profiles, plans, arguments.probe.split(","))
+            results |= run_checks(api, config, dtype, profiles, plans)
     except TwostrokeError as error:
         sys.exit(f"bench/tensorrt_check.py: {error}")
     if arguments.json is not None:

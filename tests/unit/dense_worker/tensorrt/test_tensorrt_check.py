@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench import tensorrt_check
-from bench.tensorrt_precision import TERMS_PER_SUM, Comparison, Error, Probe, error_of, summed_in_float16
+from bench.tensorrt_precision import TERMS_PER_SUM, Comparison, Error, error_of, summed_in_float16
 from services.common.config import EMBEDDED_MODEL
 from services.common.model_config import load_model_config
 from services.dense_worker.model.weights import load_weights
@@ -97,30 +96,6 @@ def test_not_a_number_is_beyond_every_limit(
 ) -> None:
     disturbed("middle", "down_weight", torch.nan)
     assert "middle.qkv for 2 tokens" in run(lambda: tensorrt_check.check_agreement(subject, [2]))["error"]
-
-
-def test_own_errors_of_sound_operations_pass_and_have_names(subject: tensorrt_check.Subject) -> None:
-    result = run(lambda: tensorrt_check.check_operations(subject, ["first", "middle", "last"], [2, 33]))
-    assert result["loses_precision"] == []
-    products = ("o_weight", "gate_up_weight", "down_weight", "qkv_weight")
-    expected = [*(f"product {name}" for name in products), "residual", "residual #2", "norm", "norm #2", "silu"]
-    assert {f"middle: {what}" for what in expected} <= set(result)
-    assert {"first: norm", "first: product qkv_weight", "last: product lm_head"} <= set(result)
-
-
-def test_the_operation_that_loses_precision_is_the_one_that_is_named(
-    subject: tensorrt_check.Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error in one product disturbs all that follows, but the own error only of this product."""
-    run_probe = Probe.run
-
-    def run_with_error(probe: Probe, api: TensorRT, plan: bytes, profiles: Any, size: int, feeds: Any, at: int) -> Any:
-        wrong = dict(feeds) | {"gate_up_weight": feeds["gate_up_weight"].mul(1.02)}
-        return run_probe(probe, api, plan, profiles, size, wrong, at)
-
-    monkeypatch.setattr(Probe, "run", run_with_error)
-    result = run(lambda: tensorrt_check.check_operations(subject, ["middle"], [4]))
-    assert result["loses_precision"] == ["middle: product gate_up_weight"]
 
 
 def test_summing_in_float16_is_worse_than_float32_and_the_size_of_its_error_is_the_known_one() -> None:
