@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 import torch
@@ -184,12 +185,14 @@ def _build_runner(
         return EagerLayerRunner(make_torch(*arguments), spec.num_layers)
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(name, has_states=bool(spec.gated_delta))
+    make_backend = _capturable_backend(name, section, has_states=bool(spec.gated_delta))
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
     return CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
 
 
-def _capturable_backend(name: BackendName, *, has_states: bool) -> Callable[..., CapturableAttention]:
+def _capturable_backend(
+    name: BackendName, section: AttentionSection, *, has_states: bool
+) -> Callable[..., CapturableAttention]:
     if name == "flashinfer":
         from services.attn_worker.backends.flashinfer_attention import FlashInferAttention  # needs flashinfer
 
@@ -197,7 +200,7 @@ def _capturable_backend(name: BackendName, *, has_states: bool) -> Callable[...,
     if has_states:
         from services.attn_worker.backends.gated.captured_layers import layered_triton_attention  # needs triton
 
-        return layered_triton_attention
+        return partial(layered_triton_attention, in_chunks=section.chunked_recurrence)
     from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
 
     return TritonAttention

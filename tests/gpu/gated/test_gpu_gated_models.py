@@ -19,16 +19,16 @@ from tests.support.reference import TOKENIZER_FILES, VOCAB_SIZE, random_prompts,
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MAX_TOKENS = 120
-# The long prompts take several steps, of several chunks each, in which the others decode. Those of a few tokens go
-# through the recurrence token by token.
+# The long prompts take several steps, of several chunks each, in which the others decode.
 PROMPTS = [*random_prompts(3, longest=60, seed=2), *random_prompts(3, longest=330, seed=3)[1:], [7, 8, 9]]
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+@pytest.fixture(scope="module", params=[("qwen3_next", "false"), ("qwen3_5", "true")], ids="-".join)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     """In float32: in bfloat16 a batch of another size may choose other tokens."""
-    path = tmp_path_factory.mktemp(request.param)
-    make_family_model(path, request.param, vocab_size=VOCAB_SIZE, max_position_embeddings=512)
+    family, in_chunks = request.param
+    path = tmp_path_factory.mktemp(family)
+    make_family_model(path, family, vocab_size=VOCAB_SIZE, max_position_embeddings=512)
     for name in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_MODEL / name, path)
     settings = (
@@ -36,6 +36,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "model.dtype=float32",
         "scheduler.max_num_batched_tokens=160",
         "scheduler.max_num_seqs=8",
+        f"attention.chunked_recurrence={in_chunks}",
     )
     with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings) as cluster:
         yield path, cluster

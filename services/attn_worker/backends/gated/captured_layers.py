@@ -43,8 +43,9 @@ def layered_triton_attention(
     *,
     max_num_seqs: int = 1024,
     max_num_tokens: int = 8192,
+    in_chunks: bool = False,
 ) -> CapturableLayeredAttention:
-    """Both kinds of layers by Triton kernels. Raises CapacityError if memory is too small."""
+    """Both kinds of layers by Triton kernels; see `TritonGatedDelta`. Raises CapacityError if memory is too small."""
     attention = TritonAttention(
         attention_layers(config),
         spec.attention_layers(),
@@ -54,5 +55,6 @@ def layered_triton_attention(
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
     )
-    gated_delta = TritonGatedDelta(spec, dtype, device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens)
+    limits = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
+    gated_delta = TritonGatedDelta(spec, dtype, device, **limits, in_chunks=in_chunks)
     return CapturableLayeredAttention(attention, gated_delta, spec)

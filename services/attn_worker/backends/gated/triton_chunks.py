@@ -128,7 +128,7 @@ def _solve_chunks(
     norm_ptrs = norms_ptr + rows * (2 * NUM_KEY_HEADS) + key_head
     q_norms, k_norms = tl.load(norm_ptrs, is_token, 0.0), tl.load(norm_ptrs + NUM_KEY_HEADS, is_token, 0.0)
     gate_ptrs = gates_ptr + rows * (2 * NUM_VALUE_HEADS) + head
-    log_decays = tl.cumsum(tl.load(gate_ptrs, is_token, 0.0), axis=0)
+    log_decays = tl.cumsum(_log_decays(gate_ptrs, is_token), axis=0)
     strengths = tl.load(gate_ptrs + NUM_VALUE_HEADS, is_token, 0.0)
 
     i, j = tokens[:, None], tokens[None, :]
@@ -218,7 +218,7 @@ def _run_chunks(
         v = tl.load(v_ptrs, is_row & is_value[None, :], 0.0).to(tl.float32)
         norm_ptrs = norms_ptr + rows * (2 * NUM_KEY_HEADS) + key_head
         q_norms, k_norms = tl.load(norm_ptrs, is_token, 0.0), tl.load(norm_ptrs + NUM_KEY_HEADS, is_token, 0.0)
-        log_decay = tl.load(gates_ptr + rows * (2 * NUM_VALUE_HEADS) + head, is_token, 0.0)
+        log_decay = _log_decays(gates_ptr + rows * (2 * NUM_VALUE_HEADS) + head, is_token)
         log_decays, last = tl.cumsum(log_decay, axis=0), tl.sum(log_decay, axis=0)
         decays, to_end = tl.exp(log_decays), tl.exp(tl.minimum(last - log_decays, 0.0))
         chunk_tile = (rows[:, None] * NUM_VALUE_HEADS + head) * CHUNK + tokens[None, :]
@@ -235,6 +235,12 @@ def _run_chunks(
         tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), is_row & is_value[None, :])
 
     tl.store(matrices_ptr + target * SLOT_SIZE + tile, state, is_tile)
+
+
+@triton.jit
+def _log_decays(decay_ptrs, is_token):
+    """Logarithms of the decays of tokens, 0 for others. A decay below 1e-37 leaves nothing, either."""
+    return tl.log(tl.maximum(tl.load(decay_ptrs, is_token, 1.0), 1e-37))
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class Convolved:
 
     rows: torch.Tensor  # [max_num_tokens, conv_dim], of the model's dtype: q, k and v after SiLU
     norms: torch.Tensor  # float32 [max_num_tokens, 2 * num_key_heads]: factors of each head of q, then of k
-    gates: torch.Tensor  # float32 [max_num_tokens, 2 * num_value_heads]: logarithms of decays, then strengths
+    gates: torch.Tensor  # float32 [max_num_tokens, 2 * num_value_heads]: decay of each value head, then strength
 
 
 def convolve_items(
@@ -118,9 +118,9 @@ def _convolve_items(
             strength = tl.sigmoid(tl.load(b_ptr).to(tl.float32))
             x = tl.load(b_ptr + NUM_VALUE_HEADS).to(tl.float32) + tl.load(dt_bias_ptr + value_head)
             softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-            log_decay = -tl.exp(tl.load(a_log_ptr + value_head)) * softplus
+            decay = tl.exp(-tl.exp(tl.load(a_log_ptr + value_head)) * softplus)
             gate_ptr = gates_ptr + (first_row + token) * (2 * NUM_VALUE_HEADS) + value_head
-            tl.store(gate_ptr, log_decay)
+            tl.store(gate_ptr, decay)
             tl.store(gate_ptr + NUM_VALUE_HEADS, strength)
 
     if end == num_tokens:

@@ -89,7 +89,7 @@ def _run_parts(
         q = tl.load(q_ptrs, is_key, 0.0).to(tl.float32) * tl.load(norm_ptr)
         k = tl.load(q_ptrs + KEY_SIZE, is_key, 0.0).to(tl.float32) * tl.load(norm_ptr + NUM_KEY_HEADS)
         v = tl.load(v_ptrs, is_value, 0.0).to(tl.float32)
-        decay, strength = tl.exp(tl.load(gate_ptr)), tl.load(gate_ptr + NUM_VALUE_HEADS)
+        decay, strength = tl.load(gate_ptr), tl.load(gate_ptr + NUM_VALUE_HEADS)
         state = state * decay
         change = strength * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * change[None, :]
