@@ -64,7 +64,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         limits = frontend.limits
-        _check_prompts(body, section.max_prompts, limits.max_model_len)
+        check_prompts(body, section.max_prompts, limits.max_model_len)
         return Answer(
             frontend,
             traced(completion_messages(body, request_id, limits, await _read_embeds(body, frontend)), request),
@@ -109,7 +109,8 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     return router
 
 
-def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int) -> None:
+def check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int) -> None:
+    """Raises `InvalidRequest` for no prompts, too many, or one that cannot fit."""
     prompts = body.prompts
     if body.prompt is None and not body.embeds:
         raise InvalidRequest("prompt is required, or prompt_embeds", "prompt")

@@ -1,0 +1,49 @@
+"""POST /generate, as SGLang has it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.common.config import GatewaySection
+from services.gateway.frontend import Frontend
+from services.gateway.http.answers.answer import Answer
+from services.gateway.http.answers.generate_format import GenerateFormat
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.field_names import client_field_names
+from services.gateway.http.json_route import json_route
+from services.gateway.http.routes.completions import STREAM_CONTENT, check_prompts, traced
+from services.gateway.http.schemas.generate import GenerateBody
+from services.gateway.http.to_message import completion_messages
+
+
+def generate_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+    """The route of one gateway."""
+    router = APIRouter(route_class=json_route(section.max_body_values), tags=["Generation"], responses=ERROR_RESPONSES)
+
+    @router.post(
+        "/generate",
+        response_class=Response,
+        responses={200: {"content": STREAM_CONTENT, "description": "The answer, or a list of answers"}},
+    )
+    async def generate(body: GenerateBody, request: Request) -> Response:
+        """SGLang's own route: continues one or several prompts."""
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        request_id = body.rid or request.state.request_id
+        body.log_unknown_fields(request.state.request_id)
+        body.sampling_params.log_unknown_fields(request.state.request_id)
+        completion, limits = body.completion, frontend.limits
+        answer_format = GenerateFormat(frontend, body, request_id)
+        with client_field_names(answer_format.param_names):
+            check_prompts(completion, section.max_prompts, limits.max_model_len)
+        return Answer(
+            frontend,
+            traced(completion_messages(completion, request_id, limits), request),
+            answer_format,
+            is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+        )
+
+    return router

@@ -1,0 +1,106 @@
+"""The body of SGLang's POST /generate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+from pydantic import Field
+from pydantic_core import PydanticCustomError
+
+from services.common.config import MAX_PROMPTS
+from services.gateway.http.schemas.base import CountOrAll, RequestModel, UInt32, at_most
+from services.gateway.http.schemas.completions import CompletionRequest, Prompt
+
+DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
+OWN_FIELDS = ("no_stop_trim",)  # of SGLang, which a completion has under another name
+
+
+class GenerateSampling(CompletionRequest):
+    """SGLang's `sampling_params`: the options of completions, some of them under other names."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: values for name, values in CompletionRequest.unsupported.items() if name not in OWN_FIELDS},
+        # they belong into the body, or are known under another name
+        "logprobs": (),
+        "max_tokens": (),
+        "prompt": (),
+        "stream": (),
+    }
+
+    max_new_tokens: UInt32 | None = Field(None, description=f"Longest answer in tokens; default {DEFAULT_TOKENS}")
+    min_new_tokens: UInt32 | None = Field(None, description="Shortest answer in tokens")
+    no_stop_trim: bool | None = Field(None, description="Keep the stop string that ended the answer")
+    sampling_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+
+
+class GenerateBody(RequestModel):
+    """Prompts to continue. With several prompts or answers, the response is a list."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "image_data": ([],),
+        "audio_data": ([],),
+        "video_data": ([],),
+        "input_embeds": (),
+        "return_hidden_states": (False,),
+        "token_ids_logprob": ([],),
+        "session_params": ({},),
+        "custom_logit_processor": ("",),
+    }
+
+    text: Annotated[str | list[str] | None, at_most(MAX_PROMPTS)] = Field(None, description="The prompt, or several")
+    input_ids: Prompt | None = Field(None, description="The same as token ids")
+    sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
+    stream: bool | None = Field(None, description="Send events, each with the whole text so far")
+    return_logprob: bool | None = Field(None, description="Give the log-probability of each token; not with stream")
+    top_logprobs_num: UInt32 | None = Field(None, description="And of this many most likely tokens")
+    logprob_start_len: CountOrAll | None = Field(
+        None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
+    )
+    return_text_in_logprobs: bool | None = None
+    rid: str | None = Field(None, description="The request's name, for logs and meta_info.id")
+    lora_path: str | None = Field(None, description="The name of an adapter")
+
+    @pydantic.field_validator("sampling_params", mode="before")
+    @classmethod
+    def _no_params(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @pydantic.model_validator(mode="after")
+    def _check_together(self) -> GenerateBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise PydanticCustomError("prompt", "exactly one of text and input_ids is required", {"field": "text"})
+        if isinstance(self.input_ids, str) or (self.input_ids and isinstance(self.input_ids[0], str)):
+            raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
+        if self.stream and self.return_logprob:
+            raise PydanticCustomError("stream", "cannot be used with stream", {"field": "return_logprob"})
+        return self
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether several prompts are given, be it a list of one."""
+        prompt = self.text if self.input_ids is None else self.input_ids
+        return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+    @property
+    def completion(self) -> CompletionRequest:
+        """The request for completions that asks for the same."""
+        params = self.sampling_params
+        has_prompt_logprobs = self.return_logprob and self.logprob_start_len not in (None, -1)
+        changes: dict[str, Any] = {
+            "prompt": self.text if self.input_ids is None else self.input_ids,
+            "stream": self.stream,
+            "model": self.lora_path,
+            "max_tokens": DEFAULT_TOKENS if params.max_new_tokens is None else params.max_new_tokens,
+            "logprobs": (self.top_logprobs_num or 0) if self.return_logprob else None,
+            "prompt_logprobs": (self.top_logprobs_num or 0) if has_prompt_logprobs else None,
+        }
+        for name, value in (
+            ("min_tokens", params.min_new_tokens),
+            ("include_stop_str_in_output", params.no_stop_trim),
+            ("seed", params.sampling_seed),
+        ):
+            if value is not None:
+                changes[name] = value
+        return params.model_copy(update=changes)

@@ -1,0 +1,178 @@
+"""SGLang's /generate: the same answers as completions give, in SGLang's objects."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.clients.gateway_calls import EOS, ids
+from tests.support.clients.http_clients import events
+from tests.support.clients.http_gateway import COMPLETIONS, check_error, say, with_client
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
+
+URL = "/generate"
+TEXT = " in Łódź, 東京."
+PROMPT = "a city"
+
+
+def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        answer = (await client.post(URL, json={"text": PROMPT, "rid": "mine"})).json()
+        assert answer.keys() == {"text", "output_ids", "meta_info"}
+        assert (answer["text"], answer["output_ids"]) == (TEXT, [*ids(TEXT), EOS])
+        about = answer["meta_info"]
+        assert about["id"] == "mine" and about["finish_reason"] == {"type": "stop", "matched": EOS}
+        submit = dense.submits[-1]
+        assert about["prompt_tokens"] == len(submit.prompt_token_ids)
+        assert about["completion_tokens"] == len(ids(TEXT)) + 1
+        assert submit.max_tokens == 128 and submit.request_id == "mine"
+        by_ids = {"input_ids": list(submit.prompt_token_ids), "sampling_params": {"max_new_tokens": 3}}
+        cut = (await client.post(URL, json=by_ids)).json()
+        assert cut["output_ids"] == ids(TEXT)[:3]
+        assert cut["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+        stopped = (await client.post(URL, json={"text": PROMPT, "sampling_params": {"stop": [","]}})).json()
+        assert stopped["text"] == " in Łódź"
+        assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": ","}
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.max_tokens])
+    with_client(tmp_path, dense, test)
+
+
+def test_options_are_those_of_completions(tmp_path: Path) -> None:
+    same = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.25,
+        "repetition_penalty": 1.5, "stop_token_ids": [99], "ignore_eos": True, "skip_special_tokens": False, "n": 1,
+        "stop": "x",
+    }  # fmt: skip
+    own = {"max_new_tokens": 5, "min_new_tokens": 2, "no_stop_trim": True, "sampling_seed": 3}
+    of_completions = {"max_tokens": 5, "min_tokens": 2, "include_stop_str_in_output": True, "seed": 3}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for url, body in (
+            (COMPLETIONS, {"prompt": PROMPT, **same, **of_completions}),
+            (URL, {"text": PROMPT, "sampling_params": same | own}),
+        ):
+            response = await client.post(url, json=body)
+            assert response.status_code == 200, response.text
+        first, second = dense.submits
+        for each in (first, second):
+            for name in ("seq_id", "request_id", "queue_timeout_ms"):
+                each.ClearField(name)
+        assert first == second
+
+    dense = FakeDense(lambda submit: ids(" a") * submit.max_tokens)
+    with_client(tmp_path, dense, test)
+
+
+def test_several_prompts_and_answers_come_as_a_list(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for body, count in (
+            ({"text": ["a", "b"]}, 2),
+            ({"text": ["a"]}, 1),
+            ({"input_ids": [[5], [6, 7]], "sampling_params": {"n": 2}}, 4),
+            ({"text": "a", "sampling_params": {"n": 2}}, 2),
+        ):
+            answers = (await client.post(URL, json=body)).json()
+            assert [each["text"] for each in answers] == [TEXT] * count
+            assert len({each["meta_info"]["id"] for each in answers}) == count
+            streamed = events((await client.post(URL, json=body | {"stream": True})).text)
+            assert {each["index"] for each in streamed} == set(range(count))
+
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(TEXT), EOS]), test)
+
+
+def test_each_event_has_the_whole_text_so_far(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(URL, json={"text": PROMPT, "stream": True})
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.text.endswith("data: [DONE]\n\n")
+        found = events(response.text)
+        texts = [each["text"] for each in found]
+        assert texts[-1] == TEXT and len(texts) > 1
+        assert all(after.startswith(before) for before, after in pairwise(texts))
+        assert [each["meta_info"]["finish_reason"] for each in found[:-1]] == [None] * (len(found) - 1)
+        assert found[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+        assert found[-1]["output_ids"] == [*ids(TEXT), EOS]
+
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(TEXT), EOS], step_s=0.005), test)
+
+
+def test_long_streams_do_not_grow_with_the_square_of_their_length(tmp_path: Path) -> None:
+    word = ids(" San Francisco")
+    num_words = 3000
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": len(word) * num_words}}
+        found = events((await client.post(URL, json=body)).text)
+        text = found[-1]["text"]
+        lengths = [len(each["text"]) for each in found]
+        for before, after in pairwise(lengths[:-1]):
+            assert after - before > after // 1024
+        assert len(text) == len(" San Francisco") * num_words
+
+    dense = FakeDense(lambda submit: word * num_words, max_model_len=100_000)
+    with_client(tmp_path, dense, test)
+
+
+def test_log_probabilities_are_those_of_completions(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        options: dict[str, Any] = {"top_logprobs_num": 2, "logprob_start_len": 1, "return_text_in_logprobs": True}
+        options |= {"return_logprob": True, "sampling_params": {"max_new_tokens": len(ids(" one two"))}}
+        about = (await client.post(URL, json={"input_ids": [5, 6, 7], **options})).json()["meta_info"]
+        body = {"prompt": [5, 6, 7], "logprobs": 2, "prompt_logprobs": 2, "max_tokens": len(ids(" one two"))}
+        [choice] = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+        logprobs, token_ids, texts = zip(*about["output_token_logprobs"], strict=True)
+        assert list(logprobs) == choice["logprobs"]["token_logprobs"]
+        assert (list(token_ids), "".join(texts)) == (ids(" one two"), " one two")
+        assert [len(each) for each in about["output_top_logprobs"]] == [2] * len(token_ids)
+        assert [each[1] for each in about["input_token_logprobs"]] == [6, 7]
+        prompt = choice["prompt_logprobs"][1:]
+        for (logprob, token_id, _), entry in zip(about["input_token_logprobs"], prompt, strict=True):
+            assert entry[str(token_id)]["logprob"] == logprob
+        del options["logprob_start_len"], options["return_text_in_logprobs"]
+        plain = (await client.post(URL, json={"text": PROMPT, **options})).json()["meta_info"]
+        assert plain["input_token_logprobs"] == [] and plain["output_token_logprobs"][0][2] is None
+
+    with_client(tmp_path, FakeDense(say(" one two")), test)
+
+
+WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
+    ({}, "text", ["exactly one of text and input_ids"]),
+    ({"text": "a", "input_ids": [5]}, "text", ["exactly one"]),
+    ({"input_ids": "abc"}, "input_ids", ["token ids"]),
+    ({"input_ids": ["abc"]}, "input_ids", ["token ids"]),
+    ({"input_ids": [10**9]}, "input_ids", ["input_ids[0] is 1000000000", "vocabulary"]),
+    ({"text": []}, "text", ["0 prompts"]),
+    ({"text": ["a"] * 65}, "text", ["65", "64"]),
+    ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature", ["-1"]),
+    ({"text": "a", "sampling_params": {"top_p": "x"}}, "sampling_params.top_p", ["'x'"]),
+    ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens", ["not supported"]),
+    ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex", ["not supported"]),
+    ({"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed", [str(2**63)]),
+    ({"text": "a", "sampling_params": [{}]}, "sampling_params", []),
+    ({"text": "a", "stream": True, "return_logprob": True}, "return_logprob", ["stream"]),
+    ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num", ["1000000"]),
+    ({"text": "a", "image_data": ["x"]}, "image_data", ["not supported"]),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), WRONG)
+def test_a_wrong_body_is_a_400_that_names_the_field(
+    tmp_path: Path, body: dict[str, Any], param: str, words: list[str]
+) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        check_error(await client.post(URL, json=body), 400, param, *words)
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_an_unknown_adapter_is_a_404(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        check_error(await client.post(URL, json={"text": "a", "lora_path": "sql"}), 404, "lora_path", "sql")
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
