@@ -41,6 +41,8 @@ def read_smollm3(fields: ConfigFields) -> ModelConfig:
     fields.ignore("use_sliding_window", "no_rope_layer_interval")  # the interval fills `no_rope_layers`
     config = read_llama(fields)
     rotates = fields["no_rope_layers"]  # 1 for a layer that does, whatever the name says
+    if len(rotates) != config.num_layers:
+        raise fields.error("no_rope_layers", rotates, f"expected one number for each of its {config.num_layers} layers")
     ropes = tuple(config.rope if each else None for each in rotates)
     windows = windows_of_layers(fields, read_window(fields))
     return replace(config, sliding_windows=windows, attention=AttentionOptions(layer_ropes=ropes))

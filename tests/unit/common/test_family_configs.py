@@ -47,6 +47,7 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("ernie4_5", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "factor 0.5, supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True, supported: False"),
         ("gemma2", {"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers \[1\], expected one number for each of its 2 layers"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True, supported: False"),
         ("phi", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4}}, "0.4"),
         ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.7}}, "0.7"),
