@@ -128,4 +128,6 @@ def _block_tiles_kernel(
         tile = feature_tile * tl.num_programs(0) + row_tile
         sums, is_last = add_splits(sums, partial_sums, num_done, tile, split, BLOCK_ROWS, BLOCK_OUT, NUM_SPLITS)
     if is_last:
-        write_features(out, sums, sums, bias, None, features, rows, is_row, out_features, out_stride, False, DTYPE)
+        write_features(
+            out, sums, sums, bias, None, features, rows, is_row, out_features, out_stride, None, False, DTYPE
+        )  # fmt: skip

@@ -161,7 +161,9 @@ def _value_tiles_kernel(
     if is_last:
         if GROUP_SIZE == 0:
             sums *= tl.load(scale + w_features).to(tl.float32)[:, None]
-        write_features(out, sums, sums, bias, None, features, rows, is_row, out_features, out_stride, False, DTYPE)
+        write_features(
+            out, sums, sums, bias, None, features, rows, is_row, out_features, out_stride, None, False, DTYPE
+        )  # fmt: skip
 
 
 @triton.jit
