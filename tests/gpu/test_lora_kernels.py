@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
+from services.common.families.shape import Activation
 from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.parameters import Parameter
 from services.dense_worker.model.plain_weight import PlainWeight
@@ -20,16 +25,24 @@ from services.dense_worker.lora.cuda_lora import CudaLora
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 MAX_RANK, MAX_NUM_TOKENS, NUM_SLOTS = 40, 300, 3
 # Ranks of each projection, by slot: several in one layer, no multiples of 16, and layers without a delta.
-RANKS = ({"qkv0": 4, "qkv1": 16, "qkv2": 17, "down0": 40}, {"qkv1": 8}, {"down0": 33, "qkv2": 1})
+RANKS = (
+    {"qkv0": 4, "qkv1": 16, "qkv2": 17, "down0": 40, "gate_up1": 5},
+    {"qkv1": 8, "gate_up0": 16},
+    {"down0": 33, "qkv2": 1, "gate_up0": 30, "gate_up1": 40},
+)
 
 
 def make_linear(name: str, in_features: int, sizes: tuple[int, ...]) -> Linear:
     merged = tuple(Projection(f"{name}{index}", size) for index, size in enumerate(sizes))
-    weight = PlainWeight(Parameter("unused", torch.empty(0)))
+    weight = PlainWeight(Parameter(name, torch.randn(sum(sizes), in_features) / in_features**0.5))
     return Linear(name, in_features, sum(sizes), merged, Cut.OUT, weight, None)
 
 
-LINEARS = (make_linear("qkv", 200, (96, 32, 32)), make_linear("down", 136, (150,)))
+LINEARS = (
+    make_linear("qkv", 200, (96, 32, 32)),
+    make_linear("down", 136, (150,)),
+    make_linear("gate_up", 200, (100, 100)),
+)
 
 
 def make_adapter(ranks: dict[str, int], rng: np.random.Generator) -> dict[str, LoraTensors]:
@@ -91,6 +104,37 @@ def test_deltas_are_those_of_torch(kernel_device: torch.device, dtype: torch.dty
         check_rows(found, reference, 7, dtype, kernel_device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 33, 64])
+def test_a_product_with_deltas_is_that_of_torch(kernel_device: torch.device, dtype: torch.dtype, num_rows: int) -> None:
+    if kernel_device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not round bfloat16")
+    torch.manual_seed(num_rows)
+    found, reference = make_stores(dtype, kernel_device)
+    mixed = np.random.default_rng(num_rows).integers(-1, NUM_SLOTS, num_rows)
+    for slots in (mixed, np.full(num_rows, 1), np.full(num_rows, -1)):
+        for store in (found, reference):
+            store.begin_step(slots.astype(np.int64))
+        found.start(num_rows)
+        for linear in LINEARS:
+            x, residual = torch.randn(num_rows, linear.in_features).to(dtype), None
+            weight = linear.weight.matrix.data.to(dtype)
+            product = F.linear(x, weight)
+            reference.add(linear, x, product)
+            expected = product.float()
+            activation = MlpActivation(Activation.SILU, is_gated=True) if linear.name == "gate_up" else None
+            if activation is not None:
+                expected = activation.apply(expected)
+            if linear.name == "down":
+                residual = torch.randn_like(expected).to(kernel_device, dtype)
+                expected += residual.cpu().float()
+            on_device = replace(linear, weight=PlainWeight(Parameter(linear.name, weight.to(kernel_device))))
+            out = torch.empty(expected.shape, dtype=dtype, device=kernel_device)
+            found.multiply(on_device, x.to(kernel_device), out, activation, residual)
+            error = (out.cpu().float() - expected).abs().max() / expected.abs().max()
+            assert error < TOLERANCES[dtype], linear.name
+
+
 def test_an_adapter_that_replaces_another_leaves_nothing_of_it(kernel_device: torch.device) -> None:
     found, reference = make_stores(torch.float32, kernel_device)
     adapter = make_adapter({"qkv0": 3}, np.random.default_rng(5))
@@ -102,19 +146,24 @@ def test_an_adapter_that_replaces_another_leaves_nothing_of_it(kernel_device: to
 
 
 @pytest.mark.gpu
-def test_one_graph_serves_any_slots() -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_one_graph_serves_any_slots(is_fused: bool) -> None:
     """A captured step reads the slots of each replay."""
-    device = torch.device("cuda")
-    found, reference = make_stores(torch.float32, device)
-    num_rows, linear = 33, LINEARS[0]
-    x = torch.randn(num_rows, linear.in_features)
-    x_on_device, out = x.to(device), torch.zeros(num_rows, linear.out_features, device=device)
+    device, dtype = torch.device("cuda"), torch.bfloat16 if is_fused else torch.float32
+    found, reference = make_stores(dtype, device)
+    weight = PlainWeight(Parameter("qkv", torch.zeros(160, 200, dtype=dtype, device=device)))
+    num_rows, linear = 33, replace(LINEARS[0], weight=weight)
+    x = torch.randn(num_rows, linear.in_features).to(dtype)
+    x_on_device, out = x.to(device), torch.zeros(num_rows, linear.out_features, device=device, dtype=dtype)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
     def run() -> None:
         found.start(num_rows)
         out.zero_()
-        found.add(linear, x_on_device, out)
+        if is_fused:
+            found.multiply(linear, x_on_device, out, None, None)
+        else:
+            found.add(linear, x_on_device, out)
 
     with torch.cuda.stream(stream):
         with found.activated():
@@ -128,6 +177,7 @@ def test_one_graph_serves_any_slots() -> None:
             reference.begin_step(slots)
             graph.replay()
             stream.synchronize()
-            expected = torch.zeros(num_rows, linear.out_features)
+            expected = torch.zeros(num_rows, linear.out_features, dtype=dtype)
             reference.add(linear, x, expected)
-            assert torch.allclose(out.cpu(), expected, rtol=1e-4, atol=1e-4)
+            error = (out.cpu().float() - expected.float()).abs().max() / expected.float().abs().max()
+            assert error < TOLERANCES[dtype]

@@ -61,6 +61,10 @@ class CudaBackend:
         self._reads_positions = weights.reads_positions
         self._has_tiles = False  # for some layer
         self._choose_kernels(_linears_of_each_kind(weights))
+        if lora is not None:
+            with lora.compiling():
+                for num_tokens in self._step_sizes():
+                    self._random_step(num_tokens)()
         for num_tokens in self._step_sizes():  # so that no later step compiles a kernel or loads a library
             self._random_step(num_tokens)()
             if lora is not None:

@@ -70,8 +70,16 @@ class CudaLinear:
 
     @property
     def adds_deltas(self) -> bool:
-        """Whether rows of the step have adapters. Then no product may be fused with the norm before or a gate after."""
+        """Whether rows of the step have adapters. Then no product may be fused with the norm before it."""
         return self._lora is not None and self._lora.is_active
+
+    def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
+        """The choice for this layer and number of rows. With adapters it is streamed wherever that adds the deltas."""
+        return LinearKernel.STREAMED if self._fuses_deltas(linear, num_rows) else self.choice.kernel(linear, num_rows)
+
+    def fuses_activation_after(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+        """Whether `multiply` computes the activation of the product."""
+        return kernel is LinearKernel.STREAMED and (not self.adds_deltas or self._fuses_deltas(linear, num_rows))
 
     def can_stream(self, linear: Linear) -> bool:
         """Whether there are streaming kernels for this layer; otherwise they must not be chosen."""
@@ -134,6 +142,11 @@ class CudaLinear:
 
         If rows have adapters, their deltas are added.
         """
+        if self._fuses_deltas(linear, len(x)):
+            is_plain = norm is None and delta is None and activation_before is None
+            assert is_plain, "the kernel with deltas fuses only what follows"
+            self._lora.multiply(linear, x, out, activation, residual)
+            return
         if kernel is LinearKernel.STREAMED:
             assert delta is None and activation_before is None, "no streaming kernel fuses them"
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, activation, residual)
@@ -143,6 +156,10 @@ class CudaLinear:
         if self._lora is not None and self._lora.is_active:
             assert norm is None and activation is None, "an adapter's delta is of the plain product"
             self._lora.add(linear, x, out)
+
+    def _fuses_deltas(self, linear: Linear, num_rows: int) -> bool:
+        """Whether one kernel computes the product with the deltas of the rows' adapters."""
+        return self._lora is not None and self._lora.is_active and self._lora.fuses(linear, num_rows)
 
     def _many_rows(
         self, kernel: LinearKernel, linear: Linear, num_rows: int

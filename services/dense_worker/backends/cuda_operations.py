@@ -94,7 +94,7 @@ class CudaOperations:
         hidden = residual.hidden
         if out is None:
             out = torch.empty(len(hidden), linear.out_features, dtype=hidden.dtype, device=hidden.device)
-        kernel = self.products.choice.kernel(linear, len(hidden))
+        kernel = self.products.kernel(linear, len(hidden))
         return self._norm_multiply(kernel, residual, norm, linear, out), out
 
     def norm_activate(
@@ -106,8 +106,8 @@ class CudaOperations:
         """
         num_rows = len(residual.hidden)
         rows = self._activation[:num_rows, : linear.out_features]
-        kernel = self.products.choice.kernel(linear, num_rows)
-        if kernel is LinearKernel.STREAMED and not self.products.adds_deltas:
+        kernel = self.products.kernel(linear, num_rows)
+        if self.products.fuses_activation_after(kernel, linear, num_rows):
             out = rows[:, : linear.out_features // (1 + activation.is_gated)]
             return self._norm_multiply(kernel, residual, norm, linear, out, activation), out
         return self._norm_multiply(kernel, residual, norm, linear, rows), Unactivated(rows, activation)
@@ -132,7 +132,7 @@ class CudaOperations:
         So does a product that is normalised or multiplied before it is added.
         """
         hidden = self.settle(residual)
-        kernel = self.products.choice.kernel(linear, len(hidden))
+        kernel = self.products.kernel(linear, len(hidden))
         if kernel is LinearKernel.STREAMED and norm is None and multiplier == 1.0:
             self._multiply(linear, x, hidden, residual=hidden)
             return Residual(hidden)
@@ -249,7 +249,7 @@ class CudaOperations:
 
     def _multiply(self, linear: Linear, x: MlpInput, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """The product, by the kernel of the layer's choice. What prepares x activates it, or a kernel before."""
-        kernel = self.products.choice.kernel(linear, len(out))
+        kernel = self.products.kernel(linear, len(out))
         if not isinstance(x, Unactivated):
             self.products.multiply(kernel, linear, x, out, residual=residual)
         elif self.products.fuses_activation(kernel, linear, len(out)):

@@ -10,9 +10,17 @@ from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import Norm
+from services.dense_worker.model.plain_weight import PlainWeight
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 192 << 10  # of the largest tiles, sized for Hopper
+
+
+def can_stream_plain(launcher: KernelLauncher, linear: Linear) -> bool:
+    """Whether a layer has 16-bit weights whose rows fit into registers, and the GPU has Hopper's shared memory."""
+    is_known = isinstance(linear.weight, PlainWeight) and linear.weight.kind in _DTYPES
+    has_room = launcher.shared_memory_bytes >= _SHARED_BYTES
+    return is_known and has_room and linear.in_features <= MAX_IN_FEATURES
 
 
 class StreamedPlain:
@@ -23,9 +31,8 @@ class StreamedPlain:
         self._splits = SplitWorkspace(device, launcher.num_sms)
 
     def can_multiply(self, linear: Linear) -> bool:
-        """True for 16-bit weights whose rows fit into registers, on a GPU with Hopper's shared memory."""
-        has_room = self._launcher.shared_memory_bytes >= _SHARED_BYTES
-        return has_room and linear.weight.kind in _DTYPES and linear.in_features <= MAX_IN_FEATURES
+        """Like `can_stream_plain`."""
+        return can_stream_plain(self._launcher, linear)
 
     def multiply(
         self,

@@ -144,17 +144,11 @@ def _skinny_kernel(
 
     part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
     start = split * part_size
-    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for first_column in tl.range(start, tl.minimum(start + part_size, in_features), BLOCK_IN, num_stages=NUM_STAGES):
-        columns = first_column + tl.arange(0, BLOCK_IN)
-        is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
-        w = tl.load(w_rows + columns[None, :], mask=is_column[None, :], other=0.0)
-        x_tile = tl.load(x_rows + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-        sums = tl.dot(w, tl.trans(x_tile), sums)
-        if IS_GATED:
-            w_up = tl.load(w_rows + up_offset + columns[None, :], mask=is_column[None, :], other=0.0)
-            up_sums = tl.dot(w_up, tl.trans(x_tile), up_sums)
+    end = tl.minimum(start + part_size, in_features)
+    sums, up_sums = sum_products(
+        w_rows, up_offset, x_rows, is_row, start, end, in_features,
+        IS_GATED, IS_PADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
+    )  # fmt: skip
 
     is_last = True
     if NUM_SPLITS > 1:
@@ -164,6 +158,37 @@ def _skinny_kernel(
             out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride,
             ACTIVATION, IS_GATED, dtype,
         )  # fmt: skip
+
+
+@triton.jit
+def sum_products(
+    w_rows,  # [BLOCK_OUT, 1]: where rows of weights start
+    up_offset,  # from there to the rows of the second half, if IS_GATED
+    x_rows,  # [BLOCK_ROWS, 1]
+    is_row,
+    start,
+    end,
+    in_features,
+    IS_GATED: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Sums over the columns from start to end: float32 [BLOCK_OUT, BLOCK_ROWS], and those of the second half."""
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for first_column in tl.range(start, end, BLOCK_IN, num_stages=NUM_STAGES):
+        columns = first_column + tl.arange(0, BLOCK_IN)
+        is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
+        w = tl.load(w_rows + columns[None, :], mask=is_column[None, :], other=0.0)
+        x_tile = tl.load(x_rows + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+        sums = tl.dot(w, tl.trans(x_tile), sums)
+        if IS_GATED:
+            w_up = tl.load(w_rows + up_offset + columns[None, :], mask=is_column[None, :], other=0.0)
+            up_sums = tl.dot(w_up, tl.trans(x_tile), up_sums)
+    return sums, up_sums
 
 
 @triton.jit

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.dense_worker.backends.streamed_plain import can_stream_plain
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_skinny import MAX_ROWS
 from services.dense_worker.lora.tensors import to_tensor
+from services.dense_worker.lora.triton_fused import MAX_RANKS, FusedWorkspace, SlotMemory, fused_linear
 from services.dense_worker.lora.triton_lora import (
     FEW_ROWS,
     FEW_ROWS_SPLITS,
@@ -26,6 +29,7 @@ from services.dense_worker.lora.triton_lora import (
     plan_blocks,
     shrink,
 )
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
 from services.lora.checkpoint import LoraTensors
 
@@ -71,7 +75,12 @@ class CudaLora:
         self._hidden = torch.empty(
             num_partial_rows * num_projections * self._max_rank, dtype=torch.float32, device=device
         )
-        self._blocks: Blocks | None = None
+        self._workspace = FusedWorkspace(
+            device, self._launcher.num_sms, len(self._layers), num_projections * num_slots * self._max_rank
+        )
+        self._num_fused = 0  # products of the step that `multiply` has computed
+        self._slots = self._row_slots[:0]  # of the rows of later products
+        self._blocks: Blocks | None = None  # of the same rows; None: no layer needs them
 
     def store(self, slot: int, tensors: Mapping[str, LoraTensors]) -> None:
         """Fills a slot that no step uses; waits for the copies. Raises `InvalidRequest` for an overflow."""
@@ -102,25 +111,70 @@ class CudaLora:
         finally:
             self.is_active = was_active
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A context in which steps with adapters only compile the kernels of adapters."""
+        with self.activated(), self._launcher.compiling():
+            yield
+
     def start(self, num_rows: int) -> None:
-        """Later products are of all rows of the step, padding included."""
-        self._blocks = plan_blocks(self._row_slots[:num_rows], self._num_slots)
+        """Begins a step. Its products are of all its rows, padding included, until `select`."""
+        self._workspace.num_shrunk.zero_()
+        self._num_fused = 0
+        self._set_slots(self._row_slots[:num_rows])
 
     def select(self, rows: torch.Tensor) -> None:
         """Later products of the step are of these rows."""
-        self._blocks = plan_blocks(self._row_slots.index_select(0, rows), self._num_slots)
+        self._set_slots(self._row_slots.index_select(0, rows))
+
+    def fuses(self, linear: Linear, num_rows: int) -> bool:
+        """Whether `multiply` computes the whole product of a layer; if not, `add` adds the deltas."""
+        is_known = linear.merged_from[0].name in self._layers
+        are_few = num_rows <= MAX_ROWS and self._num_slots * self._max_rank <= MAX_RANKS
+        return is_known and are_few and can_stream_plain(self._launcher, linear)
+
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, 16 bits, rows contiguous
+        out: torch.Tensor,
+        activation: MlpActivation | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        """Enqueues the product and the deltas in one kernel; arguments as in `fused_linear`."""
+        layer = self._layers[linear.merged_from[0].name]
+        assert len(self._slots) == len(x), "`start` or `select` comes first"
+        fused_linear(
+            self._launcher,
+            x,
+            linear.weight.matrix.data,
+            linear.bias_data,
+            out,
+            SlotMemory(layer.a, layer.b, layer.ranks, layer.column_starts),
+            self._slots,
+            self._workspace,
+            self._num_fused,
+            activation=activation,
+            residual=residual,
+        )
+        self._num_fused += 1
 
     def add(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
         """Enqueues both products; a linear layer that adapters do not change is left alone."""
         layer = self._layers.get(linear.merged_from[0].name)
         if layer is None:
             return
-        assert self._blocks is not None and len(self._blocks.order) == len(x), "`start` or `select` comes first"
+        assert self._blocks is not None and len(self._slots) == len(x), "`start` or `select` comes first"
         num_projections = layer.a.shape[1]
         shape = (num_splits_for(len(x)), len(x), num_projections, self._max_rank)
         hidden = self._hidden[: int(np.prod(shape))].view(shape)
         shrink(self._launcher, x, layer.a, layer.ranks, self._blocks, hidden)
         expand(self._launcher, hidden, layer.b, layer.ranks, layer.column_starts, layer.widest, self._blocks, out)
+
+    def _set_slots(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+        is_all_fused = all(self.fuses(layer.linear, len(slots)) for layer in self._layers.values())
+        self._blocks = None if is_all_fused else plan_blocks(slots, self._num_slots)
 
     def _allocate(self, linear: Linear) -> _Layer:
         sizes = [projection.out_features for projection in linear.merged_from]

@@ -15,6 +15,7 @@ from services.common.model_config import load_model_config
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import load_weights
@@ -30,10 +31,33 @@ CPU = torch.device("cpu")
 
 
 class RowsInTorch(TorchLora):
-    """The adapters in torch, with the two methods that only captured steps need."""
+    """The adapters in torch, with the methods that only captured steps and kernels on CUDA need."""
+
+    num_fused = 0
 
     def start(self, num_rows: int) -> None:
         assert num_rows == len(self._row_slots) or not self.is_active
+
+    def fuses(self, linear: Linear, num_rows: int) -> bool:
+        return num_rows <= 64 and linear.name != "lm_head" and linear.weight.kind != torch.float32
+
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        activation: MlpActivation | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        self.num_fused += self.is_active
+        y = linear.weight.multiply(x, linear.bias_data)
+        self.add(linear, x, y)
+        y = y if activation is None else activation.apply(y)
+        out.copy_(y if residual is None else y + residual)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        yield
 
     @contextmanager
     def activated(self, is_active: bool = True) -> Iterator[None]:
@@ -63,6 +87,7 @@ def test_logits_are_those_of_merged_weights(
         backend = CudaBackend(weights, config, 100, lora)
         lora.begin_step(slots)
         found = run_step(backend, config, dtype, token_ids, rows)
+        assert bool(lora.num_fused) == (dtype is torch.float16 and num_tokens <= 64)
         lora.begin_step(None)
         recorder.launches.clear()
         with recorder:
