@@ -20,7 +20,6 @@ from services.dense_worker.backends.triton_activation import activate
 from services.dense_worker.backends.triton_gate import apply_gate
 from services.dense_worker.backends.triton_latent import place_latent
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_logits import scale_and_cap
 from services.dense_worker.backends.triton_norm import add_norm, normalize_heads
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
@@ -230,12 +229,6 @@ class CudaOperations:
             return self.norm_linear(residual, norm, lm_head, out)[1]
         self._normalize(residual, norm, hidden_out)
         return self.norm_linear(Residual(hidden_out), None, lm_head, out)[1]
-
-    def finish_logits(self, logits: torch.Tensor, multiplier: float, softcap: float | None) -> torch.Tensor:
-        """In place, in one kernel; none if there is nothing to do."""
-        if multiplier != 1.0 or softcap is not None:
-            scale_and_cap(self.launcher, logits, multiplier, softcap)
-        return logits
 
     def settle(self, residual: Residual) -> torch.Tensor:
         """Adds the delta in a kernel of its own, if there is one."""

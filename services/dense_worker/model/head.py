@@ -90,4 +90,8 @@ class Head:
     ) -> torch.Tensor:
         """residual [n, hidden] -> logits float32 [n, vocab]. `hidden_out` [n, hidden] gets what the norm gives."""
         logits = operations.logits(residual, self.norm, self.lm_head, hidden_out)
-        return operations.finish_logits(logits, self.multiplier, self.softcap)
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.softcap is not None:
+            logits = torch.tanh(logits * (1 / self.softcap)) * self.softcap
+        return logits

@@ -131,8 +131,5 @@ class Operations(Protocol):
         What the norm gives, [n, hidden], is written to `hidden_out` if that is given.
         """
 
-    def finish_logits(self, logits: torch.Tensor, multiplier: float, softcap: float | None) -> torch.Tensor:
-        """Logits z of `logits`, which may be overwritten -> multiplier * z, of that softcap * tanh(z / softcap)."""
-
     def settle(self, residual: Residual) -> torch.Tensor:
         """The residual [n, hidden] with all additions done."""

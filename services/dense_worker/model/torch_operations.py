@@ -155,12 +155,6 @@ class TorchOperations:
             hidden_out.copy_(hidden)
         return self.linear(lm_head, hidden).float()
 
-    def finish_logits(self, logits: torch.Tensor, multiplier: float, softcap: float | None) -> torch.Tensor:
-        """A new tensor, or the same if there is nothing to do."""
-        if multiplier != 1.0:
-            logits = logits * multiplier
-        return logits if softcap is None else torch.tanh(logits * (1 / softcap)) * softcap
-
     def settle(self, residual: Residual) -> torch.Tensor:
         """Nothing is ever left to be added here."""
         return residual.hidden

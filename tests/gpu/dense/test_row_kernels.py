@@ -16,7 +16,6 @@ pytest.importorskip("triton", reason="needs triton")
 from services.dense_worker.backends.triton_activation import activate
 from services.dense_worker.backends.triton_gate import apply_gate
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_logits import scale_and_cap
 from services.dense_worker.backends.triton_norm import add_norm, normalize_heads
 
 
@@ -145,18 +144,3 @@ def test_activation_may_overwrite_its_input(
     case.check(out, exact)
     activate(launcher, x, x[:, :size], activation)
     assert torch.equal(x[:, :size], out) and torch.equal(x[:, size:], up)
-
-
-@pytest.mark.parametrize(("multiplier", "softcap"), [(0.0625, None), (1.0, 30.0), (2.5, 7.0)])
-def test_logits_are_multiplied_and_capped(
-    launcher: KernelLauncher, kernel_device: torch.device, multiplier: float, softcap: float | None
-) -> None:
-    """In float32: the bound is that of its exponential. Large logits reach the cap, and NaN stays NaN."""
-    logits = 40 * torch.randn(3, 5003, generator=torch.Generator().manual_seed(0))
-    logits[0, :5] = torch.tensor([0.0, 1e30, -1e30, torch.inf, -torch.inf])
-    logits[1, 7] = torch.nan
-    exact = logits.double() * multiplier
-    exact = exact if softcap is None else softcap * torch.tanh(exact / softcap)
-    found = logits.to(kernel_device)
-    scale_and_cap(launcher, found, multiplier, softcap)
-    torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-6, atol=1e-5, equal_nan=True)

@@ -126,7 +126,6 @@ class _Kernels:
             "triton_gemv": {"gemv": self.gemv, "MAX_IN_FEATURES": 32768},
             "triton_gate": {"apply_gate": self.apply_gate},
             "triton_latent": {"place_latent": self.place_latent},
-            "triton_logits": {"scale_and_cap": self.scale_and_cap},
             "triton_launch": {"KernelLauncher": _Launcher},
             "triton_norm": {"add_norm": self.add_norm, "normalize_heads": self.normalize_heads},
             "triton_skinny": {
@@ -187,14 +186,6 @@ class _Kernels:
             heads[:, :-1, :rotated_dim] = query[..., query.shape[2] - rotated_dim :]
             heads[:, -1, :rotated_dim] = key[:, rank:]
             heads[:, -1, rotated_dim:] = _rms_norm(key[:, :rank], weight, eps)
-
-    def scale_and_cap(
-        self, launcher: _Launcher, logits: Tensor, multiplier: float, softcap: float | None
-    ) -> None:
-        with self._own("scale_and_cap", logits):
-            logits *= multiplier
-            if softcap is not None:
-                logits.copy_(torch.tanh(logits / softcap) * softcap)
 
     def activate(self, launcher: _Launcher, x: Tensor, out: Tensor, activation: MlpActivation) -> None:
         with self._own("activate", out, gated=activation.is_gated):
