@@ -1,4 +1,4 @@
-"""Gemma 4 in a cluster on a GPU: layers with heads of their own, shared keys, experts beside each MLP."""
+"""Families whose layers differ from Llama's on both workers, in a cluster on a GPU: deaths of workers, cached prefixes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ from tests.support.dense.family_models import make_family_model
 from tests.support.reference import TOKENIZER_FILES, VOCAB_SIZE, random_prompts, reference_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-MAX_TOKENS = 150
-# The last two prompts take several steps, in which the others decode.
-PROMPTS = [*random_prompts(3, longest=60, seed=2), random_prompts(2, longest=90, seed=3)[1]]
+MAX_TOKENS = 120
+# The long prompts take several steps, in which the others decode.
+PROMPTS = [*random_prompts(3, longest=60, seed=2), *random_prompts(3, longest=330, seed=3)[1:], [7, 8, 9]]
+IN_CHUNKS = "attention.chunked_recurrence=true"
 
 
-@pytest.fixture(scope="module", params=["gemma4-shared", "gemma4-moe"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, Cluster]]:
+# Heads of their own sizes and shared keys; experts beside each MLP; gated delta layers, by token and in chunks.
+@pytest.fixture(
+    scope="module",
+    params=[("gemma4-shared",), ("gemma4-moe",), ("qwen3_next",), ("qwen3_5", IN_CHUNKS)],
+    ids=lambda param: param[0],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     """In float32: in bfloat16 a batch of another size may choose other tokens."""
-    path = tmp_path_factory.mktemp(request.param)
-    make_family_model(path, request.param, vocab_size=VOCAB_SIZE, max_position_embeddings=256)
+    family, *overrides = request.param
+    path = tmp_path_factory.mktemp(family)
+    make_family_model(path, family, vocab_size=VOCAB_SIZE, max_position_embeddings=512)
     for name in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_MODEL / name, path)
     settings = (
         f"model.path={path}",
         "model.dtype=float32",
-        "scheduler.max_num_batched_tokens=48",
+        "scheduler.max_num_batched_tokens=160",
         "scheduler.max_num_seqs=8",
     )
-    with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings) as cluster:
+    with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings, *overrides) as cluster:
         yield path, cluster
 
 
@@ -57,8 +62,9 @@ def test_streams_equal_hugging_face_over_the_death_of_each_worker(served: tuple[
 
 def test_a_cached_prefix_gives_the_same_tokens(served: tuple[Path, Cluster]) -> None:
     path, cluster = served
-    prompt = PROMPTS[-1]
-    cluster.generate(prompt, 1)
+    prompt = random_prompts(2, longest=200, seed=5)[1]
+    first = cluster.generate(prompt, 1)
+    assert first.finish.usage.num_cached_tokens == 0
     again = cluster.generate(prompt, 40)
     assert again.finish.usage.num_cached_tokens == (len(prompt) - 1) // 16 * 16
     assert again.token_ids == reference_tokens(path, prompt, 40)
