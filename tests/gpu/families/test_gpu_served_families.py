@@ -1,4 +1,4 @@
-"""Families whose layers differ from Llama's on both workers, in a cluster on a GPU: deaths of workers, cached prefixes."""
+"""Families that differ from Llama on both workers, in a cluster on a GPU: deaths of workers, cached prefixes."""
 
 from __future__ import annotations
 
