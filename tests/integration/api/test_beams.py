@@ -220,7 +220,8 @@ def test_log_probabilities_and_answers_to_triton_survive_a_kill_of_both_workers(
 
 def check_survival(server: Server, strike: Any) -> None:
     options = {"early_stopping": "never", "length_penalty": 2.0}
-    sent = [(PROMPTS[1], 4), (PROMPTS[2], 6)]
+    # Normal noise of 1e-4 in the logits does not change these answers, so sums in another order do not either.
+    sent = [(PROMPTS[1], 4), (PROMPTS[0], 6)]
     expected = [server.reference(prompt, width, NUM_LONG_TOKENS, **options) for prompt, width in sent]
     plain = server.cluster.generate(PROMPTS[0], 40, ignore_eos=True).token_ids
 

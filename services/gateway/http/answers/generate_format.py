@@ -10,7 +10,7 @@ from services.gateway.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.answer import DONE
 from services.gateway.http.errors import ErrorBody, describe
-from services.gateway.http.schemas.generate import GenerateBody
+from services.gateway.http.schemas.generate import FinishObject, GenerateBody, GenerateObject, LogprobTriple, MetaInfo
 from services.gateway.link.journal_entry import FinishReason
 
 # Each event repeats all text so far. After n characters, events come only every n / 1024 characters: else a long answer
@@ -74,9 +74,9 @@ class GenerateFormat:
         ]
         return described if self._is_list else described[0]
 
-    def _describe(self, prompt_index: int, answer: Completion, prompt: Prompt | None) -> dict[str, Any]:
+    def _describe(self, prompt_index: int, answer: Completion, prompt: Prompt | None) -> GenerateObject:
         finish, index = answer.finish, prompt_index * self._num_answers + answer.index
-        about: dict[str, Any] = {
+        about: MetaInfo = {
             "id": f"{self._request_id}-{index}" if self._is_list else self._request_id,
             "finish_reason": None if finish is None else _finish_reason(finish),
             "prompt_tokens": len(self._prompts[prompt_index]),
@@ -105,7 +105,7 @@ class GenerateFormat:
             ]
         return found
 
-    def _triples(self, values: Iterable[tuple[int, float | None]]) -> list[tuple[float | None, int, str | None]]:
+    def _triples(self, values: Iterable[tuple[int, float | None]]) -> list[LogprobTriple]:
         has_text = bool(self._body.return_text_in_logprobs)
         return [
             (logprob, token_id, self._tokenizer.decode([token_id], False) if has_text else None)
@@ -113,7 +113,7 @@ class GenerateFormat:
         ]
 
 
-def _finish_reason(finish: Finish) -> dict[str, Any]:
+def _finish_reason(finish: Finish) -> FinishObject:
     if finish.reason is FinishReason.STOP:
         return {"type": "stop", "matched": finish.stop_token_id if finish.stop_string is None else finish.stop_string}
     if finish.reason is FinishReason.LENGTH:

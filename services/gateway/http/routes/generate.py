@@ -15,7 +15,7 @@ from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 from services.gateway.http.routes.completions import STREAM_CONTENT, check_prompts, traced
-from services.gateway.http.schemas.generate import GenerateBody
+from services.gateway.http.schemas.generate import GenerateBody, GenerateObject
 from services.gateway.http.to_message import completion_messages
 
 
@@ -26,7 +26,13 @@ def generate_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.post(
         "/generate",
         response_class=Response,
-        responses={200: {"content": STREAM_CONTENT, "description": "The answer, or a list of answers"}},
+        responses={
+            200: {
+                "model": GenerateObject | list[GenerateObject],
+                "content": STREAM_CONTENT,
+                "description": "The answer, or a list of answers",
+            }
+        },
     )
     async def generate(body: GenerateBody, request: Request) -> Response:
         """SGLang's own route: continues one or several prompts."""

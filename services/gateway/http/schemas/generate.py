@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.gateway.http.schemas.base import CountOrAll, RequestModel, UInt32, at_most
@@ -104,3 +105,40 @@ class GenerateBody(RequestModel):
             if value is not None:
                 changes[name] = value
         return params.model_copy(update=changes)
+
+
+# Log-probability (None: of the first token of a prompt), token id, and the token's text if asked for.
+LogprobTriple = tuple[float | None, int, str | None]
+
+
+class FinishObject(TypedDict):
+    """Why an answer ended."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: NotRequired[int | str | None]  # of "stop": the token or string
+    length: NotRequired[int]  # of "length": tokens of the answer
+    message: NotRequired[str]  # of "abort"
+
+
+class MetaInfo(TypedDict):
+    """What is known of an answer."""
+
+    id: str
+    finish_reason: FinishObject | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: NotRequired[int]  # once the answer is whole
+    e2e_latency: NotRequired[float]  # seconds
+    output_token_logprobs: NotRequired[list[LogprobTriple]]
+    output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    input_token_logprobs: NotRequired[list[LogprobTriple]]
+    input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+
+
+class GenerateObject(TypedDict):
+    """An answer, or one event of a streamed one: all of its text so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: NotRequired[int]  # of events where there are several answers
