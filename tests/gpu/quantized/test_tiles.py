@@ -124,7 +124,7 @@ def test_every_tile_and_split_of_values(
     make, _ = KINDS[name]
     weights = RandomWeights(kernel_device, dtype)
     linear = linear_of(make(weights, parts, width), parts, width, weights.randn(sum(parts)))
-    operands, splits = OPERANDS[type(linear.weight)], splits_for(32, kernel_device)
+    operands, splits = OPERANDS[type(linear.weight)], splits_for(64, kernel_device)
     form = operands.input_form(linear.weight, dtype)
     for _ in range(2):  # the second time with the counters that the first one left
         x = weights.randn(num_rows, width)

@@ -15,7 +15,7 @@ from services.dense_worker.backends.experts.triton_gates import activate, gate_n
 from services.dense_worker.backends.experts.triton_grouped import max_num_blocks
 from services.dense_worker.backends.experts.triton_router import PairBlocks
 from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES
+from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, awaited
 from services.dense_worker.backends.quantized.triton_skinny_quantized import add_product
 from services.dense_worker.backends.triton_launch import KernelLauncher
 
@@ -155,6 +155,9 @@ def _grouped_quantized_kernel(
                         up_sums, x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
                         CODES, DOT_SIZE,
                     )  # fmt: skip
+            sums = awaited(sums)
+            if IS_GATED:
+                up_sums = awaited(up_sums)
         y, up = sums, up_sums
         if GROUP_SIZE == 0:
             y *= tl.load(scale + w_features).to(tl.float32)[:, None]

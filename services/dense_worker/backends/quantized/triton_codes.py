@@ -189,3 +189,16 @@ def exponents_in_bfloat16(exponents):
     """2 ** (e - 127), in bfloat16 the bits of e and 7 zeros. Times a number of E2M1 it is exact."""
     bits = exponents.to(tl.int16)
     return tl.where(bits > 0, bits << 7, 0x40).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def awaited(sums):
+    """Sums that a loop goes on to add to, once the tensor cores have added.
+
+    They read codes that have become numbers from registers, which the next round overwrites. Triton 3.6 would begin it
+    while they still read; something that uses the sums makes it wait.
+    """
+    if USES_ASSEMBLER:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], tl.float32, is_pure=True, pack=1)
+    else:
+        return sums

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
 from services.dense_worker.backends.quantized.triton_codes import (
     TRITON_TYPES,
+    awaited,
     e2m1_in_16_bits,
     exponents_in_bfloat16,
     scales_in_float32,
@@ -260,6 +261,9 @@ def _skinny_quantized_kernel(
                     up_sums, up_x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
                     CODES, DOT_SIZE,
                 )  # fmt: skip
+        sums = awaited(sums)
+        if IS_GATED:
+            up_sums = awaited(up_sums)
 
     is_last = True
     if NUM_SPLITS > 1:

@@ -15,6 +15,7 @@ from services.dense_worker.backends.quantized.operands import PreparedInput, Qua
 from services.dense_worker.backends.quantized.tile_choice import Tiles
 from services.dense_worker.backends.quantized.triton_codes import (
     TRITON_TYPES,
+    awaited,
     codes_in_float32,
     e2m1_in_16_bits,
     exponents_in_bfloat16,
@@ -153,6 +154,7 @@ def _value_tiles_kernel(
         sums = tl.dot(low, tl.trans(x_low), sums)
         if PER_BYTE == 2:
             sums = tl.dot(high, tl.trans(x_high), sums)
+        sums = awaited(sums)
 
     is_last = True
     if NUM_SPLITS > 1:
