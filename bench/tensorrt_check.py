@@ -49,7 +49,7 @@ from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
-from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy, load_hugging_face
 from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, synchronize
@@ -75,7 +75,7 @@ class Subject:
     device: torch.device
     weights: ModelWeights
     profiles: tuple[Profile, ...]
-    plans: dict[str, CachedEnginePlan]
+    plans: EnginePlans
     tensorrt: TensorRTSegments
     torch: TorchBackend
 
@@ -114,8 +114,7 @@ def make_subject(
     builder = EnginePlanBuilder(api, current_gpu(device), profiles, EnginePlanCache(plans))
     found = builder.find_or_build(export_networks(config, dtype), dtype, None, lines.append)
     limits = Limits(profiles[-1].high, MAX_ROWS)
-    binaries = {name: cached.plan for name, cached in found.items()}
-    segments = TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream)
+    segments = TensorRTSegments(api, found, weights, config, limits, current_stream)
     by_torch = TorchBackend(weights)
     return Subject(api, config, dtype, device, weights, profiles, found, segments, by_torch), lines
 

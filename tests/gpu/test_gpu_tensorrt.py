@@ -136,7 +136,7 @@ def test_a_step_is_enqueued_without_waiting_for_the_gpu(subject: Subject) -> Non
 
 
 def test_a_damaged_plan_is_an_error_that_names_the_segment(api: TensorRT, subject: Subject) -> None:
-    plan = subject.plans["middle"].plan
+    plan = subject.plans["middle"][0].plan
     with pytest.raises(ConfigError, match="cannot load the plan of middle: "):
         api.load("middle", b"\0" * 64 + plan[64:])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -25,9 +25,9 @@ from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import Measurements, TensorRTBackend
 from services.dense_worker.tensorrt.build_command import build_command
-from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
-from services.dense_worker.tensorrt.engine_weights import Plans, choose_plans, weights_setting
+from services.dense_worker.tensorrt.engine_weights import choose_plans, weights_setting
 from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, free_bytes, on_device, synchronize
 from services.dense_worker.tensorrt.measure import (
     PlanMeter,
@@ -60,9 +60,8 @@ class TensorRTPlans:
 
     api: TensorRT
     gpu: Gpu
-    profiles: Sequence[Profile]
     cache: EnginePlanCache
-    plans: Mapping[str, CachedEnginePlan]  # by segment
+    plans: EnginePlans
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,30 +227,29 @@ def _find_or_build(
     cache = EnginePlanCache(section.plan_dir.expanduser())
     networks = export_networks(model.config, model.dtype)
     command = build_command(section, source, model) if section.build == "never" else None
-    meter = PlanMeter(api, profiles, cache, model.config, model.dtype, model.device, limits, torch_backend)
+    meter = PlanMeter(api, cache, model.config, model.dtype, model.device, limits, torch_backend)
 
-    def find(has_constants: bool) -> Plans:
+    def find(has_constants: bool) -> EnginePlans:
         builder = EnginePlanBuilder(api, gpu, profiles, cache, has_constants=has_constants)
         return builder.find_or_build(networks, model.dtype, command, report)
 
-    def measured(plans: Plans) -> Measurements | None:
+    def measured(plans: EnginePlans) -> Measurements | None:
         known = meter.known(plans)
         return meter.measure(plans) if known is None and section.build == "auto" else known
 
     setting = weights_setting(section.engine_weights, model.config)
-    return TensorRTPlans(api, gpu, profiles, cache, choose_plans(setting, find, measured))
+    return TensorRTPlans(api, gpu, cache, choose_plans(setting, find, measured))
 
 
 def _load_tensorrt(
     section: DenseSection, model: ResolvedModel, limits: Limits, found: TensorRTPlans, weights: ModelWeights
 ) -> TensorRTBackend:
-    binaries = {name: cached.plan for name, cached in found.plans.items()}
     start_s, free_before = time.monotonic(), free_bytes(model.device)
-    segments = TensorRTSegments(found.api, binaries, found.profiles, weights, model.config, limits, current_stream)
+    segments = TensorRTSegments(found.api, found.plans, weights, model.config, limits, current_stream)
     synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
     log.info(
         "TensorRT engines loaded",
-        weights=next(iter(found.plans.values())).record.key.weights,
+        weights=next(iter(found.plans.values()))[0].record.key.weights,
         seconds=round(time.monotonic() - start_s, 2),
         device_bytes=free_before - free_bytes(model.device),
     )

@@ -169,7 +169,7 @@ class TensorRT:
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise ConfigError(f"{self.name} cannot load the plan of {title}: {self._log.take_errors()}")
-        return Engine(self._trt, self._dtypes, self._log, runtime, engine)
+        return Engine(title, self._trt, self._dtypes, self._log, runtime, engine)
 
     def _build(self, title: str, builder: Any, definition: Any, config: Any) -> bytes:
         plan = builder.build_serialized_network(definition, config)

@@ -1,15 +1,15 @@
 """`python -m services.dense_worker.tensorrt.build`: builds the TensorRT plans of a model's segments, or shows plans.
 
-Plans that exist are not built again. No weights are read: they are inputs of a plan, or it gets them after loading. So
-one `middle` plan serves all layers, and 33 layers take no longer than 3. On a GPU it also measures for which sizes
-torch is faster.
+Plans that exist are not built again. Each segment has a plan for each profile, or one for all if the weights are
+constants. No weights are read: they are inputs of a plan, or it gets them after loading. So a `middle` plan serves all
+layers, and 33 layers take no longer than 3. On a GPU it also measures for which sizes torch is faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from services.dense_worker.model.quantized.on_the_fly import with_quantization
 from services.dense_worker.model.weights import weights_hash
 from services.dense_worker.tensorrt.api import load_tensorrt
 from services.dense_worker.tensorrt.backend import Measurements
-from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlanRecord
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlanRecord, EnginePlans
 from services.dense_worker.tensorrt.engine_weights import weights_setting
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.gpu import current_gpu, on_device
@@ -69,8 +69,8 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
             builder = EnginePlanBuilder(api, gpu, profiles, cache, has_constants=has_constants)
             plans = builder.find_or_build(networks, dtype, None, _print)
             if gpu is not None and config is not None:
-                _measure(PlanMeter(api, profiles, cache, config, dtype, arguments.device, limits, torch_backend), plans)
-            records += [cached.record for cached in plans.values()]
+                _measure(PlanMeter(api, cache, config, dtype, arguments.device, limits, torch_backend), plans)
+            records += [cached.record for of_segment in plans.values() for cached in of_segment]
     return records
 
 
@@ -101,12 +101,12 @@ def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, t
     return config, dtype, export_networks(config, dtype)
 
 
-def _measure(meter: PlanMeter, plans: Mapping[str, CachedEnginePlan]) -> Measurements:
+def _measure(meter: PlanMeter, plans: EnginePlans) -> Measurements:
     """Times the plans and torch, unless that was done before."""
     known = meter.known(plans)
     if known is not None:
         return known
-    weights = next(iter(plans.values())).record.key.weights
+    weights = next(iter(plans.values()))[0].record.key.weights
     print(f"measuring TensorRT, weights as {weights}, and torch", flush=True)
     measured = meter.measure(plans)
     for segment, times in measured.items():
@@ -119,7 +119,7 @@ def _print_record(record: EnginePlanRecord) -> None:
     key = record.key
     print(f"{key.file_stem}.plan: {record.plan_bytes / 1e6:.2f} MB, built in {record.build_s} s")
     print(f"  for       {key.tensorrt}, GPU {key.gpu}, {key.num_sms or 'any number of'} SMs, {key.dtype}")
-    print(f"  profiles  {key.profiles}")
+    print(f"  profiles  {key.profiles}{'' if key.max_tokens is None else f' rows of up to {key.max_tokens} tokens'}")
     for title, tensors in (("inputs", record.inputs), ("outputs", record.outputs)):
         print(f"  {title}")
         for tensor in tensors:

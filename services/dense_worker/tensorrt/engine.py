@@ -26,15 +26,20 @@ class Engine:
 
     def __init__(
         self,
+        title: str,
         trt: Any,
         dtypes: Mapping[Any, torch.dtype],
         log: Any,
         runtime: Any,
         engine: Any,
     ) -> None:
-        """`trt` is the TensorRT module, `log` its logger, `dtypes` maps its types. Only `TensorRT.load` calls this."""
+        """`title` is for messages, `trt` the TensorRT module, `log` its logger, `dtypes` maps its types.
+
+        Only `TensorRT.load` calls this.
+        """
         # Returns TensorRT's error messages since the last call.
         self.take_errors: Callable[[], str] = log.take_errors
+        self._title = title
         self._trt = trt
         self._dtypes = dtypes
         self._log = log
@@ -96,7 +101,7 @@ class Engine:
         else:
             context = engine.create_execution_context_without_device_memory()
         if context is None or not context.set_optimization_profile_async(profile, stream):
-            raise ConfigError(f"TensorRT has no context for profile {profile}: {self.take_errors()}")
+            raise ConfigError(f"TensorRT has no context for profile {profile} of {self._title}: {self.take_errors()}")
         if hasattr(context, "set_device_memory"):
             context.set_device_memory(memory.data_ptr(), memory.numel())
         else:

@@ -1,4 +1,9 @@
-"""Finds the plans of a model's segments in a cache and builds missing ones, for `build` and the worker."""
+"""Finds the plans of a model's segments in a cache and builds missing ones, for `build` and the worker.
+
+Where weights are inputs, each profile has a plan of its own: in a plan for one token alone all shapes are static, so
+that TensorRT finds faster kernels, and a changed list of profiles needs only plans for the new ones. Where weights are
+constants, one plan has all profiles, because each engine holds a copy of the weights.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,11 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
     EnginePlanCache,
     EnginePlanKey,
     EnginePlanRecord,
+    EnginePlans,
 )
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors, layout_weights
-from services.dense_worker.tensorrt.profiles import Profile, format_profiles
+from services.dense_worker.tensorrt.profiles import Profile, format_profiles, parse_plan_profiles
 
 Report = Callable[[str], None]
 
@@ -54,8 +60,8 @@ class EnginePlanBuilder:
 
     def find_or_build(
         self, networks: Mapping[str, bytes], dtype: torch.dtype, build_command: str | None, report: Report
-    ) -> dict[str, CachedEnginePlan]:
-        """The plan of every segment's ONNX model, by name. `report` receives lines about the progress.
+    ) -> EnginePlans:
+        """The plans of every segment's ONNX model, by name. `report` receives lines about the progress.
 
         With `build_command` nothing is built: a missing plan raises a ConfigError that names the command. Also raises
         ConfigError if a plan cannot be built, and CapacityError if the disk is full.
@@ -65,40 +71,55 @@ class EnginePlanBuilder:
         self._api.check_codes(codes)
         if codes and self._has_constants:
             raise ConfigError("quantized weights are inputs of plans, no constants: set dense.engine_weights to inputs")
-        plans: dict[str, CachedEnginePlan] = {}
+        profiles_of_plans = [self._profiles] if self._has_constants else [[profile] for profile in self._profiles]
+        plans: dict[str, list[CachedEnginePlan]] = {name: [] for name in networks}
+        num_plans, number = len(networks) * len(profiles_of_plans), 0
         for name, network in networks.items():
-            title = f"[{len(plans) + 1}/{len(networks)}] {name}"
-            key = self._key(name, network, dtype)
-            cached = self._cache.find(key)
-            if cached is not None:
-                report(f"{title}: found {key.file_stem}.plan")
-            elif build_command is not None:
-                why = self._cache.why_missing(key)
-                raise ConfigError(
-                    f"{self._cache.directory} has no plan for the segment {name} ({why}) and dense.build is "
-                    f"'never': run `{build_command}`"
-                )
-            else:
-                with self._cache.lock(report):
-                    cached = self._cache.find(key)  # another process may have built it while this one waited
-                    if cached is None:
-                        report(f"{title}: building, {self._cache.why_missing(key)}")
-                        cached = self._build(key, network, dtype, report)
-                megabytes, seconds = cached.record.plan_bytes / 1e6, cached.record.build_s
-                report(f"{title}: built {key.file_stem}.plan, {megabytes:.2f} MB in {seconds} s")
-            plans[name] = cached
+            for profiles in profiles_of_plans:
+                number += 1
+                key = self._key(name, network, dtype, profiles)
+                title = f"[{number}/{num_plans}] {key.title}"
+                plans[name].append(self._find_or_build(key, network, dtype, build_command, title, report))
         return plans
+
+    def _find_or_build(
+        self,
+        key: EnginePlanKey,
+        network: bytes,
+        dtype: torch.dtype,
+        build_command: str | None,
+        title: str,
+        report: Report,
+    ) -> CachedEnginePlan:
+        cached = self._cache.find(key)
+        if cached is not None:
+            report(f"{title}: found {key.file_stem}.plan")
+            return cached
+        if build_command is not None:
+            why = self._cache.why_missing(key)
+            raise ConfigError(
+                f"{self._cache.directory} has no plan for the segment {key.title} ({why}) and dense.build is "
+                f"'never': run `{build_command}`"
+            )
+        with self._cache.lock(report):
+            cached = self._cache.find(key)  # another process may have built it while this one waited
+            if cached is None:
+                report(f"{title}: building, {self._cache.why_missing(key)}")
+                cached = self._build(key, network, dtype, report)
+        megabytes, seconds = cached.record.plan_bytes / 1e6, cached.record.build_s
+        report(f"{title}: built {key.file_stem}.plan, {megabytes:.2f} MB in {seconds} s")
+        return cached
 
     def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype, report: Report) -> CachedEnginePlan:
         driver = "" if self._gpu is None else self._gpu.driver
         start = time.monotonic()
-        sizes = [_input_sizes(key.segment, profile, self._profiles) for profile in self._profiles]
+        sizes = [_input_sizes(key, profile) for profile in parse_plan_profiles(key.profiles)]
         timing_cache = self._cache.timing_cache(key, driver, report)
         graph = onnx.load_from_string(network).graph
         constants = layout_weights(graph) if self._has_constants else []
-        plan, timings = self._api.build(key.segment, network, sizes, dtype, timing_cache, constants)
+        plan, timings = self._api.build(key.title, network, sizes, dtype, timing_cache, constants)
         build_s = time.monotonic() - start
-        layers = None if self._gpu is None else self._api.load(key.segment, plan).layers()
+        layers = None if self._gpu is None else self._api.load(key.title, plan).layers()
         record = EnginePlanRecord(
             key=key,
             plan_sha256=hashlib.sha256(plan).hexdigest(),
@@ -118,25 +139,31 @@ class EnginePlanBuilder:
                 report(f"timings are not kept: {error}")
         return cached
 
-    def _key(self, name: str, network: bytes, dtype: torch.dtype) -> EnginePlanKey:
+    def _key(self, name: str, network: bytes, dtype: torch.dtype, profiles: Sequence[Profile]) -> EnginePlanKey:
         return EnginePlanKey(
             segment=name,
             dtype=str(dtype).removeprefix("torch."),
             tensorrt=self._api.name,
             gpu="any" if self._api.is_rtx else self._gpu.name,
             num_sms=0 if self._api.is_rtx else self._gpu.num_sms,
-            profiles=format_profiles(self._profiles),
+            profiles=format_profiles(profiles),
             network=hashlib.sha256(network).hexdigest(),
+            max_tokens=self._profiles[-1].high if name == "last" else None,
             weights="constants" if self._has_constants else "inputs",
         )
 
 
-def _input_sizes(segment: str, profile: Profile, profiles: Sequence[Profile]) -> dict[str, Sizes]:
-    """Sizes of dimension 0 of the dynamic inputs. For `last` the profile limits the rows, not the tokens."""
+def _input_sizes(key: EnginePlanKey, profile: Profile) -> dict[str, Sizes]:
+    """Sizes of dimension 0 of the dynamic inputs.
+
+    For `last` the profile limits the rows. Its tokens stay dynamic, also beside a single row, which may be the last
+    one of a prompt: only the rows' selection reads them, and all that takes time has static shapes then.
+    """
     sizes = (profile.low, profile.best, profile.high)
-    if segment == "first":
+    if key.segment == "first":
         return {"token_ids": sizes}
-    if segment == "middle":
+    if key.segment == "middle":
         return {"attn_out": sizes, "residual": sizes}
-    tokens = (1, profile.best, profiles[-1].high)
+    assert key.max_tokens is not None
+    tokens = (1, profile.best, key.max_tokens)
     return {"attn_out": tokens, "residual": tokens, "rows": sizes}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -19,8 +19,9 @@ from typing import Any
 from services.common.errors import ConfigError
 from services.dense_worker.tensorrt.files.atomic_file import TEMPORARY_SUFFIX, make_directory, write_atomically
 from services.dense_worker.tensorrt.files.timing_cache import TimingOrigin, read_timings, write_timings
+from services.dense_worker.tensorrt.profiles import Profile, parse_plan_profiles
 
-RECIPE = 3  # increase it when the builder's settings in api.py change
+RECIPE = 4  # increase it when the builder's settings in api.py or the fields of `EnginePlanKey` change
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,16 @@ class EnginePlanKey:
     tensorrt: str  # name and version
     gpu: str
     num_sms: int  # SMs that the process could use; under an MPS limit fewer than the GPU has
-    profiles: str
+    profiles: str  # those of the plan
     network: str  # sha256 of the ONNX model
+    max_tokens: int | None = None  # of `last`, whose profiles are ranges of rows; None: the profiles limit the tokens
     weights: str = "inputs"  # or "constants" of the plan
     recipe: int = RECIPE
+
+    @property
+    def title(self) -> str:
+        """The segment and the plan's profiles, for messages."""
+        return f"{self.segment} {self.profiles}"
 
     @property
     def file_stem(self) -> str:
@@ -72,6 +79,14 @@ class CachedEnginePlan:
     record: EnginePlanRecord
     plan: bytes
 
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """The profiles of the plan, in its order."""
+        return parse_plan_profiles(self.record.key.profiles)
+
+
+EnginePlans = Mapping[str, Sequence[CachedEnginePlan]]  # by segment, in the order of their profiles
+
 
 class EnginePlanCache:
     """The plans in one directory. Reading needs no lock."""
@@ -100,8 +115,12 @@ class EnginePlanCache:
         write_atomically(self._record_path(record.key), json.dumps(asdict(record), indent=1).encode())
 
     def why_missing(self, key: EnginePlanKey) -> str:
-        """Why `find` returns None, in words: the plan is damaged, or how the most similar plan differs."""
-        others = [record.key for record in self.records() if record.key.segment == key.segment]
+        """Why `find` returns None, in words: the plan is damaged, or how the most similar plan differs.
+
+        Only plans of the same segment and profiles are compared.
+        """
+        keys = (record.key for record in self.records())
+        others = [other for other in keys if (other.segment, other.profiles) == (key.segment, key.profiles)]
         if key in others:
             return f"{self._plan_path(key).name} is missing, damaged or was changed"
         if not others:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,18 +14,37 @@ from services.dense_worker.model.segments import Weights, bind_weights
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
 from services.dense_worker.tensorrt.engine_contexts import EngineContexts
-from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
+from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlans
+from services.dense_worker.tensorrt.profiles import Limits, check_cover, profile_index
 from services.step import StepPlan
 
 ALIGNMENT_BYTES = 256  # of every address that TensorRT is given
 Binding = tuple[str, torch.Tensor]
 
 
-class TensorRTSegments:
-    """A DenseBackend with one engine for each segment; `EngineContexts` gives each run an execution context.
+@dataclass(frozen=True, slots=True)
+class _LoadedPlan:
+    """A plan's engine for all layers, or one for each layer if weights are its constants."""
 
-    If the weights are constants of the plans, `middle` has an engine for each layer, all from one plan. Then all
-    layers, not only the first one, must run with the sizes of a CUDA graph before it is captured.
+    engines: list[Engine]
+    num_profiles: int  # those in use, the first ones of the plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuned:
+    """What runs the sizes of one profile."""
+
+    engines: list[Engine]
+    contexts: list[EngineContexts]  # of each engine
+    profile: int  # its index within the engines
+
+
+class TensorRTSegments:
+    """A DenseBackend with an engine for each plan; `EngineContexts` gives each run an execution context.
+
+    The profile that contains the size of a run picks the engine. If the weights are constants of the plans, each
+    segment has one plan, and `middle` an engine of it for each layer. Then all layers, not only the first one, must run
+    with the sizes of a CUDA graph before it is captured.
     All contexts share one block of device memory, because they run one after another on the caller's stream.
     No method waits for the device.
     """
@@ -34,41 +54,42 @@ class TensorRTSegments:
     def __init__(
         self,
         api: TensorRT,
-        plans: Mapping[str, bytes],
-        profiles: Sequence[Profile],
+        plans: EnginePlans,
         weights: ModelWeights,
         config: ModelConfig,
         limits: Limits,
         current_stream: Callable[[], int],
     ) -> None:
-        """`plans` by segment name, built with `profiles`; `current_stream` gives the CUDA stream's handle.
+        """`plans` of every segment, all with the same profiles; `current_stream` gives the CUDA stream's handle.
 
         Raises ConfigError for a plan that is not of this model, and for profiles that end below `limits`.
-        Contexts are made for the profiles that the limits reach, no more.
+        Plans are loaded, and contexts made, for the profiles that the limits reach, no more.
         """
-        self._profiles = profiles
+        self._profiles = [profile for cached in plans["first"] for profile in cached.profiles]
         self._config = config
         self._current_stream = current_stream
         self._weights = bind_weights(weights)
-        check_cover(profiles, limits)
-        self._engines = {
-            name: _load_engines(api, name, plan, self._weights[name], len(profiles)) for name, plan in plans.items()
-        }
+        check_cover(self._profiles, limits)
         max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
-        counts = {name: profile_index(profiles, size) + 1 for name, size in max_sizes.items()}
-        num_bytes = max(engines[0].context_bytes(counts[name]) for name, engines in self._engines.items())
+        loaded = {
+            name: _load_plans(api, of_segment, self._weights[name], max_sizes[name])
+            for name, of_segment in plans.items()
+        }
+        num_bytes = max(
+            plan.engines[0].context_bytes(plan.num_profiles) for of_segment in loaded.values() for plan in of_segment
+        )
         device = weights.device
         self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
-        self._contexts = {
-            name: [EngineContexts(engine, counts[name], self._memory, current_stream) for engine in engines]
-            for name, engines in self._engines.items()
+        # By segment, for each profile in use.
+        self._tuned = {
+            name: [tuned for plan in of_segment for tuned in self._make_contexts(plan)]
+            for name, of_segment in loaded.items()
         }
-        self._num_profiles = counts
-        self.num_layers_to_warm_up = len(self._engines.get("middle", [None]))
+        self.num_layers_to_warm_up = len(self._tuned["middle"][0].engines) if "middle" in plans else 1
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Refuses a step beyond the profiles that have contexts."""
-        profile, num_profiles = profile_index(self._profiles, num_tokens), self._num_profiles["first"]
+        profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._tuned["first"])
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: None = None) -> torch.Tensor:
@@ -96,6 +117,12 @@ class TensorRTSegments:
         self._run("last", 0, len(rows), inputs, [("logits", logits)])
         return logits
 
+    def _make_contexts(self, plan: _LoadedPlan) -> list[_Tuned]:
+        contexts = [
+            EngineContexts(engine, plan.num_profiles, self._memory, self._current_stream) for engine in plan.engines
+        ]
+        return [_Tuned(plan.engines, contexts, profile) for profile in range(plan.num_profiles)]
+
     def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)
 
@@ -103,39 +130,52 @@ class TensorRTSegments:
         """Enqueues a segment on the current stream; memory that goes out of use is reused in stream order."""
         stream = self._current_stream()
         assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
-        profile = profile_index(self._profiles, size)
+        tuned = self._tuned[segment][profile_index(self._profiles, size)]
         sizes = tuple(len(tensor) for _, tensor in inputs)
-        engine = layer if len(self._engines[segment]) > 1 else 0
-        shaped = self._contexts[segment][engine].find(profile, sizes)
+        engine = layer if len(tuned.engines) > 1 else 0
+        shaped = tuned.contexts[engine].find(tuned.profile, sizes)
         context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
         for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
             assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
             is_done &= context.set_tensor_address(name, tensor.data_ptr())
         if not (is_done and context.execute_async_v3(stream)):
             shaped.sizes = None
-            errors = self._engines[segment][engine].take_errors()
+            errors = tuned.engines[engine].take_errors()
             raise TwostrokeError(f"TensorRT cannot run segment {segment} for sizes {sizes}: {errors}")
 
 
-def _load_engines(api: TensorRT, segment: str, plan: bytes, weights: list[Weights], num_profiles: int) -> list[Engine]:
+def _load_plans(
+    api: TensorRT, plans: Sequence[CachedEnginePlan], weights: list[Weights], max_size: int
+) -> list[_LoadedPlan]:
+    """The plans of a segment that sizes up to `max_size` need."""
+    loaded = []
+    for cached in plans:
+        num_profiles = sum(profile.low <= max_size for profile in cached.profiles)
+        if num_profiles:
+            loaded.append(_LoadedPlan(_load_engines(api, cached, weights), num_profiles))
+    return loaded
+
+
+def _load_engines(api: TensorRT, cached: CachedEnginePlan, weights: list[Weights]) -> list[Engine]:
     """One engine for all of `weights`, or one for each if some are constants of the plan: these leave `weights`."""
-    engine = api.load(segment, plan)
+    title = cached.record.key.title
+    engine = api.load(title, cached.plan)
     inputs = engine.tensors()
     constants = [name for name in weights[0] if name not in inputs]
-    engines = [engine, *(api.load(segment, plan) for _ in weights[1:] if constants)]
+    engines = [engine, *(api.load(title, cached.plan) for _ in weights[1:] if constants)]
     for each, tensors in zip(engines, weights, strict=False):
         if constants:
             each.refit({name: tensors.pop(name) for name in constants})
-    _check_engine(segment, engine, weights[0], num_profiles)
+    _check_engine(title, engine, weights[0], len(cached.profiles))
     return engines
 
 
-def _check_engine(segment: str, engine: Engine, weights: Weights, num_profiles: int) -> None:
+def _check_engine(title: str, engine: Engine, weights: Weights, num_profiles: int) -> None:
     """A plan that came from somewhere else must not read beyond the tensors it is given."""
     if engine.num_profiles != num_profiles:
-        raise ConfigError(f"the plan of {segment} has {engine.num_profiles} profiles, expected {num_profiles}")
+        raise ConfigError(f"the plan of {title} has {engine.num_profiles} profiles, expected {num_profiles}")
     found = engine.tensors()
     for name, tensor in weights.items():
         expected = TensorType(tensor.dtype, tuple(tensor.shape))
         if found.get(name) != expected:
-            raise ConfigError(f"the plan of {segment} is of another model: {name} is {expected}, not {found.get(name)}")
+            raise ConfigError(f"the plan of {title} is of another model: {name} is {expected}, not {found.get(name)}")

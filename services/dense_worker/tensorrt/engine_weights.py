@@ -14,12 +14,11 @@ import structlog
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.tensorrt.backend import Measurements
-from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlans
 
 log = structlog.get_logger()
 
 EngineWeights = Literal["inputs", "constants", "auto"]
-Plans = dict[str, CachedEnginePlan]
 
 MIN_GAIN = 0.03  # fraction of the time that constants must save to be worth their memory
 MAX_SIZE = 256  # tokens; decode steps, where reading the weights takes the time
@@ -32,9 +31,9 @@ def weights_setting(setting: EngineWeights, config: ModelConfig) -> EngineWeight
 
 def choose_plans(
     setting: EngineWeights,
-    find: Callable[[bool], Plans],
-    measured: Callable[[Plans], Measurements | None],
-) -> Plans:
+    find: Callable[[bool], EnginePlans],
+    measured: Callable[[EnginePlans], Measurements | None],
+) -> EnginePlans:
     """The plans to run. `find` returns those with constants (True) or inputs, `measured` their times if there are any.
 
     Without times `auto` takes inputs, and the log says so.
@@ -52,7 +51,7 @@ def choose_plans(
         "engine weights chosen",
         weights="constants" if are_constants else "inputs",
         time_ratio=round(ratio, 3),  # of constants to inputs
-        plan_bytes=sum(cached.record.plan_bytes for cached in constants.values()),  # with constants
+        plan_bytes=sum(cached.record.plan_bytes for plans in constants.values() for cached in plans),  # with constants
     )
     return constants if are_constants else inputs
 

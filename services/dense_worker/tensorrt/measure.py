@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +14,10 @@ from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import random_weights
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import Measurements
-from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
+from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.gpu import current_stream, synchronize
-from services.dense_worker.tensorrt.profiles import Limits, Profile
+from services.dense_worker.tensorrt.profiles import Limits
 
 SIZES = tuple(2**power for power in range(20))
 MAX_ROWS = 1024  # of logits, which take much memory
@@ -33,7 +33,6 @@ class PlanMeter:
     """Times plans and torch on two layers of random weights; neither their number nor their values affect the speed."""
 
     api: TensorRT
-    profiles: Sequence[Profile]
     cache: EnginePlanCache  # keeps the measurements
     config: ModelConfig
     dtype: torch.dtype
@@ -41,19 +40,16 @@ class PlanMeter:
     limits: Limits
     make_torch: MakeTorch
 
-    def known(self, plans: Mapping[str, CachedEnginePlan]) -> Measurements | None:
+    def known(self, plans: EnginePlans) -> Measurements | None:
         """Earlier measurements of the plans, see `known_measurements`."""
         return known_measurements(plans, self.limits)
 
-    def measure(self, plans: Mapping[str, CachedEnginePlan]) -> Measurements:
-        """Measures the plans and torch, and stores the result beside the plans. Waits for the device."""
+    def measure(self, plans: EnginePlans) -> Measurements:
+        """Measures all plans and torch, and stores the result beside the plans. Waits for the device."""
         config = replace(self.config, num_layers=min(self.config.num_layers, 2))
         weights = random_weights(config, self.dtype, self.device, seed=0)
-        binaries = {name: cached.plan for name, cached in plans.items()}
         backends = {
-            "tensorrt": TensorRTSegments(
-                self.api, binaries, self.profiles, weights, config, self.limits, current_stream
-            ),
+            "tensorrt": TensorRTSegments(self.api, plans, weights, config, self.limits, current_stream),
             "torch": self.make_torch(weights, config, self.limits.num_tokens),
         }
         synchronize()
@@ -77,7 +73,7 @@ def measure_segments(
     measured: dict[str, dict[int, dict[str, float]]] = {}
     for segment, max_size in _max_sizes(segment_names(config), limits).items():
         measured[segment] = {}
-        for size in (*(size for size in SIZES if size < max_size), max_size):
+        for size in _sizes(max_size):
             make_call = _CALLS[segment](config, dtype, device, size)
             measured[segment][size] = {
                 name: round(time_us(make_call(backend)), 2) for name, backend in backends.items()
@@ -85,22 +81,33 @@ def measure_segments(
     return measured
 
 
-def known_measurements(plans: Mapping[str, CachedEnginePlan], limits: Limits) -> Measurements | None:
-    """Earlier measurements of these plans; None if they are of another version of torch or end below the limits."""
+def known_measurements(plans: EnginePlans, limits: Limits) -> Measurements | None:
+    """Earlier measurements of these plans, each in the record of the plan that ran it.
+
+    None if those of a plan are missing, of another version of torch, or end below the limits: then all are to be
+    measured again. A plan without a size within the limits needs none.
+    """
     measured: dict[str, dict[int, dict[str, float]]] = {}
     for segment, max_size in _max_sizes(plans, limits).items():
-        record = plans[segment].record
-        measured[segment] = {int(size): times for size, times in (record.measured_us or {}).items()}
-        if record.measured_with != torch.__version__ or max(measured[segment], default=0) < max_size:
-            return None
+        measured[segment] = {}
+        for cached in plans[segment]:
+            needed = _sizes_of_plan(cached, _sizes(max_size))
+            if not needed:
+                continue
+            times = {int(size): us for size, us in (cached.record.measured_us or {}).items()}
+            if cached.record.measured_with != torch.__version__ or max(times, default=0) < max(needed):
+                return None
+            measured[segment] |= times
     return measured
 
 
-def store_measurements(cache: EnginePlanCache, plans: Mapping[str, CachedEnginePlan], measured: Measurements) -> None:
-    """Stores the measurements in the records of the plans."""
+def store_measurements(cache: EnginePlanCache, plans: EnginePlans, measured: Measurements) -> None:
+    """Stores the measurement of each size in the record of the plan that ran it."""
     for segment, times in measured.items():
-        by_size = {str(size): dict(us) for size, us in times.items()}
-        cache.update(replace(plans[segment].record, measured_us=by_size, measured_with=torch.__version__))
+        for cached in plans[segment]:
+            by_size = {str(size): dict(times[size]) for size in _sizes_of_plan(cached, times)}
+            if by_size:
+                cache.update(replace(cached.record, measured_us=by_size, measured_with=torch.__version__))
 
 
 def time_on_gpu(call: Call) -> float:
@@ -122,6 +129,15 @@ def time_on_gpu(call: Call) -> float:
         end.record()
         end.synchronize()
     return start.elapsed_time(end) * 1000 / (NUM_CALLS * NUM_REPLAYS)
+
+
+def _sizes(max_size: int) -> list[int]:
+    return [*(size for size in SIZES if size < max_size), max_size]
+
+
+def _sizes_of_plan(cached: CachedEnginePlan, sizes: Iterable[int]) -> list[int]:
+    profiles = cached.profiles
+    return [size for size in sizes if profiles[0].low <= size <= profiles[-1].high]
 
 
 def _max_sizes(segments: Iterable[str], limits: Limits) -> dict[str, int]:

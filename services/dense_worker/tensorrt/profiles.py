@@ -1,7 +1,8 @@
-"""Optimization profiles: the ranges of sizes that a TensorRT plan supports, each tuned for one size.
+"""Optimization profiles: the ranges of sizes that TensorRT's plans support, each tuned for one size.
 
-They are written as `1-16,17-128@64`: first size, last size and, after @, the size to tune for. A size is a number of
-tokens, or for the segment `last` the number of rows that need logits.
+A plan has one of them, or all (`engine_plan_builder.py` says when). They are written as `1-16,17-128@64`: first size,
+last size and, after @, the size to tune for. A size is a number of tokens, or for the segment `last` the number of rows
+that need logits.
 """
 
 from __future__ import annotations
@@ -29,11 +30,19 @@ class Profile:
 
 
 def parse_profiles(text: str) -> tuple[Profile, ...]:
-    """The profiles of a text. They must cover all sizes from 1 on without a gap.
+    """The profiles of `dense.profiles`. They must cover all sizes from 1 on without a gap.
 
     By default a profile is tuned for the power of two nearest the geometric middle of its range: 4 for 1-16, 2048 for
     513-8192. Raises ConfigError that names the malformed range or the missing sizes.
     """
+    profiles = parse_plan_profiles(text)
+    if profiles[0].low != 1:
+        raise ConfigError(f"profiles {text!r} must begin at 1, not at {profiles[0].low}")
+    return profiles
+
+
+def parse_plan_profiles(text: str) -> tuple[Profile, ...]:
+    """The profiles of one plan, which may begin at any size. Raises the errors of `parse_profiles`."""
     profiles: list[Profile] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -47,10 +56,9 @@ def parse_profiles(text: str) -> tuple[Profile, ...]:
             raise ConfigError(
                 f"profile {part.strip()!r} of {text!r} is not in the order 1 <= FROM <= BEST <= TO"
             )
-        expected = profiles[-1].high + 1 if profiles else 1
-        if low != expected:
+        if profiles and low != profiles[-1].high + 1:
             raise ConfigError(
-                f"profiles {text!r} must go on at {expected} without gap or overlap, not at {low}"
+                f"profiles {text!r} must go on at {profiles[-1].high + 1} without gap or overlap, not at {low}"
             )
         profiles.append(Profile(low, best, high))
     return tuple(profiles)

@@ -64,7 +64,9 @@ class FakeRuntime:
                 self._logger.log(ILogger.ERROR, f"the engine plan file is of another {name}: {built[name]}, not {own}")
                 return None
         kind = {8: Engine8, 10: Engine10}.get(self._trt.major, Engine11)
-        return kind(self._trt, self._logger, built, model)
+        engine = kind(self._trt, self._logger, built, model)
+        self._trt.record("deserialize_cuda_engine", engine.title, engine.high_sizes)
+        return engine
 
 
 class Engine:
@@ -91,6 +93,8 @@ class Engine:
         self.session = None if is_bfloat16 else onnxruntime.InferenceSession(model, options)
         self.num_optimization_profiles = len(self.profiles)
         self.num_io_tensors = len(self.values)
+        # The greatest number of tokens, of `last` of rows, of each profile.
+        self.high_sizes = [min(high[0] for _, _, high in profile.values()) for profile in self.profiles]
 
     def get_tensor_name(self, index: int) -> str:
         return list(self.values)[index]
@@ -106,7 +110,8 @@ class Engine:
         return SimpleNamespace(get_engine_information=lambda kind: json.dumps(layers))
 
     def memory_size(self, profile: int) -> int:
-        return 1000 * (profile + 1) + len(self.title)
+        """More for larger sizes."""
+        return 1000 * self.high_sizes[profile] + len(self.title)
 
     def make_context(self, kind: str) -> Any:
         if not self.trt.record(kind, self.title):
@@ -166,18 +171,23 @@ class _Context:
         self._number = self._trt.num_contexts
         self._trt.num_contexts += 1
 
+    @property
+    def _high_size(self) -> int:
+        """Of the profile; calls record it, because all plans with one profile have the same index for it."""
+        return self._engine.high_sizes[self._profile]
+
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         assert not self._trt.is_capturing, "a graph cannot hold what this does"
         others = [each for each in self._engine.contexts if each is not self and each._profile == profile]
         if others and not self._engine.shares_profiles:
             raise ProcessCrash(f"profile {profile} belongs to another context")  # seen with 8.6.0
         self._profile = profile
-        return self._trt.record("set_optimization_profile_async", self._engine.title, profile, stream)
+        return self._trt.record("set_optimization_profile_async", self._engine.title, self._high_size, stream)
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         engine = self._engine
         assert not (self._is_captured or self._trt.is_capturing), "a captured graph depends on the present shapes"
-        ok = self._trt.record("set_input_shape", engine.title, self._profile, name, shape)
+        ok = self._trt.record("set_input_shape", engine.title, self._high_size, name, shape)
         low, _, high = engine.profiles[self._profile][name]
         if not all(least <= size <= greatest for least, size, greatest in zip(low, shape, high, strict=True)):
             engine.logger.log(ILogger.ERROR, f"{name}: {list(shape)} is outside of profile {self._profile}")
@@ -186,13 +196,13 @@ class _Context:
         return ok
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        ok = self._trt.record("set_tensor_address", self._engine.title, self._profile, name, address)
+        ok = self._trt.record("set_tensor_address", self._engine.title, self._high_size, name, address)
         self._addresses[name] = address
         return ok and name in self._engine.values
 
     def execute_async_v3(self, stream: int) -> bool:
         engine = self._engine
-        if not self._trt.record("execute_async_v3", engine.title, self._profile, stream):
+        if not self._trt.record("execute_async_v3", engine.title, self._high_size, stream):
             engine.logger.log(ILogger.ERROR, "an illegal memory access was encountered")
             return False
         assert self._memory, "no device memory"
@@ -234,12 +244,12 @@ class Context8(_Context):
 
     @device_memory.setter
     def device_memory(self, address: int) -> None:
-        self._trt.record("device_memory", self._engine.title, self._profile, address)
+        self._trt.record("device_memory", self._engine.title, self._high_size, address)
         self._memory = address
 
 
 class Context11(_Context):
     def set_device_memory(self, address: int, size: int) -> None:
         assert size >= self._engine.memory_size(self._profile)
-        self._trt.record("device_memory", self._engine.title, self._profile, address)
+        self._trt.record("device_memory", self._engine.title, self._high_size, address)
         self._memory = address

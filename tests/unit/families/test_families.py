@@ -131,7 +131,7 @@ def test_segments_by_onnx_and_tensorrt_rtx(exported: str, tmp_path: Path) -> Non
     cache, networks = EnginePlanCache(tmp_path / "plans"), export_networks(config, torch.bfloat16)
     builder = EnginePlanBuilder(load_tensorrt(), None, parse_profiles("1-16"), cache)
     plans = builder.find_or_build(networks, torch.bfloat16, None, lambda line: None)
-    assert list(plans) == ["first", "middle", "last"] and all(len(each.plan) > 10_000 for each in plans.values())
+    assert list(plans) == ["first", "middle", "last"] and all(len(each.plan) > 10_000 for [each] in plans.values())
 
 
 @pytest.mark.parametrize(

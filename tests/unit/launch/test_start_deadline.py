@@ -14,7 +14,7 @@ from services.common.errors import PeerError
 from services.launch.start_deadline import StartDeadline
 from services.pb import dense_pb2, dense_pb2_grpc
 
-BUILDING = "[2/3] middle: building, no plan yet"
+BUILDING = "[2/3] middle 1-16@4: building, no plan yet"
 
 
 class Clock:

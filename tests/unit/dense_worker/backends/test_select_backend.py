@@ -220,14 +220,14 @@ def test_another_version_of_torch_is_measured_again(machine: Machine, monkeypatc
 
 def test_second_start_builds_nothing(machine: Machine) -> None:
     machine.select(backend="tensorrt")
-    assert len(machine.trt.named("build_serialized_network")) == 3
+    assert len(machine.trt.named("build_serialized_network")) == 6  # three segments in two profiles
     machine.select(backend="tensorrt")
-    assert len(machine.trt.named("build_serialized_network")) == 3
+    assert len(machine.trt.named("build_serialized_network")) == 6
 
 
 def test_build_never_refuses_missing_plans_and_uses_existing_ones(machine: Machine) -> None:
     with pytest.raises(
-        ConfigError, match=r"no plan for the segment first \(no plan yet\).*build --model .*llama"
+        ConfigError, match=r"no plan for the segment first 1-4@2 \(no plan yet\).*build --model .*llama"
     ):
         machine.select(backend="tensorrt", build="never")
     assert machine.lines == []
@@ -286,9 +286,9 @@ def have_no_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAILURES: dict[str, tuple[Callable[[Machine, pytest.MonkeyPatch], None], str]] = {
-    "onnx is not read": (fail_call("parse"), "cannot read the ONNX of first: unsupported operator"),
-    "no tactic": (fail_call("build_serialized_network"), "cannot build a plan for first: no tactic found"),
-    "no context": (fail_call("create_execution_context"), "no context for profile 0: out of memory"),
+    "onnx is not read": (fail_call("parse"), "cannot read the ONNX of first 1-4@2: unsupported operator"),
+    "no tactic": (fail_call("build_serialized_network"), "cannot build a plan for first 1-4@2: no tactic found"),
+    "no context": (fail_call("create_execution_context"), "no context for profile 0 of first 1-4@2: out of memory"),
     "full disk": (lambda _, patch: refuse_to_write(patch, errno.ENOSPC), "plans has no space for first-"),
     "quota": (lambda _, patch: refuse_to_write(patch, errno.EDQUOT), "plans has no space for first-"),
     "read-only": (lambda _, patch: refuse_to_write(patch, errno.EROFS), r"plan cannot be written: Read-only"),
@@ -356,9 +356,10 @@ def test_the_named_command_builds_exactly_the_missing_plans(
     assert (python, module_flag, module) == ("python", "-m", "services.dense_worker.tensorrt.build")
     assert build.main(arguments) == 0
     num_built = len(machine.trt.named("build_serialized_network"))
-    assert num_built == len(segment_names(model.config))
+    num_profiles = 1 if section.engine_weights == "constants" else section.profiles.count(",") + 1
+    assert num_built == len(segment_names(model.config)) * num_profiles
     prepared = prepare_backend(section, origin, model, LIMITS, print)
-    assert prepared.tensorrt is not None and len(prepared.tensorrt.plans) == num_built
+    assert prepared.tensorrt is not None and sum(map(len, prepared.tensorrt.plans.values())) == num_built
     assert len(machine.trt.named("build_serialized_network")) == num_built
 
 
@@ -385,4 +386,4 @@ def test_plans_are_built_before_the_weights_take_memory(
     assert loaded.backend == "TensorRT 10.0.1"
     kinds = [event for event in events if event in ("weights", "build_serialized_network", "create_execution_context")]
     assert kinds[:4] == ["build_serialized_network"] * 3 + ["weights"] and "create_execution_context" in kinds[4:]
-    assert lines[0].startswith("[1/3] first: building") and lines[-1].startswith("[3/3] last: built")
+    assert lines[0].startswith("[1/3] first 1-16@4: building") and lines[-1].startswith("[3/3] last 1-16@4: built")

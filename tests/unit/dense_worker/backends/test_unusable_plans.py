@@ -102,16 +102,16 @@ def cut_the_record(machine: Machine) -> None:
 
 
 CASES: dict[Callable[[Machine], None], str] = {
-    have_another_gpu: r"segment first \(gpu NVIDIA H100 instead of NVIDIA H200\)",
-    have_fewer_sms: r"segment first \(num_sms 66 instead of 132\)",
-    have_another_version: r"segment first \(tensorrt TensorRT 8\.6\.1 instead of TensorRT 8\.6\.0\)",
-    have_another_dtype: r"segment first \(dtype float32 instead of float16; network [0-9a-f]{12}… instead of",
-    have_another_network: r"segment first \(network [0-9a-f]{12}… instead of [0-9a-f]{12}…\)",
-    cut_the_plan: r"segment middle \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    empty_the_plan: r"segment middle \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    change_a_byte: r"segment middle \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    have_a_directory_for_a_plan: r"segment middle \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    cut_the_record: r"segment middle \(no plan yet\)",
+    have_another_gpu: r"segment first 1-16@4 \(gpu NVIDIA H100 instead of NVIDIA H200\)",
+    have_fewer_sms: r"segment first 1-16@4 \(num_sms 66 instead of 132\)",
+    have_another_version: r"segment first 1-16@4 \(tensorrt TensorRT 8\.6\.1 instead of TensorRT 8\.6\.0\)",
+    have_another_dtype: r"segment first 1-16@4 \(dtype float32 instead of float16; network [0-9a-f]{12}… instead of",
+    have_another_network: r"segment first 1-16@4 \(network [0-9a-f]{12}… instead of [0-9a-f]{12}…\)",
+    cut_the_plan: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
+    empty_the_plan: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
+    change_a_byte: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
+    have_a_directory_for_a_plan: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
+    cut_the_record: r"segment middle 1-16@4 \(no plan yet\)",
 }
 
 

@@ -102,7 +102,7 @@ def test_tensorrt_rtx_builds_the_networks(plain_dir: Path, tmp_path: Path, name:
     config = load_model_config(quantized(plain_dir, tmp_path / "model", name))
     builder = EnginePlanBuilder(load_tensorrt(), None, parse_profiles("1-4"), EnginePlanCache(tmp_path / "plans"))
     plans = builder.find_or_build(export_networks(config, torch.bfloat16), torch.bfloat16, None, lambda line: None)
-    names = {each["name"]: each["dtype"] for each in plans["last"].record.inputs}
+    names = {each["name"]: each["dtype"] for each in plans["last"][0].record.inputs}
     assert names["down_weight"] in ("float8_e4m3fn", "int8", "uint8"), names
 
 

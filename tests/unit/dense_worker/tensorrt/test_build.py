@@ -18,7 +18,7 @@ from services.common.errors import ConfigError
 from services.dense_worker.tensorrt import build, engine_segments, export, measure
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
-from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import parse_profiles
@@ -28,7 +28,6 @@ from tests.support.workers.fake_tensorrt import make_tensorrt
 
 torch.set_num_threads(1)
 H200 = Gpu("NVIDIA H200", (9, 0), 132)
-DESIGN_PROFILES = "1-1,2-16@16,17-128,129-512,513-8192"
 
 
 class Recorder:
@@ -38,7 +37,7 @@ class Recorder:
         self.lines: list[str] = []
         self.builder = EnginePlanBuilder(api, gpu, parse_profiles(profiles), EnginePlanCache(directory))
 
-    def run(self, networks: dict[str, bytes], dtype: torch.dtype = torch.float16) -> dict[str, Any]:
+    def run(self, networks: dict[str, bytes], dtype: torch.dtype = torch.float16) -> EnginePlans:
         self.lines.clear()
         return self.builder.find_or_build(networks, dtype, None, self.lines.append)
 
@@ -57,11 +56,14 @@ def test_tensorrt_rtx_builds_every_segment_of_every_family(variant: str, tmp_pat
     family, overrides = VARIANTS[variant]
     dtype = torch.float16 if variant == "qwen3" else torch.bfloat16
     networks = export_networks(small_config(family, **overrides), dtype)
-    profiles = DESIGN_PROFILES if variant == "llama" else "1-16"
+    profiles = "1-1,2-8192" if variant == "llama" else "1-16"
     plans = Recorder(load_tensorrt(), None, tmp_path, profiles).run(networks, dtype)
     assert list(plans) == ["first", "middle", "last"]
-    for cached in plans.values():
-        assert len(cached.plan) > 10_000
+    for of_segment in plans.values():
+        assert [str(profile) for cached in of_segment for profile in cached.profiles] == [
+            str(profile) for profile in parse_profiles(profiles)
+        ]
+        assert all(len(cached.plan) > 10_000 for cached in of_segment)
 
 
 def test_tensorrt_rtx_builds_float32(tmp_path: Path) -> None:
@@ -79,15 +81,15 @@ def test_33_layers_build_what_3_layers_build(tmp_path: Path, capsys: pytest.Capt
             networks, torch.bfloat16
         )
         with capsys.disabled():
-            sizes = ", ".join(f"{name} {cached.record.plan_bytes} B" for name, cached in plans.items())
-            seconds = sum(cached.record.build_s for cached in plans.values())
+            sizes = ", ".join(f"{name} {cached.record.plan_bytes} B" for name, [cached] in plans.items())
+            seconds = sum(cached.record.build_s for [cached] in plans.values())
             print(f"\n{num_layers} layers: {sizes}, built in {seconds:.2f} s", end="")
     three, many = (Recorder(load_tensorrt(), None, tmp_path / n, "1-16") for n in ("3", "33"))
     assert [p.name for p in sorted((tmp_path / "3").iterdir())] == [
         p.name for p in sorted((tmp_path / "33").iterdir())
     ]
-    assert {n: c.record.plan_bytes for n, c in three.run(networks, torch.bfloat16).items()} == {
-        n: c.record.plan_bytes for n, c in many.run(networks, torch.bfloat16).items()
+    assert {n: c.record.plan_bytes for n, [c] in three.run(networks, torch.bfloat16).items()} == {
+        n: c.record.plan_bytes for n, [c] in many.run(networks, torch.bfloat16).items()
     }
     assert three.num_built == 0  # the 33-layer networks find the 3-layer plans
 
@@ -123,20 +125,19 @@ def test_second_run_builds_nothing_and_says_so(networks: dict[str, bytes], tmp_p
     trt = make_tensorrt("8.6.0")
     recorder = Recorder(TensorRT(trt), H200, tmp_path)
     recorder.run(networks)
-    assert recorder.num_built == 3
+    assert recorder.num_built == 6
     recorder.run(networks)
     assert (
         recorder.num_built == 0
-        and [line.split(": ")[1].split()[0] for line in recorder.lines] == ["found"] * 3
+        and [line.split(": ")[1].split()[0] for line in recorder.lines] == ["found"] * 6
     )
-    assert len(trt.named("build_serialized_network")) == 3
+    assert len(trt.named("build_serialized_network")) == 6
 
 
 def test_a_changed_key_rebuilds_and_says_why(networks: dict[str, bytes], tmp_path: Path) -> None:
     api = TensorRT(make_tensorrt("8.6.0"))
     Recorder(api, H200, tmp_path).run(networks)
     changes = [
-        (Recorder(api, H200, tmp_path, "1-16,17-32"), networks, "profiles 1-16@4,17-32@32 instead of"),
         (Recorder(api, Gpu("NVIDIA H200", (9, 0), 66), tmp_path), networks, "num_sms 66 instead of 132"),
         (
             Recorder(api, Gpu("NVIDIA H100", (9, 0), 132), tmp_path),
@@ -182,7 +183,7 @@ def _build_in_a_process(directory: str, networks: dict[str, bytes], results: Any
     trt.record = slow
     plans = recorder.run(networks)
     results.put(
-        (len(trt.named("build_serialized_network")), {name: cached.plan for name, cached in plans.items()})
+        (len(trt.named("build_serialized_network")), {name: [each.plan for each in of] for name, of in plans.items()})
     )
 
 
@@ -196,7 +197,7 @@ def test_two_processes_at_once_build_every_plan_once(networks: dict[str, bytes],
     found = [results.get(timeout=60) for _ in processes]
     for process in processes:
         process.join(timeout=60)
-    assert sum(num_built for num_built, _ in found) == 3
+    assert sum(num_built for num_built, _ in found) == 6
     assert found[0][1] == found[1][1]
     assert not list(tmp_path.glob(".*"))
 
@@ -214,7 +215,7 @@ def test_an_interrupted_build_leaves_no_half_plan(
         recorder.run(networks)
     assert [path.name for path in tmp_path.iterdir()] == ["build.lock"]
     recorder.run(networks)
-    assert recorder.num_built == 3
+    assert recorder.num_built == 6
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_command_builds_measures_and_inspects(
     arguments = ("--model", model, "--output-dir", plans, "--load-format", "dummy", "--dtype", "float16")
     assert command(*arguments, "--profiles", "1-4,5-8") == 0
     printed = capsys.readouterr().out
-    assert "[2/3] middle: building, no plan yet" in printed and "[3/3] last: built last-" in printed
+    assert "[3/6] middle 1-4@2: building, no plan yet" in printed and "[6/6] last 5-8@8: built last-" in printed
     assert "middle 8: TensorRT" in printed
     assert command(*arguments, "--profiles", "1-4,5-8") == 0
     printed = capsys.readouterr().out
@@ -249,14 +250,15 @@ def test_command_builds_measures_and_inspects(
     assert command("--inspect", "--output-dir", plans) == 0
     printed = capsys.readouterr().out
     for expected in (
-        "profiles  1-4@2,5-8@8",
+        "profiles  1-4@2\n",
+        "profiles  5-8@8 rows of up to 8 tokens\n",
         "attn_out         float16   ['num_tokens', 64]",
         "q_norm",
         "4 Gemm",
     ):
         assert expected in printed
     assert "Myelin  gemm_add  {ForeignNode[a...b]}" in printed
-    assert len(list(plans.glob("*.plan"))) == 3
+    assert len(list(plans.glob("*.plan"))) == 6
 
 
 def test_command_builds_and_measures_both_kinds_of_weights(

@@ -21,7 +21,7 @@ from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.constant_weights import make_constants
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
-from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy
 from services.dense_worker.tensorrt.gpu import Gpu
@@ -59,15 +59,14 @@ def weights(model_dir: Path, config: ModelConfig) -> ModelWeights:
     return load_weights(model_dir, config, torch.float32, CPU)
 
 
-def build(trt: FakeTensorRT, config: ModelConfig, directory: Path, *, has_constants: bool = True) -> dict[str, bytes]:
+def build(trt: FakeTensorRT, config: ModelConfig, directory: Path, *, has_constants: bool = True) -> EnginePlans:
     cache = EnginePlanCache(directory)
     builder = EnginePlanBuilder(TensorRT(trt), GPU, PROFILES, cache, has_constants=has_constants)
-    plans = builder.find_or_build(export_networks(config, torch.float32), torch.float32, None, lambda line: None)
-    return {name: cached.plan for name, cached in plans.items()}
+    return builder.find_or_build(export_networks(config, torch.float32), torch.float32, None, lambda line: None)
 
 
-def load(trt: FakeTensorRT, plans: dict[str, bytes], weights: ModelWeights, config: ModelConfig) -> TensorRTSegments:
-    return TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: 7)
+def load(trt: FakeTensorRT, plans: EnginePlans, weights: ModelWeights, config: ModelConfig) -> TensorRTSegments:
+    return TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: 7)
 
 
 @pytest.mark.parametrize(("version", "is_rtx"), APIS)
@@ -109,6 +108,8 @@ def test_every_layer_gets_its_own_engine_from_one_plan(
     load(trt, plans, weights, config)
     refitted = [call[1] for call in trt.named("refit_cuda_engine")]
     assert refitted == ["first", *["middle"] * (config.num_layers - 1), "last"]
+    loaded = [call[1:] for call in trt.named("deserialize_cuda_engine")][3:]  # after those of the builder
+    assert loaded == [(segment, [4, 16]) for segment in refitted]  # each engine has both profiles
 
 
 def test_other_weights_of_the_same_shapes_need_no_build(config: ModelConfig, tmp_path: Path) -> None:
@@ -128,8 +129,9 @@ def test_plans_with_constants_and_with_inputs_are_kept_apart(config: ModelConfig
     trt = make_tensorrt("8.6.0")
     build(trt, config, tmp_path)
     build(trt, config, tmp_path, has_constants=False)
-    assert len(trt.named("build_serialized_network")) == 6
-    assert len(list(tmp_path.glob("*.plan"))) == 6
+    num_plans = 3 + 3 * len(PROFILES)  # one with all profiles for each segment, then one for each profile
+    assert len(trt.named("build_serialized_network")) == num_plans
+    assert len(list(tmp_path.glob("*.plan"))) == num_plans
     assert [call[1] for call in trt.named("set_flag")] == ["REFIT"] * 3
 
 
@@ -140,8 +142,8 @@ def test_bfloat16_constants_are_given_by_address(config: ModelConfig, tmp_path: 
     builder = EnginePlanBuilder(TensorRT(trt), GPU, PROFILES, cache, has_constants=True)
     found = builder.find_or_build(export_networks(config, torch.bfloat16), torch.bfloat16, None, lambda line: None)
     weights = random_weights(config, torch.bfloat16, CPU, 0)
-    segments = load(trt, {name: cached.plan for name, cached in found.items()}, weights, config)
-    engine = segments._engines["middle"][0]._engine
+    segments = load(trt, found, weights, config)
+    engine = segments._tuned["middle"][0].engines[0]._engine
     expected = dict(weights.named_tensors())["layers.0.o_weight"]
     assert engine.constants["o_weight"].tobytes() == expected.view(torch.int16).numpy().tobytes()
 

@@ -69,7 +69,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kind(prepared: PreparedBackend) -> str:
-    [weights] = {cached.record.key.weights for cached in prepared.tensorrt.plans.values()}
+    [weights] = {cached.record.key.weights for plans in prepared.tensorrt.plans.values() for cached in plans}
     return weights
 
 

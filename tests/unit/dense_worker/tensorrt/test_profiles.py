@@ -13,6 +13,7 @@ from services.dense_worker.tensorrt.profiles import (
     Profile,
     check_cover,
     format_profiles,
+    parse_plan_profiles,
     parse_profiles,
     profile_index,
 )
@@ -35,7 +36,7 @@ def test_an_optimum_may_be_named() -> None:
         ("1-16,banana", "profile 'banana'"),
         ("1-16,18-20", "must go on at 17"),
         ("1-16,16-20", "must go on at 17"),
-        ("2-16", "must go on at 1 "),
+        ("2-16", "must begin at 1, not at 2"),
         ("0-16", "order 1 <= FROM <= BEST <= TO"),
         ("1-16@17", "order 1 <= FROM <= BEST <= TO"),
         ("9-4", "order 1 <= FROM <= BEST <= TO"),
@@ -44,6 +45,12 @@ def test_an_optimum_may_be_named() -> None:
 def test_profiles_that_cannot_be_are_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_profiles(text)
+
+
+def test_those_of_one_plan_may_begin_anywhere_but_have_no_gap() -> None:
+    assert parse_plan_profiles("17-40@40,41-64") == (Profile(17, 40, 40), Profile(41, 64, 64))
+    with pytest.raises(ConfigError, match="must go on at 41"):
+        parse_plan_profiles("17-40,42-64")
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=6), st.data())

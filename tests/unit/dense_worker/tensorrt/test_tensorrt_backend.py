@@ -21,7 +21,7 @@ from services.dense_worker.tensorrt import engine_contexts, engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
-from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy
 from services.dense_worker.tensorrt.gpu import Gpu
@@ -66,10 +66,9 @@ def networks(config: ModelConfig) -> dict[str, bytes]:
     return export_networks(config, torch.float32)
 
 
-def build(trt: FakeTensorRT, networks: dict[str, bytes], directory: Path) -> dict[str, bytes]:
+def build(trt: FakeTensorRT, networks: dict[str, bytes], directory: Path) -> EnginePlans:
     builder = EnginePlanBuilder(TensorRT(trt), GPU, PROFILES, EnginePlanCache(directory))
-    plans = builder.find_or_build(networks, torch.float32, None, lambda line: None)
-    return {name: cached.plan for name, cached in plans.items()}
+    return builder.find_or_build(networks, torch.float32, None, lambda line: None)
 
 
 def run_once(backend: Any, config: ModelConfig, num_tokens: int, rows: list[int]) -> torch.Tensor:
@@ -93,7 +92,7 @@ def segments(
     trt: FakeTensorRT, networks: dict[str, bytes], weights: ModelWeights, config: ModelConfig, tmp_path: Path
 ) -> TensorRTSegments:
     plans = build(trt, networks, tmp_path)
-    return TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+    return TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: STREAM)
 
 
 @pytest.mark.parametrize(("version", "is_rtx"), APIS)
@@ -108,7 +107,7 @@ def test_generation_equals_transformers_with_every_api(
 ) -> None:
     trt = make_tensorrt(version, is_rtx=is_rtx)
     plans = build(trt, networks, tmp_path)
-    segments = TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+    segments = TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: STREAM)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     prompt = [3, 14, 15, 92, 65, 35]
     with torch.inference_mode():
@@ -160,9 +159,10 @@ def test_one_context_per_profile_that_the_limits_reach_on_one_shared_memory(
     trt: FakeTensorRT, segments: TensorRTSegments
 ) -> None:
     profiles = [call[1:3] for call in trt.named("set_optimization_profile_async")]
-    assert sorted(profiles) == [("first", 0), ("first", 1), ("last", 0), ("middle", 0), ("middle", 1)]
+    assert sorted(profiles) == [("first", 4), ("first", 16), ("last", 4), ("middle", 4), ("middle", 16)]
     memories = trt.named("device_memory")
     assert len(memories) == 5 and len({address for *_, address in memories}) == 1
+    assert segments._memory.numel() == 16_000 + len("middle")  # as the largest profile in use needs
 
 
 def test_a_step_sets_shapes_and_addresses_then_runs_on_the_callers_stream(
@@ -172,22 +172,22 @@ def test_a_step_sets_shapes_and_addresses_then_runs_on_the_callers_stream(
     run_once(TensorRTBackend(segments), config, 5, [4])
     runs = trt.named("execute_async_v3")
     assert runs == [
-        ("execute_async_v3", "first", 1, STREAM),
-        ("execute_async_v3", "middle", 1, STREAM),
-        ("execute_async_v3", "middle", 1, STREAM),
-        ("execute_async_v3", "last", 0, STREAM),  # by its one row, though there are five tokens
+        ("execute_async_v3", "first", 16, STREAM),
+        ("execute_async_v3", "middle", 16, STREAM),
+        ("execute_async_v3", "middle", 16, STREAM),
+        ("execute_async_v3", "last", 4, STREAM),  # by its one row, though there are five tokens
     ]
     names = {"set_input_shape", "set_tensor_address", "execute_async_v3"}
     assert {call[0] for call in trt.calls} == names  # nothing else, no profile switch and no wait
     of_first = trt.calls[: trt.calls.index(runs[0])]
     assert [call[3] for call in of_first][:1] == ["token_ids"]
     assert trt.named("set_input_shape") == [
-        ("set_input_shape", "first", 1, "token_ids", (5,)),
-        ("set_input_shape", "middle", 1, "attn_out", (5, config.attn_size)),
-        ("set_input_shape", "middle", 1, "residual", (5, config.hidden_size)),
-        ("set_input_shape", "last", 0, "attn_out", (5, config.attn_size)),
-        ("set_input_shape", "last", 0, "residual", (5, config.hidden_size)),
-        ("set_input_shape", "last", 0, "rows", (1,)),
+        ("set_input_shape", "first", 16, "token_ids", (5,)),
+        ("set_input_shape", "middle", 16, "attn_out", (5, config.attn_size)),
+        ("set_input_shape", "middle", 16, "residual", (5, config.hidden_size)),
+        ("set_input_shape", "last", 4, "attn_out", (5, config.attn_size)),
+        ("set_input_shape", "last", 4, "residual", (5, config.hidden_size)),
+        ("set_input_shape", "last", 4, "rows", (1,)),
     ]
 
 
@@ -234,7 +234,7 @@ def test_graphs_of_different_sizes_have_contexts_of_their_own(
     """
     trt = make_tensorrt(version, is_rtx=is_rtx)
     plans = build(trt, networks, tmp_path)
-    segments = TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+    segments = TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: STREAM)
     backend = TensorRTBackend(segments)
     contexts = {size: set(capture(trt, monkeypatch, backend, config, size)) for size in (4, 3, 1, 16, 5)}
     for size, own in contexts.items():
@@ -281,7 +281,7 @@ def test_what_tensorrt_refuses_is_an_error_that_names_segment_and_size(
     assert (
         "set_input_shape",
         "first",
-        1,
+        16,
         "token_ids",
         (5,),
     ) in trt.calls  # nothing is taken for set that failed
@@ -293,8 +293,8 @@ def test_a_context_that_cannot_be_made_is_an_error_at_start(
     trt = make_tensorrt("10.0.1")
     plans = build(trt, networks, tmp_path)
     trt.fail = "create_execution_context"
-    with pytest.raises(ConfigError, match=r"no context for profile 0: out of memory"):
-        TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+    with pytest.raises(ConfigError, match=r"no context for profile 0 of first 1-4@2: out of memory"):
+        TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: STREAM)
 
 
 def test_an_address_that_is_not_aligned_is_refused(
@@ -310,22 +310,29 @@ def test_plans_of_another_model_version_or_gpu_are_refused(
 ) -> None:
     plans = build(make_tensorrt("10.0.1"), networks, tmp_path)
 
-    def load(trt: FakeTensorRT, config: ModelConfig, plans: dict[str, bytes]) -> None:
-        TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+    def load(trt: FakeTensorRT, config: ModelConfig, plans: EnginePlans) -> None:
+        TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: STREAM)
 
     with pytest.raises(
-        ConfigError, match=r"plan of first: the engine plan file is of another version: 10\.0\.1"
+        ConfigError, match=r"plan of first 1-4@2: the engine plan file is of another version: 10\.0\.1"
     ):
         load(make_tensorrt("10.3.0"), config, plans)
     with pytest.raises(ConfigError, match=r"of another gpu: GPU A, not GPU B"):
         load(make_tensorrt("10.0.1", gpu="GPU B"), config, plans)
-    with pytest.raises(ConfigError, match=r"plan of first: magic tag"):
-        load(make_tensorrt("10.0.1"), config, plans | {"first": plans["first"][9:]})
+    with pytest.raises(ConfigError, match=r"plan of first 5-16@8: magic tag"):
+        whole, damaged, *others = plans["first"]
+        damaged = replace(damaged, plan=damaged.plan[9:])
+        load(make_tensorrt("10.0.1"), config, {**plans, "first": [whole, damaged, *others]})
+    with pytest.raises(ConfigError, match=r"plan of first 1-2@2,3-4@4 has 1 profiles, expected 2"):
+        [whole, *others] = plans["first"]
+        key = replace(whole.record.key, profiles="1-2@2,3-4@4")
+        several = replace(whole, record=replace(whole.record, key=key))
+        load(make_tensorrt("10.0.1"), config, {**plans, "first": [several, *others]})
     table = weights.embedding.table
     smaller = replace(weights, embedding=Embedding(replace(table, data=table.data[:100].contiguous())))
     with pytest.raises(ConfigError, match=r"of another model: embed is .*100, 64.*, not .*160, 64"):
         TensorRTSegments(
-            TensorRT(make_tensorrt("10.0.1")), plans, PROFILES, smaller, config, LIMITS, lambda: STREAM
+            TensorRT(make_tensorrt("10.0.1")), plans, smaller, config, LIMITS, lambda: STREAM
         )
 
 
