@@ -1,4 +1,4 @@
-"""Products of codes, compiled for Hopper: no round of a loop begins while tensor cores read registers of the last one."""
+"""Products of codes, compiled for Hopper: a loop goes on only when tensor cores no longer read its registers."""
 
 from __future__ import annotations
 
