@@ -25,6 +25,7 @@ from services.dense_worker.model.norm import RmsNorm
 
 _MIN_REST_BYTES = 256  # at least a group of features, and 16 bytes for each of some threads
 _WORD_BYTES = 4
+_SM_REGISTERS, _MAX_REGISTERS = 1 << 16, 255  # of an SM, of a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class GemvTiles:
     num_warps: int
     programs_per_sm: int  # programs that run at the same time on an SM
 
+    @property
+    def registers(self) -> int:
+        """What a thread may take; the compiler counts in multiples of 8."""
+        return min(_SM_REGISTERS // (self.programs_per_sm * self.num_warps * 32) // 8 * 8, _MAX_REGISTERS)
+
 
 def split_row(row_bytes: int) -> tuple[int, int]:
     """`block_bytes` and `rest_bytes` of a row: the fewest bytes, padding included, in two loads at most."""
@@ -47,11 +53,17 @@ def split_row(row_bytes: int) -> tuple[int, int]:
     return (half, rest_bytes) if rest_bytes < half else (block_bytes, 0)
 
 
-def choose_tiles(row_bytes: int, per_byte: int, is_gated: bool) -> GemvTiles:
-    """The tiles with the fastest layers on an H200: of 7B, 13B and 70B in FP8, and of 7B with two codes in a byte."""
+def choose_tiles(row_bytes: int, per_byte: int, is_gated: bool, has_scale_pairs: bool) -> GemvTiles:
+    """The tiles with the fastest layers on an H200: of 7B, 13B and 70B in FP8, of 7B to 13B in INT4, of 7B in MXFP4."""
     block_bytes, rest_bytes = split_row(row_bytes)
     num_stages, num_warps, programs_per_sm = 3, 4, 3
-    if per_byte == 2 and block_bytes <= 4096:
+    if has_scale_pairs and block_bytes <= 8192:
+        block_out = (8192 if rest_bytes and is_gated else 16384) // block_bytes
+        if block_bytes > 4096 or rest_bytes > 512:
+            programs_per_sm, num_warps = 2, 8 if rest_bytes else 4
+        elif not (rest_bytes or is_gated):
+            num_stages, programs_per_sm = 2, 4
+    elif per_byte == 2 and block_bytes <= 4096:
         block_out = (8192 if is_gated and rest_bytes else 16384) // block_bytes
         if not rest_bytes:
             num_warps, programs_per_sm = 8, 3 if is_gated else 4
@@ -94,7 +106,9 @@ def gemv_quantized(
     out_features, in_features, row_bytes = out.shape[1], x.shape[1], matrix.matrix.shape[1]
     is_gated = activation is not None and activation.is_gated
     per_byte = in_features // row_bytes
-    tiles = choose_tiles(row_bytes, per_byte, is_gated)
+    # Triton loads nothing ahead that has fewer than four bytes.
+    has_scale_pairs = matrix.codes is Codes.UINT4 and matrix.scale.itemsize == 2 and matrix.scale.shape[-1] % 2 == 0
+    tiles = choose_tiles(row_bytes, per_byte, is_gated, has_scale_pairs)
     rows_per_program = triton.cdiv(out_features, launcher.num_sms * tiles.programs_per_sm)
     launcher(
         _gemv_quantized_kernel,
@@ -104,7 +118,7 @@ def gemv_quantized(
         None if norm is None else norm.weight.data.view(torch.int32),
         form.input_scale,
         matrix.matrix.view(torch.int32),
-        matrix.scale,
+        matrix.scale.view(torch.int32) if has_scale_pairs else matrix.scale,
         matrix.zero_point,
         bias,
         residual,
@@ -116,6 +130,7 @@ def gemv_quantized(
         float("inf") if form.max_activation is None else form.max_activation,
         DTYPE=TRITON_TYPES[dtype],
         CODES=int(matrix.codes),
+        SCALE_PAIRS=TRITON_TYPES[matrix.scale.dtype] if has_scale_pairs else None,
         DEFAULT_ZERO={Codes.UINT4: 8, Codes.UINT8: 128}.get(matrix.codes, 0),
         ELEMENT={None: 0, Element.FP8: 1, Element.INT8: 2}[form.element],
         GROUP_SIZE=matrix.group_size or 0,
@@ -128,6 +143,8 @@ def gemv_quantized(
         BLOCK_OUT=tiles.block_out,
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
+        # With the pairs in flight the compiler would take more registers than so many programs have.
+        maxnreg=tiles.registers if has_scale_pairs else None,
     )
 
 
@@ -226,6 +243,7 @@ def _load_scales(
     FIRST: tl.constexpr,  # word of the row of codes
     NUM_WORDS: tl.constexpr,
     CODES: tl.constexpr,
+    SCALE_PAIRS: tl.constexpr,  # `scale` has pairs of numbers of this type; None: it has numbers
     DEFAULT_ZERO: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     ROW_GROUP_SIZE: tl.constexpr,
@@ -236,10 +254,20 @@ def _load_scales(
         return scales, scales
     else:
         PER_WORD: tl.constexpr = 8 if CODES >= 3 else 4
-        groups = FIRST * PER_WORD // GROUP_SIZE + tl.arange(0, NUM_WORDS * PER_WORD // GROUP_SIZE)
+        NUM_GROUPS: tl.constexpr = NUM_WORDS * PER_WORD // GROUP_SIZE
+        groups = FIRST * PER_WORD // GROUP_SIZE + tl.arange(0, NUM_GROUPS)
         is_group = is_row[:, None] & (groups < num_groups)[None, :]
         at = (w_rows // ROW_GROUP_SIZE)[:, None] * num_groups + groups[None, :]
-        scales = scales_in_float32(tl.load(scale + at, mask=is_group, other=0), CODES)
+        if SCALE_PAIRS is None:
+            scales = scales_in_float32(tl.load(scale + at, mask=is_group, other=0), CODES)
+        else:
+            two_groups = FIRST * PER_WORD // GROUP_SIZE // 2 + tl.arange(0, NUM_GROUPS // 2)
+            are_groups = is_row[:, None] & (two_groups < num_groups // 2)[None, :]
+            at_pair = (w_rows // ROW_GROUP_SIZE)[:, None] * (num_groups // 2) + two_groups[None, :]
+            pairs = tl.load(scale + at_pair, mask=are_groups, other=0)
+            low = (pairs & 0xFFFF).to(tl.int16).to(SCALE_PAIRS, bitcast=True)
+            high = (pairs >> 16).to(tl.int16).to(SCALE_PAIRS, bitcast=True)
+            scales = tl.reshape(tl.join(low, high), [w_rows.shape[0], NUM_GROUPS]).to(tl.float32)
         zeros = tl.full(scales.shape, DEFAULT_ZERO, tl.float32)
         if zero_point is not None:
             zeros = tl.load(zero_point + at, mask=is_group, other=0).to(tl.float32)
@@ -288,6 +316,7 @@ def _gemv_quantized_kernel(
     max_activation,
     DTYPE: tl.constexpr,
     CODES: tl.constexpr,
+    SCALE_PAIRS: tl.constexpr,
     DEFAULT_ZERO: tl.constexpr,
     ELEMENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -331,13 +360,13 @@ def _gemv_quantized_kernel(
         # All loads come before all products, which would delay them.
         scales, zeros = _load_scales(
             scale, zero_point, rows, is_row, num_groups,
-            0, BLOCK_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+            0, BLOCK_WORDS, CODES, SCALE_PAIRS, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
         )  # fmt: skip
         if IS_GATED:
             up_rows = rows + out_features
             up_scales, up_zeros = _load_scales(
                 scale, zero_point, up_rows, is_row, num_groups,
-                0, BLOCK_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+                0, BLOCK_WORDS, CODES, SCALE_PAIRS, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
             )  # fmt: skip
         if REST_WORDS > 0:
             rest_mask = is_row[:, None] & (rest_columns < row_words)[None, :]
@@ -346,7 +375,7 @@ def _gemv_quantized_kernel(
             if GROUP_SIZE > 0:
                 rest_scales, rest_zeros = _load_scales(
                     scale, zero_point, rows, is_row, num_groups,
-                    BLOCK_WORDS, REST_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+                    BLOCK_WORDS, REST_WORDS, CODES, SCALE_PAIRS, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
                 )  # fmt: skip
             if IS_GATED:
                 rest_up_words = tl.load(w_rows + up_offset + rest_columns[None, :], mask=rest_mask, other=0)
@@ -354,7 +383,7 @@ def _gemv_quantized_kernel(
                 if GROUP_SIZE > 0:
                     rest_up_scales, rest_up_zeros = _load_scales(
                         scale, zero_point, up_rows, is_row, num_groups,
-                        BLOCK_WORDS, REST_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+                        BLOCK_WORDS, REST_WORDS, CODES, SCALE_PAIRS, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
                     )  # fmt: skip
         if bias is not None:
             biases = tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
