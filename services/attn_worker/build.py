@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import structlog
 import torch
@@ -200,7 +199,7 @@ def _capturable_backend(
     if has_states:
         from services.attn_worker.backends.gated.captured_layers import layered_triton_attention  # needs triton
 
-        return partial(layered_triton_attention, in_chunks=section.chunked_recurrence)
+        return layered_triton_attention
     from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
 
     return TritonAttention

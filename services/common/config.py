@@ -202,9 +202,6 @@ class AttentionSection(Section):
     # these. Then texts may be longer than those that the model was trained with; see docs/models.md. None: to all
     window: Count | None = None
     sink_tokens: Annotated[int, Field(ge=0)] = 0  # belongs to window; 4 are enough for most models
-    # true: on a GPU, prompts go through gated delta layers in chunks of 64 tokens, by kernels that no GPU has run yet;
-    # false: token by token
-    chunked_recurrence: bool = False
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102

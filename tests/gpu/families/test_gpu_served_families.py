@@ -21,18 +21,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MAX_TOKENS = 120
 # The long prompts take several steps, in which the others decode.
 PROMPTS = [*random_prompts(3, longest=60, seed=2), *random_prompts(3, longest=330, seed=3)[1:], [7, 8, 9]]
-IN_CHUNKS = "attention.chunked_recurrence=true"
 
 
-# Heads of their own sizes and shared keys; experts beside each MLP; gated delta layers, by token and in chunks.
-@pytest.fixture(
-    scope="module",
-    params=[("gemma4-shared",), ("gemma4-moe",), ("qwen3_next",), ("qwen3_5", IN_CHUNKS)],
-    ids=lambda param: param[0],
-)
+# Heads of their own sizes and shared keys; experts beside each MLP; gated delta layers.
+@pytest.fixture(scope="module", params=["gemma4-shared", "gemma4-moe", "qwen3_next", "qwen3_5"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     """In float32: in bfloat16 a batch of another size may choose other tokens."""
-    family, *overrides = request.param
+    family = request.param
     path = tmp_path_factory.mktemp(family)
     make_family_model(path, family, vocab_size=VOCAB_SIZE, max_position_embeddings=512)
     for name in TOKENIZER_FILES:
@@ -43,7 +38,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "scheduler.max_num_batched_tokens=160",
         "scheduler.max_num_seqs=8",
     )
-    with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings, *overrides) as cluster:
+    with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings) as cluster:
         yield path, cluster
 
 

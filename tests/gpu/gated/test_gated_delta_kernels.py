@@ -24,15 +24,20 @@ PUBLISHED = GatedDelta(num_key_heads=16, num_value_heads=32, key_dim=128, value_
 # Sums in another order, and by another formula in chunks; with 16 bits, one rounding of the convolution's sums and one
 # of the output may be to the other neighbour.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-BOTH_WAYS = pytest.mark.parametrize("in_chunks", [False, True], ids=["tokens", "chunks"])
+BOTH_WAYS = pytest.mark.usefixtures("way")
+
+
+@pytest.fixture(params=[1000, 16], ids=["tokens", "chunks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, or in chunks also where these are slower."""
+    triton = pytest.importorskip("services.attn_worker.backends.gated.triton_gated_delta", reason="needs triton")
+    monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", request.param)
 
 
 class Pair:
     """The kernels and the reference run the same steps of two layers."""
 
-    def __init__(
-        self, sizes: GatedDelta, device: torch.device, dtype: torch.dtype, *, in_chunks: bool = False
-    ) -> None:
+    def __init__(self, sizes: GatedDelta, device: torch.device, dtype: torch.dtype) -> None:
         triton = pytest.importorskip("services.attn_worker.backends.gated.triton_gated_delta", reason="needs triton")
         if device.type == "cpu" and dtype == torch.bfloat16:
             pytest.skip("Triton's interpreter does not round to the nearest bfloat16")
@@ -40,7 +45,7 @@ class Pair:
         self.sizes, self.device, self.dtype = sizes, device, dtype
         self.reference = TorchGatedDelta(spec, device)
         limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
-        self.kernels = triton.TritonGatedDelta(spec, dtype, device, **limits, in_chunks=in_chunks)
+        self.kernels = triton.TritonGatedDelta(spec, dtype, device, **limits)
         weights = {layer: random_gated_weights(sizes, layer) for layer in range(2)}
         for backend in (self.reference, self.kernels):
             backend.use_weights(weights)
@@ -76,8 +81,8 @@ def check(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 
 @BOTH_WAYS
 @pytest.mark.parametrize("case", CASES)
-def test_prompts_in_parts_and_decoding_give_the_same(kernel_device: torch.device, case: str, in_chunks: bool) -> None:
-    pair = Pair(CASES[case], kernel_device, torch.float32, in_chunks=in_chunks)
+def test_prompts_in_parts_and_decoding_give_the_same(kernel_device: torch.device, case: str) -> None:
+    pair = Pair(CASES[case], kernel_device, torch.float32)
     pair.step([(0, 9, ZERO, 0), (9, 1, ZERO, 1), (10, 3, ZERO, NULL)])
     pair.step([(0, 2, 0, 2), (2, 1, 1, 3)])
     pair.step([(0, 5, ZERO, 4), (5, 1, 2, 5), (6, 4, 3, 6)], [(10, 3, 6, 7)], [(13, 1, 7, 8)])
@@ -87,13 +92,16 @@ def test_prompts_in_parts_and_decoding_give_the_same(kernel_device: torch.device
 
 
 @pytest.mark.parametrize("case", ["random", "equal keys", "no decay", "all decays", "no strength"])
-def test_chunks_give_what_transformers_gives_token_by_token(kernel_device: torch.device, case: str) -> None:
+def test_chunks_give_what_transformers_gives_token_by_token(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     """Sequences of different lengths in one step, and a second step that goes on with them."""
     triton = pytest.importorskip("services.attn_worker.backends.gated.triton_gated_delta", reason="needs triton")
+    monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", 16)
     sizes = GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=40, conv_size=4)
     spec = make_gated_spec(sizes, NUM_SLOTS)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
-    kernels = triton.TritonGatedDelta(spec, torch.float32, kernel_device, **limits, in_chunks=True)
+    kernels = triton.TritonGatedDelta(spec, torch.float32, kernel_device, **limits)
     weights = random_gated_weights(sizes)
     kernels.use_weights({0: weights})
     first, second = (67, 16, 1), (16, 2, 30)
@@ -137,8 +145,8 @@ def test_a_step_beyond_the_limits_is_an_error(kernel_device: torch.device) -> No
 
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_give_the_same(kernel_device: torch.device, dtype: torch.dtype, in_chunks: bool) -> None:
-    pair = Pair(CASES["grouped"], kernel_device, dtype, in_chunks=in_chunks)
+def test_16_bits_give_the_same(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    pair = Pair(CASES["grouped"], kernel_device, dtype)
     pair.step([(0, 20, ZERO, 0), (20, 1, ZERO, 1)])
     for _ in range(3):
         pair.step([(0, 1, 0, 2), (1, 1, 1, 3)])
@@ -148,8 +156,8 @@ def test_16_bits_give_the_same(kernel_device: torch.device, dtype: torch.dtype, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="too slow in the interpreter")
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_published_sizes(kernel_device: torch.device, dtype: torch.dtype, in_chunks: bool) -> None:
-    pair = Pair(PUBLISHED, kernel_device, dtype, in_chunks=in_chunks)
+def test_published_sizes(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    pair = Pair(PUBLISHED, kernel_device, dtype)
     pair.step([(0, 300, ZERO, 0), (300, 64, ZERO, 1), (364, 1, ZERO, 2)], [(365, 100, 1, 3)])
     for _ in range(4):
         pair.step([(0, 1, 0, 4), (1, 1, 3, 5), (2, 1, 2, 6)], padded=4)

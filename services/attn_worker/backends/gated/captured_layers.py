@@ -43,7 +43,6 @@ def layered_triton_attention(
     *,
     max_num_seqs: int = 1024,
     max_num_tokens: int = 8192,
-    in_chunks: bool = False,
 ) -> CapturableLayeredAttention:
     """Both kinds of layers by Triton kernels; see `TritonGatedDelta`. Raises CapacityError if memory is too small."""
     attention = TritonAttention(
@@ -56,5 +55,5 @@ def layered_triton_attention(
         max_num_tokens=max_num_tokens,
     )
     limits = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
-    gated_delta = TritonGatedDelta(spec, dtype, device, **limits, in_chunks=in_chunks)
+    gated_delta = TritonGatedDelta(spec, dtype, device, **limits)
     return CapturableLayeredAttention(attention, gated_delta, spec)

@@ -1,6 +1,6 @@
 """Gated delta layers on CUDA: prepares each wave of a step for the kernels of the convolution and the recurrence.
 
-Parts go through the recurrence token by token. With `attention.chunked_recurrence`, those of many tokens go in chunks.
+Parts of many tokens go through the recurrence in chunks, others token by token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.channel import rows_of_layer
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.errors import CapacityError
 
-MIN_CHUNKED_TOKENS = 16  # of a part; fewer go one by one. Not measured yet
+MIN_CHUNKED_TOKENS = 32  # of a part; from here on chunks are faster on an H200, see bench/results/gated.md
 _MAX_NUM_WAVES = 3  # a step makes at most two checkpoints within a sequence's tokens
 
 
@@ -51,14 +51,9 @@ class TritonGatedDelta:
         *,
         max_num_seqs: int,
         max_num_tokens: int,
-        in_chunks: bool,
     ) -> None:
-        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small.
-
-        in_chunks: whether parts of at least MIN_CHUNKED_TOKENS tokens run in chunks.
-        """
+        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small."""
         self._sizes = spec.gated_delta
-        self._first_long = MIN_CHUNKED_TOKENS if in_chunks else max_num_tokens + 1  # tokens of a part
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._storage = StateStorage(spec, device)
         self._padding = (0, zero_slot(spec.num_state_slots), null_slot(spec.num_state_slots))
@@ -77,9 +72,7 @@ class TritonGatedDelta:
                 for sizes in set(self._sizes.values())
             }
             self._tiles = {
-                sizes: ChunkTiles.empty(max_num_tokens, sizes, device)
-                for sizes in set(self._sizes.values())
-                if in_chunks
+                sizes: ChunkTiles.empty(max_num_tokens, sizes, device) for sizes in set(self._sizes.values())
             }
             self._upload = StepUpload(max_num_entries, device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
@@ -129,7 +122,7 @@ class TritonGatedDelta:
 
     def _send(self, parts: np.ndarray) -> _Wave:
         """Puts a wave into the step's upload. Without prompts each part is one item."""
-        is_long = parts[:, 1] >= self._first_long
+        is_long = parts[:, 1] >= MIN_CHUNKED_TOKENS
         on_device = []
         for array in (items_of(parts), parts[~is_long], parts[is_long], chunks_of(parts[is_long])):
             host, tensor = self._upload.reserve(array.shape)
@@ -138,14 +131,10 @@ class TritonGatedDelta:
         return _Wave(*on_device)
 
     def _compile(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Runs a step of padding, and one of a prompt in chunks if there are any, in a layer of each kind."""
-        steps: list[tuple[StateWave, int | None]] = [(StateWave(), 1)]
-        num_rows = min(MIN_CHUNKED_TOKENS, self._max_num_tokens)
-        if self._tiles:
-            prompt = StateWave()
-            prompt.add(0, num_rows, *self._padding[1:])  # its state is for nobody
-            steps.append((prompt, None))
-        for wave, padded_num_seqs in steps:
+        """Runs a step of padding, and one of a prompt, in a layer of each kind."""
+        num_rows, prompt = min(MIN_CHUNKED_TOKENS, self._max_num_tokens), StateWave()
+        prompt.add(0, num_rows, *self._padding[1:])  # its state is for nobody
+        for wave, padded_num_seqs in ((StateWave(), 1), (prompt, None)):
             self.begin_step(StepStates((wave,)), padded_num_seqs)
             for sizes, layer in {sizes: layer for layer, sizes in self._sizes.items()}.items():
                 qkv = torch.zeros(num_rows, sizes.row_size, dtype=dtype, device=device)
