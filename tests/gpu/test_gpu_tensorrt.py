@@ -22,10 +22,10 @@ from services.common.config import EMBEDDED_MODEL, DenseSection
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
-from services.dense_worker.tensorrt.gpu import current_gpu
+from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.profiles import parse_profiles
 from tests.gpu.gpu_cluster import DEVICE, gpu_cluster
+from tests.gpu.usable_tensorrt import usable_tensorrt
 from tests.support.cluster import REPOSITORY, Cluster, ctl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -49,16 +49,7 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def api() -> TensorRT:
-    """The installed TensorRT; skips where none runs on this GPU."""
-    gpu = current_gpu(torch.device(DEVICE))
-    try:
-        api = load_tensorrt()
-        assert gpu is not None
-        api.check_gpu(gpu)
-        api.check_dtype(torch.float16)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return api
+    return usable_tensorrt()
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ import torch
 
 pytest.importorskip("onnx", reason="onnx is not installed: `pip install -r requirements-export.txt`")
 
-from services.common.errors import ConfigError
-from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
-from services.dense_worker.tensorrt.gpu import current_gpu
+from services.dense_worker.tensorrt.api import TensorRT
 from tests.gpu.gpu_cluster import DEVICE
+from tests.gpu.usable_tensorrt import usable_tensorrt
 from tests.support.quantized.built_plans import build_and_compare
 
 # 8.6.0 took 68 s for one `middle` on an H200; there are three segments, each with one plan.
@@ -24,15 +23,7 @@ OTHER_CODE = 1e-2
 
 @pytest.fixture(scope="module")
 def api() -> TensorRT:
-    """The installed TensorRT; skips where none runs on this GPU."""
-    gpu = current_gpu(torch.device(DEVICE))
-    try:
-        api = load_tensorrt()
-        assert gpu is not None
-        api.check_gpu(gpu)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return api
+    return usable_tensorrt()
 
 
 @pytest.mark.parametrize("name", ["int8 channel, token", "int8 channel, static"])
