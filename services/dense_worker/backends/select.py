@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from services.dense_worker.tensorrt.build_command import build_command
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.engine_weights import choose_plans, weights_setting
+from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, free_bytes, on_device, synchronize
 from services.dense_worker.tensorrt.measure import (
     PlanMeter,
@@ -123,7 +125,7 @@ def prepare_backend(
         if section.backend == "auto":
             log.info("dense backend is torch", reason=lack)
     elif section.backend != "torch":
-        gpu = current_gpu(model.device)
+        gpu, start_s = current_gpu(model.device), time.monotonic()
         try:
             api = _usable_tensorrt(gpu, model)
         except ConfigError as error:
@@ -133,11 +135,15 @@ def prepare_backend(
             return PreparedBackend(section, model, limits, None)
         profiles = parse_profiles(section.profiles)
         check_cover(profiles, limits)
+        import_s = time.monotonic() - start_s
         try:
             with on_device(model.device):
                 tensorrt = _find_or_build(section, source, model, limits, profiles, api, gpu, report)
         except _FAILURES as error:
             _log_fallback(section, error)
+        else:
+            seconds = round(time.monotonic() - start_s, 2)
+            log.info("TensorRT plans ready", import_seconds=round(import_s, 2), seconds=seconds)
     return PreparedBackend(section, model, limits, tensorrt)
 
 
@@ -231,13 +237,19 @@ def _find_or_build(
     from services.dense_worker.tensorrt.onnx_segments import export_networks
 
     cache = EnginePlanCache(section.plan_dir.expanduser())
-    networks = export_networks(model.config, model.dtype)
+    record = NetworkRecord(cache.directory, model.config, model.dtype)
+    digests, export = record.read(), functools.cache(export_networks)
     command = build_command(section, source, model) if section.build == "never" else None
     meter = PlanMeter(api, cache, model.config, model.dtype, model.device, limits, torch_backend)
 
     def find(has_constants: bool) -> EnginePlans:
         builder = EnginePlanBuilder(api, gpu, profiles, cache, has_constants=has_constants)
-        return builder.find_or_build(networks, model.dtype, command, report)
+        plans = None if digests is None else builder.find(digests, model.dtype, report)
+        if plans is None:
+            networks = export(model.config, model.dtype)
+            plans = builder.find_or_build(networks, model.dtype, command, report)
+            record.write(networks, report)
+        return plans
 
     def measured(plans: EnginePlans) -> Measurements | None:
         known = meter.known(plans)

@@ -27,6 +27,7 @@ from services.dense_worker.tensorrt.backend import Measurements
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlanRecord, EnginePlans
 from services.dense_worker.tensorrt.engine_weights import weights_setting
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
+from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import current_gpu, on_device
 from services.dense_worker.tensorrt.measure import PlanMeter
 from services.dense_worker.tensorrt.optional_packages import require
@@ -58,6 +59,7 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
 
     profiles = parse_profiles(arguments.profiles)
     config, dtype, networks = _read_networks(arguments)
+    record = None if config is None else NetworkRecord(cache.directory, config, dtype)
     api, gpu = load_tensorrt(), current_gpu(arguments.device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
     limits = Limits(profiles[-1].high, profiles[-1].high)
@@ -71,6 +73,8 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
             if gpu is not None and config is not None:
                 _measure(PlanMeter(api, cache, config, dtype, arguments.device, limits, torch_backend), plans)
             records += [cached.record for of_segment in plans.values() for cached in of_segment]
+    if record is not None:
+        record.write(networks, _print)
     return records
 
 

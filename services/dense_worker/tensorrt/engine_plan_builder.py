@@ -71,16 +71,36 @@ class EnginePlanBuilder:
         self._api.check_codes(codes)
         if codes and self._has_constants:
             raise ConfigError("quantized weights are inputs of plans, no constants: set dense.engine_weights to inputs")
-        profiles_of_plans = [self._profiles] if self._has_constants else [[profile] for profile in self._profiles]
         plans: dict[str, list[CachedEnginePlan]] = {name: [] for name in networks}
-        num_plans, number = len(networks) * len(profiles_of_plans), 0
-        for name, network in networks.items():
-            for profiles in profiles_of_plans:
-                number += 1
-                key = self._key(name, network, dtype, profiles)
-                title = f"[{number}/{num_plans}] {key.title}"
-                plans[name].append(self._find_or_build(key, network, dtype, build_command, title, report))
+        digests = {name: hashlib.sha256(network).hexdigest() for name, network in networks.items()}
+        for title, key in self._titled_keys(digests, dtype):
+            network = networks[key.segment]
+            plans[key.segment].append(self._find_or_build(key, network, dtype, build_command, title, report))
         return plans
+
+    def find(self, digests: Mapping[str, str], dtype: torch.dtype, report: Report) -> EnginePlans | None:
+        """The plans of networks of which only the sha256 is known, by segment; None if a plan is missing."""
+        plans: dict[str, list[CachedEnginePlan]] = {name: [] for name in digests}
+        lines = []
+        for title, key in self._titled_keys(digests, dtype):
+            cached = self._cache.find(key)
+            if cached is None:
+                return None
+            plans[key.segment].append(cached)
+            lines.append(_found(title, key))
+        for line in lines:
+            report(line)
+        return plans
+
+    def _titled_keys(self, digests: Mapping[str, str], dtype: torch.dtype) -> list[tuple[str, EnginePlanKey]]:
+        """The keys of all plans, with what messages call them."""
+        profiles_of_plans = [self._profiles] if self._has_constants else [[profile] for profile in self._profiles]
+        keys = [
+            self._key(name, digest, dtype, profiles)
+            for name, digest in digests.items()
+            for profiles in profiles_of_plans
+        ]
+        return [(f"[{number}/{len(keys)}] {key.title}", key) for number, key in enumerate(keys, 1)]
 
     def _find_or_build(
         self,
@@ -93,7 +113,7 @@ class EnginePlanBuilder:
     ) -> CachedEnginePlan:
         cached = self._cache.find(key)
         if cached is not None:
-            report(f"{title}: found {key.file_stem}.plan")
+            report(_found(title, key))
             return cached
         if build_command is not None:
             why = self._cache.why_missing(key)
@@ -139,7 +159,7 @@ class EnginePlanBuilder:
                 report(f"timings are not kept: {error}")
         return cached
 
-    def _key(self, name: str, network: bytes, dtype: torch.dtype, profiles: Sequence[Profile]) -> EnginePlanKey:
+    def _key(self, name: str, digest: str, dtype: torch.dtype, profiles: Sequence[Profile]) -> EnginePlanKey:
         return EnginePlanKey(
             segment=name,
             dtype=str(dtype).removeprefix("torch."),
@@ -147,10 +167,14 @@ class EnginePlanBuilder:
             gpu="any" if self._api.is_rtx else self._gpu.name,
             num_sms=0 if self._api.is_rtx else self._gpu.num_sms,
             profiles=format_profiles(profiles),
-            network=hashlib.sha256(network).hexdigest(),
+            network=digest,
             max_tokens=self._profiles[-1].high if name == "last" else None,
             weights="constants" if self._has_constants else "inputs",
         )
+
+
+def _found(title: str, key: EnginePlanKey) -> str:
+    return f"{title}: found {key.file_stem}.plan"
 
 
 def _input_sizes(key: EnginePlanKey, profile: Profile) -> dict[str, Sizes]:

@@ -30,7 +30,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.tensorrt import build, engine_segments, measure
+from services.dense_worker.tensorrt import build, engine_segments, measure, onnx_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.gpu import Gpu
@@ -314,7 +314,7 @@ def test_auto_falls_back_to_torch_with_one_reason_and_tensorrt_does_not(
     with structlog.testing.capture_logs() as logs:
         selected = machine.select(backend="auto")
     assert selected.name == "torch" and isinstance(selected.backend, TorchBackend)
-    [entry] = [entry for entry in logs if entry["log_level"] != "debug"]
+    [entry] = [entry for entry in logs if "reason" in entry and entry["log_level"] != "debug"]
     assert entry["event"] == "dense backend is torch" and re.search(message, entry["reason"])
 
 
@@ -362,6 +362,8 @@ def test_the_named_command_builds_exactly_the_missing_plans(
     num_built = len(machine.trt.named("build_serialized_network"))
     num_profiles = 1 if section.engine_weights == "constants" else section.profiles.count(",") + 1
     assert num_built == len(segment_names(model.config)) * num_profiles
+    # The command left a record of what it exported.
+    monkeypatch.setattr(onnx_segments, "export_networks", lambda *arguments: pytest.fail("exported again"))
     prepared = prepare_backend(section, origin, model, LIMITS, print)
     assert prepared.tensorrt is not None and sum(map(len, prepared.tensorrt.plans.values())) == num_built
     assert len(machine.trt.named("build_serialized_network")) == num_built
