@@ -279,4 +279,7 @@ def _load_tensorrt(
         backends = {"tensorrt": segments, "torch": by_torch}
         measured = measure_segments(backends, model.config, model.dtype, model.device, limits, time_on_gpu)
         store_measurements(found.cache, found.plans, measured)
+    if measured is None:
+        reason = "the plans have not been measured, and dense.build is 'never': the build command measures them"
+        log.warning("TensorRT runs every size", reason=reason)
     return TensorRTBackend(segments, by_torch, measured)

@@ -237,8 +237,11 @@ def test_build_never_refuses_missing_plans_and_uses_existing_ones(machine: Machi
     assert machine.lines == []
     assert not machine.trt.named("build_serialized_network")
     machine.select(backend="tensorrt")
-    assert machine.select(backend="auto", build="never").name == "TensorRT 10.0.1"
+    with structlog.testing.capture_logs() as entries:
+        assert machine.select(backend="auto", build="never").name == "TensorRT 10.0.1"
     assert machine.num_timed == 0
+    [entry] = [entry for entry in entries if entry["event"] == "TensorRT runs every size"]
+    assert "have not been measured" in entry["reason"]
     machine.gpu = Gpu("NVIDIA H100", (9, 0), 132)
     with pytest.raises(ConfigError, match="gpu NVIDIA H100 instead of NVIDIA H200"):
         machine.select(backend="tensorrt", build="never")
