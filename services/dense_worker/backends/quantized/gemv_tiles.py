@@ -36,7 +36,7 @@ def split_row(row_bytes: int) -> tuple[int, int]:
 
 
 def choose_tiles(row_bytes: int, per_byte: int, is_gated: bool, has_scale_pairs: bool) -> GemvTiles:
-    """The tiles with the fastest layers on an H200: of 7B, 13B and 70B in FP8, of 7B to 13B in INT4, of 7B in MXFP4."""
+    """The tiles with the fastest layers on an H200: of 7B, 13B and 70B in FP8, of 7B to 13B in INT4."""
     block_bytes, rest_bytes = split_row(row_bytes)
     num_stages, num_warps, programs_per_sm = 3, 4, 3
     if has_scale_pairs and block_bytes <= 8192:
