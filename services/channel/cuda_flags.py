@@ -26,6 +26,11 @@ _RELEASE_INTERVAL_S = 50e-6  # between two releases of the running step, which w
 _RELEASE_S = 2.0  # by then the running step has ended
 _LATE_RELEASE_INTERVAL_S = 1e-3  # between two releases of steps that are launched later
 
+# While a kernel runs on an SM, the division of its memory into first-level cache and shared memory stays as it is. So a
+# waiting kernel that leaves no shared memory there would keep away the peer's kernels, which need much of it.
+_CARVEOUT = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_ALL_SHARED_MEMORY = 100  # percent
+
 # A dependent launch starts a kernel before the previous kernel has ended; `griddepcontrol.wait` waits for that end.
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 # The driver compiles this PTX for every later GPU too; PTX 8.0 itself only has names up to sm_90.
@@ -159,6 +164,8 @@ class FlagKernels:
         module = check(driver.cuModuleLoadData(ctypes.addressof(image)))
         self._set = check(driver.cuModuleGetFunction(module, b"set_flag"))
         self._take = check(driver.cuModuleGetFunction(module, b"take_flag"))
+        for kernel in (self._set, self._take):
+            check(driver.cuFuncSetAttribute(kernel, _CARVEOUT, _ALL_SHARED_MEMORY))
         self._abort_pointer = header_pointer + ABORT_WORD * WORD_BYTES
         self._flags_pointer = flags_pointer
         self._launch = driver.CUlaunchConfig()

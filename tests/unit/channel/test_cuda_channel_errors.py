@@ -41,6 +41,7 @@ class Driver:
 
     cudaError_t = Error
     cudaHostRegisterMapped = cudaHostRegisterPortable = cudaIpcMemLazyEnablePeerAccess = 0
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9)
 
     def __init__(self) -> None:
         self.held: list[str] = []
