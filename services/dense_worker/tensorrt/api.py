@@ -26,6 +26,9 @@ log = structlog.get_logger()
 # The highest: a build tries more. With 8.6.0 on an H200 a `middle` segment of Llama-2-7B then takes 118 µs instead of
 # 154 at one token, and 134 instead of 159 at 16 (bench/results/tensorrt.md).
 OPTIMIZATION_LEVEL = 5
+# With weights as constants 8.6.0 then also times convolutions in place of products: `last` of the embedded model was
+# not built after 90 s, and at this level, its default, in 8.
+OPTIMIZATION_LEVEL_OF_CONSTANTS = 3
 MAX_WARNINGS = 8  # kept for the message of an exception
 
 MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")  # the first installed one is used
@@ -142,7 +145,7 @@ class TensorRT:
         if self.is_rtx:  # a context that allocates memory itself cannot be captured
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         else:  # RTX chooses kernels when it loads a plan
-            config.builder_optimization_level = OPTIMIZATION_LEVEL
+            config.builder_optimization_level = OPTIMIZATION_LEVEL_OF_CONSTANTS if constants else OPTIMIZATION_LEVEL
         if not self.is_strongly_typed:
             # The contexts of several graphs use one profile. From 10 on that is always allowed.
             config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)

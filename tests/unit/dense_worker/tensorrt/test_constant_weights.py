@@ -133,6 +133,9 @@ def test_plans_with_constants_and_with_inputs_are_kept_apart(config: ModelConfig
     assert len(trt.named("build_serialized_network")) == num_plans
     assert len(list(tmp_path.glob("*.plan"))) == num_plans
     assert [call[1] for call in trt.named("set_flag")] == ["REFIT"] * 3
+    # The kernels that a build tries: with constants so many at level 5 that an H200 took minutes for a tiny model.
+    levels = [call[1] for call in trt.named("builder_optimization_level")]
+    assert levels == [3] * 3 + [5] * 3 * len(PROFILES)
 
 
 def test_bfloat16_constants_are_given_by_address(config: ModelConfig, tmp_path: Path) -> None:
