@@ -132,6 +132,28 @@ def test_streaming_kernels_fuse_an_activation_and_for_one_row_a_norm(
         check(out, expected, dtype, is_quantized, name.startswith("fp8"), least)
 
 
+@pytest.mark.parametrize("width", [4096, 5120, 8192, 11008, 13824, 28672])
+@pytest.mark.parametrize("name", ["fp8 token", "int8 static", "int4 g32", "int4 g64 zero"])
+def test_tiles_of_real_widths_multiply_a_row_as_the_reference(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, name: str, width: int
+) -> None:
+    """The tiles depend on the width. An odd number of rows leaves the last tile of a program incomplete."""
+    make, is_quantized = KINDS[name]
+    weights = RandomWeights(kernel_device, dtype)
+    parts, is_fp8 = (90,), name.startswith("fp8")
+    linear = linear_of(make(weights, parts, width), parts, width, None)
+    x, residual = weights.randn(1, width), weights.randn(1, 90)
+    expected = in_float32(linear, x) + residual.float()
+    products = CudaLinear(launcher, kernel_device, dtype)
+    products.multiply(LinearKernel.STREAMED, linear, x, residual, residual=residual)
+    check(residual, expected, dtype, is_quantized, is_fp8)
+    gated = linear_of(make(weights, parts, width), parts, width, None)
+    out = torch.full((1, 45), torch.nan, dtype=dtype, device=kernel_device)
+    products.multiply(LinearKernel.STREAMED, gated, x, out, activation=ACTIVATIONS[0])
+    least = PAIRED_CODES if name.startswith("int4") else 0.0
+    check(out, ACTIVATIONS[0].apply(in_float32(gated, x)), dtype, is_quantized, is_fp8, least)
+
+
 @pytest.mark.parametrize("num_rows", [1, 30, 70])
 @pytest.mark.parametrize("activations", [Activations.TOKEN, Activations.STATIC])
 @pytest.mark.parametrize("element", Element)

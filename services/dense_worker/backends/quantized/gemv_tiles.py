@@ -35,7 +35,9 @@ def split_row(row_bytes: int) -> tuple[int, int]:
     return (half, rest_bytes) if rest_bytes < half else (block_bytes, 0)
 
 
-def choose_tiles(row_bytes: int, per_byte: int, is_gated: bool, has_scale_pairs: bool) -> GemvTiles:
+def choose_tiles(
+    row_bytes: int, per_byte: int, rows_per_sm: int, is_gated: bool, has_scale_pairs: bool
+) -> GemvTiles:
     """The tiles with the fastest layers on an H200: of 7B, 13B and 70B in FP8, of 7B to 13B in INT4."""
     block_bytes, rest_bytes = split_row(row_bytes)
     num_stages, num_warps, programs_per_sm = 3, 4, 3
@@ -52,12 +54,18 @@ def choose_tiles(row_bytes: int, per_byte: int, is_gated: bool, has_scale_pairs:
     elif block_bytes <= 4096 and not rest_bytes:
         block_out = 16384 // block_bytes
         num_warps, programs_per_sm = (8, 3) if is_gated else (4, 4)
+        if not is_gated and rows_per_sm <= 2 * block_out * programs_per_sm:
+            block_out //= 2  # more than two tiles for a program, so that there is something to load ahead
     elif block_bytes <= 4096:
         block_out = 8192 // block_bytes
         num_stages, programs_per_sm = (4, 3) if is_gated else (3, 4)
     elif block_bytes <= 8192:
         block_out, num_stages = (1, 4) if is_gated else (2, 3)
-    else:
+        if rest_bytes and not is_gated:
+            num_warps, programs_per_sm = 8, 2
+    elif is_gated or block_bytes <= 16384:
         block_out = max(1, (16384 if is_gated else 32768) // block_bytes)
         num_warps, programs_per_sm = 8, 2
+    else:
+        block_out, num_warps, programs_per_sm = 2, 8, 1
     return GemvTiles(block_bytes, rest_bytes, block_out, num_stages, num_warps, programs_per_sm)

@@ -52,7 +52,8 @@ def gemv_quantized(
     per_byte = in_features // row_bytes
     # Triton loads nothing ahead that has fewer than four bytes.
     has_scale_pairs = matrix.codes is Codes.UINT4 and matrix.scale.itemsize == 2 and matrix.scale.shape[-1] % 2 == 0
-    tiles = choose_tiles(row_bytes, per_byte, is_gated, has_scale_pairs)
+    rows_per_sm = triton.cdiv(out_features, launcher.num_sms)
+    tiles = choose_tiles(row_bytes, per_byte, rows_per_sm, is_gated, has_scale_pairs)
     rows_per_program = triton.cdiv(out_features, launcher.num_sms * tiles.programs_per_sm)
     launcher(
         _gemv_quantized_kernel,
@@ -87,8 +88,8 @@ def gemv_quantized(
         BLOCK_OUT=tiles.block_out,
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
-        # With the pairs in flight the compiler would take more registers than so many programs have.
-        maxnreg=tiles.registers if has_scale_pairs else None,
+        # The compiler would take more registers than so many programs have. Single scales of groups need them.
+        maxnreg=tiles.registers if has_scale_pairs or matrix.group_size is None else None,
     )
 
 
