@@ -212,12 +212,6 @@ def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
     api = load_tensorrt()
     api.check_gpu(gpu)
     api.check_dtype(model.dtype)
-    if model.config.quantization is not None and not api.is_strongly_typed:
-        # It builds plans with INT8 weights, but picks precisions itself, and the numbers were not yet seen on a GPU.
-        raise ConfigError(
-            f"{api.name} is not known to compute quantized weights ({model.config.quantization.method}) correctly: "
-            "set dense.backend to torch, or install TensorRT 10 or later"
-        )
     require("onnx")
     return api
 

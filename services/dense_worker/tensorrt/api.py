@@ -1,8 +1,7 @@
 """One interface to the Python APIs of TensorRT 8.6 to 11 and TensorRT-RTX. No other file imports TensorRT.
 
-Differences: 8.6 picks precisions itself, within flags, has no bfloat16 and is given no FP8 or UINT8; 10 and later run
-the precisions of the network ("strongly typed"); 11 and RTX have dropped older names. The code checks for attributes,
-not for versions.
+Differences: 8.6 picks precisions itself, within flags, and has no bfloat16; 10 and later run the precisions of the
+network ("strongly typed"); 11 and RTX have dropped older names. The code checks for attributes, not for versions.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ INSTALL = (
     "TensorRT is not installed: `pip install tensorrt` (8.6 or later, data centre GPUs such as the H200), or "
     "`pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings` (TensorRT-RTX, RTX GPUs)"
 )
-# Prefix of the names of ONNX nodes that compute in float32 although the model's dtype is narrower; of products, whose
-# factors are codes, the sums are float32. TensorRT 8.6 chooses precisions itself and must not change these nodes.
+# Prefix of the names of ONNX nodes that compute in float32 although the model's dtype is narrower. TensorRT 8.6
+# chooses precisions itself and must not change these nodes.
 FLOAT32_MARK = "float32/"
 Sizes = tuple[int, int, int]  # the smallest, the one to tune for, the largest
 
@@ -74,11 +73,11 @@ class TensorRT:
             module.float32: torch.float32,
             module.float16: torch.float16,
             module.int32: torch.int32,
-            module.int8: torch.int8,
         }
-        if self.is_strongly_typed:  # 8.6 has some of the names, but not the types
+        if self.is_strongly_typed:  # 8.6 has some of the names, but cannot build all segments with such inputs
             self._dtypes |= {
                 module.bfloat16: torch.bfloat16,
+                module.int8: torch.int8,
                 module.uint8: torch.uint8,
                 module.fp8: torch.float8_e4m3fn,
             }
@@ -97,8 +96,8 @@ class TensorRT:
         for dtype in dtypes:
             if dtype not in self._dtypes.values():
                 raise ConfigError(
-                    f"{self.name} is given quantized weights of int8 only, not of {str(dtype)[6:]}: "
-                    "install TensorRT 10 or later"
+                    f"{self.name} is given no quantized weights ({str(dtype)[6:]}): "
+                    "set dense.backend to torch, or install TensorRT 10 or later"
                 )
 
     def check_gpu(self, gpu: Gpu) -> None:
@@ -202,18 +201,15 @@ class TensorRT:
         return 1 << int(flags.STRONGLY_TYPED if self.is_strongly_typed else flags.EXPLICIT_BATCH)
 
     def _set_precisions(self, config: Any, definition: Any, dtype: torch.dtype) -> None:
-        """Makes 8.6 compute in float16 exactly where the network says so, and lets it multiply codes."""
+        """Makes 8.6 compute in float16 exactly where the network says so."""
         trt = self._trt
-        if any(definition.get_input(i).dtype == trt.int8 for i in range(definition.num_inputs)):
-            config.set_flag(trt.BuilderFlag.INT8)
         if dtype != torch.float16:
             return
         config.set_flag(trt.BuilderFlag.FP16)
         config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
         for layer in map(definition.get_layer, range(definition.num_layers)):
             if FLOAT32_MARK in layer.name and layer.type != trt.LayerType.CONSTANT:
-                if layer.type != trt.LayerType.MATRIX_MULTIPLY:  # it multiplies codes, and only its sums are float32
-                    layer.precision = trt.float32
+                layer.precision = trt.float32
                 for i in range(layer.num_outputs):
                     layer.set_output_type(i, trt.float32)
 

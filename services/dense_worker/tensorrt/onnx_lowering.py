@@ -189,14 +189,12 @@ def _reduce(op: str) -> Callable[[Lowering, Node], None]:
 
 
 def _clamp(to: Lowering, node: Node) -> None:
-    """By Max and Min: of a Clip, TensorRT 8.6 makes layers without its name, so that its mark would be lost."""
     x, low, high = [*node.args, None, None][:3]
-    value = to.name(x)
-    if low is not None:
-        output = "" if high is None else f"{node.name}_low"
-        value = to.emit("Max", [value, to.constant(low, node)], node, output)
-    if high is not None:
-        to.emit("Min", [value, to.constant(high, node, 1)], node)
+    inputs, dtype = [to.name(x)], ONNX_DTYPES[node.meta["val"].dtype]
+    for name, bound in (("low", low), ("high", high)):
+        constant = None if bound is None else helper.make_tensor(f"{name}_{node.name}", dtype, [], [bound])
+        inputs.append("" if constant is None else to.add_constant(constant))
+    to.emit("Clip", inputs, node)
 
 
 def _unsqueeze(to: Lowering, node: Node) -> None:
@@ -291,8 +289,8 @@ def _cat(to: Lowering, node: Node) -> None:
     to.emit("Concat", [to.name(part) for part in parts], node, axis=dim)
 
 
-# Casts, and what makes products of 8 bits in TensorRT 8.6 if no precision is demanded; codes are exact in any type.
-_UNMARKED = ("Cast", "QuantizeLinear", "DequantizeLinear")
+# Casts, and what TensorRT 8.6 runs in 8 bits if no precision is demanded: products in float32 are those of codes.
+_UNMARKED = ("Cast", "QuantizeLinear", "DequantizeLinear", "Gemm")
 
 _LOWERINGS: dict[Callable[..., Any], Callable[[Lowering, Node], None]] = {
     operator.getitem: _getitem,

@@ -41,21 +41,20 @@ class FakeTensorRT:
         self.gpu = gpu
         self.major, self.has_gpu, self.is_rtx = major, has_gpu, is_rtx
         self.float32, self.float16, self.int32 = DataType.FLOAT, DataType.HALF, DataType.INT32
-        self.int8 = DataType.INT8
         self.ILogger = ILogger
         self.ProfilingVerbosity = SimpleNamespace(DETAILED="detailed")
         self.LayerInformationFormat = SimpleNamespace(JSON="json")
-        self.LayerType = SimpleNamespace(CONSTANT="constant", MATRIX_MULTIPLY="matrix multiply", OTHER="other")
+        self.LayerType = SimpleNamespace(CONSTANT="constant", OTHER="other")
         self.Weights = Weights
         network_flags, builder_flags = {}, {"TF32": "TF32", "REFIT": "REFIT"}
         if major < 11:
             network_flags["EXPLICIT_BATCH"] = 0
-            builder_flags |= {name: name for name in ("FP16", "INT8", "OBEY_PRECISION_CONSTRAINTS")}
+            builder_flags |= {"FP16": "FP16", "OBEY_PRECISION_CONSTRAINTS": "OBEY_PRECISION_CONSTRAINTS"}
         if major < 10:
             self.PreviewFeature = SimpleNamespace(PROFILE_SHARING_0806="PROFILE_SHARING_0806")
         if major >= 10:
             self.bfloat16 = DataType.BF16
-            self.uint8, self.fp8 = DataType.UINT8, DataType.FP8
+            self.int8, self.uint8, self.fp8 = DataType.INT8, DataType.UINT8, DataType.FP8
             network_flags["STRONGLY_TYPED"] = 0 if major >= 11 else 1
             self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
         if is_rtx:
@@ -121,9 +120,6 @@ class _Builder:
         is_half = any(tensor.dtype == DataType.HALF for tensor in network.inputs)
         if trt.major < 10 and is_half and "FP16" not in config.flags:
             self._logger.log(ILogger.ERROR, "network has FP16 tensors but the flag FP16 is not set")
-            return None
-        if trt.major < 10 and network.is_quantized and "INT8" not in config.flags:
-            self._logger.log(ILogger.ERROR, "network has Q/DQ layers but the flag INT8 is not set")
             return None
         for name in (tensor.name for tensor in network.inputs if -1 in tensor.shape):
             if not all(name in profile.sizes for profile in config.profiles):
@@ -207,7 +203,6 @@ class _Network:
     def __init__(self, trt: FakeTensorRT, flags: int) -> None:
         self.trt, self.flags = trt, flags
         self.onnx_bytes = b""
-        self.is_quantized = False
         self.inputs: list[SimpleNamespace] = []
         self.layers: list[_Layer] = []
         self.readers = Readers([])
@@ -233,11 +228,11 @@ class _Network:
 
 
 class _Layer:
+    type = "other"
     num_outputs = 1
 
-    def __init__(self, trt: FakeTensorRT, name: str, operator: str, inputs: list[Any]) -> None:
+    def __init__(self, trt: FakeTensorRT, name: str, inputs: list[Any]) -> None:
         self._trt, self.name, self._inputs = trt, name, inputs
-        self.type = trt.LayerType.MATRIX_MULTIPLY if operator == "Gemm" else trt.LayerType.OTHER
 
     num_inputs = property(lambda self: len(self._inputs))
 
@@ -277,15 +272,13 @@ class _Parser:
             self._errors.append(f"opset {model.opset_import[0].version} is newer than {limit}")
             return False
         network.onnx_bytes = data
-        network.is_quantized = any(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.node)
         for value in model.graph.input:
             tensor_type = value.type.tensor_type
             shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in tensor_type.shape.dim)
             network.inputs.append(SimpleNamespace(name=value.name, shape=shape, dtype=DTYPES[tensor_type.elem_type][0]))
         network.readers = Readers(model.graph.node)
         network.layers = [
-            _Layer(trt, node.name, node.op_type, network.readers.of(index))
-            for index, node in enumerate(model.graph.node)
+            _Layer(trt, node.name, network.readers.of(index)) for index, node in enumerate(model.graph.node)
         ]
         return True
 
