@@ -128,13 +128,16 @@ class TritonAttention:
             _ItemKind(window, heads.kv_layer is None, spec.group_of(layer))
             for layer, (window, heads) in enumerate(zip(spec.windows, self._heads, strict=True))
         ]
+        # What a step is prepared for: one of each kind, not one of each layer.
+        self._distinct_kernel_kinds = list(dict.fromkeys(self._kernel_kinds))
+        self._distinct_item_kinds = list(dict.fromkeys(self._item_kinds))
         num_groups = spec.num_groups
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
-            len(set(self._item_kinds)) * max_num_items * NUM_FIELDS
+            len(self._distinct_item_kinds) * max_num_items * NUM_FIELDS
             + num_groups * max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
             # Prefill items, and arrays with one element per token.
-            + max_num_tokens * (num_groups * len(set(self._kernel_kinds)) * NUM_FIELDS + 3 + num_groups)
+            + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 3 + num_groups)
             + TABLE_SLACK
         )
         self._storage = BlockStorage(spec, spec.head_major_block, device)
@@ -193,20 +196,20 @@ class TritonAttention:
         # The arrays that a graph reads come first, so that their addresses depend only on `padded`.
         num_pieces = self._num_pieces(padded)
         num_items = padded + num_pieces
-        decode_items = {kind: upload.reserve((num_items, NUM_FIELDS)) for kind in dict.fromkeys(self._item_kinds)}
+        decode_items = {kind: upload.reserve((num_items, NUM_FIELDS)) for kind in self._distinct_item_kinds}
         parts = step.parts(self._spec.num_groups)
         self._block_tables, table_starts = self._write_block_tables(parts)
         angle_rows = self._angles.write(step, upload)
         by_group = list(zip(parts, table_starts, strict=True))
         decodes = [_decode_rows(part, starts, angle_rows, padded) for part, starts in by_group]
-        self._decode_tiles = self._choose_decode_tiles(padded)
-        piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
-        for kind, (items, _) in decode_items.items():
-            fill_decode_items(
-                items, decodes[kind.group], kind.window, num_pieces, piece_tile, appends=kind.appends
-            )
         self._decode_items, self._prefills = None, []
         if len(decodes[0].rows):
+            self._decode_tiles = self._choose_decode_tiles(padded)
+            piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
+            for kind, (items, _) in decode_items.items():
+                fill_decode_items(
+                    items, decodes[kind.group], kind.window, num_pieces, piece_tile, appends=kind.appends
+                )
             self._decode_items = {kind: on_device for kind, (_, on_device) in decode_items.items()}
         if num_tokens > num_seqs:
             rows = self._send(angle_rows)
@@ -284,7 +287,7 @@ class TritonAttention:
                 kind.head_dim,
                 num_seqs * kind.num_kv_heads / self._num_sms,
             )
-            for kind in dict.fromkeys(self._kernel_kinds)
+            for kind in self._distinct_kernel_kinds
         }
 
     def _num_pieces(self, num_seqs: int) -> int:
@@ -323,7 +326,7 @@ class TritonAttention:
         max_context_len = int(step.context_lens[is_prefill].max())
         tiles = {
             kind: self._kernels.choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
-            for kind in dict.fromkeys(self._kernel_kinds)
+            for kind in self._distinct_kernel_kinds
         }
         first_rows = np.cumsum(num_tokens) - num_tokens
         slots = np.where(np.repeat(is_prefill, num_tokens), step.slot_mapping, -1)
