@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
@@ -195,9 +195,11 @@ class Sequence:
         return self.num_prompt_tokens + self.max_tokens - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """New tokens of a sequence, its end, or both. A beam search has no tokens before its end, but steps."""
+class SequenceOutput(NamedTuple):
+    """New tokens of a sequence, its end, or both. A beam search has no tokens before its end, but steps.
+
+    Each step makes one for each sequence: a tuple takes a third of the time of a frozen dataclass.
+    """
 
     sequence: Sequence
     token_ids: SequenceOf[int]

@@ -205,9 +205,10 @@ class Session:
 
         Those that beams drop are not counted.
         """
-        if sequence.beams is not None:
+        retention = self.ledger.retention
+        if retention.window is None or sequence.beams is not None:
             return False
-        num_dropped = self.ledger.retention.num_dropped_blocks(sequence.num_computed_tokens)
+        num_dropped = retention.num_dropped_blocks(sequence.num_computed_tokens)
         num_more = num_dropped - sequence.num_dropped_blocks
         if num_more <= 0:
             return False
