@@ -177,6 +177,7 @@ class KVCache:
         seq_ids = [entry.seq_id for entry in entries]
         num_tokens = np.array([entry.num_tokens for entry in entries], np.int64)
         positions = np.array([entry.position for entry in entries], np.int64)
+        lengths = positions + num_tokens
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
         num_held = self._rows.num_computed[rows]
         found = find_errors(seq_ids, rows, num_held, num_tokens, positions, self.max_model_len)
@@ -186,11 +187,11 @@ class KVCache:
             num_freed += sum(self._drop_blocks(each) for each in entries if each.seq_id not in errors)
         if self._states is not None:
             slots = self._states.take(seq_ids, rows, positions, self._rows.num_committed, self._orphans(), errors)
-        self._allocate_blocks(seq_ids, rows, positions + num_tokens, errors)
+        self._allocate_blocks(seq_ids, rows, lengths, errors)
 
         has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
         running = rows[~has_failed]
-        self._rows.num_computed[running] = (positions + num_tokens)[~has_failed]
+        self._rows.num_computed[running] = lengths[~has_failed]
         in_flight = self._note_in_flight([entry for entry in entries if entry.seq_id not in errors])
         self._in_flight.append(in_flight)
         metadata = self._groups.metadata(rows, num_tokens, has_failed)
