@@ -104,6 +104,7 @@ class TritonAttention:
             self._sinks = torch.zeros(config.num_layers, -(-config.num_heads // 4) * 4, device=device)
             self._scores = [replace(plain, sinks=each) for each in self._sinks]
         self._heads = config.layer_heads
+        self._widths = [(heads.qkv_size, heads.attn_size) for heads in self._heads]
         self._pairs = [
             _pairs_of(rope or config.rope, heads.head_dim, options.rotates_pairs)
             for rope, heads in zip(config.layer_ropes, self._heads, strict=True)
@@ -222,7 +223,8 @@ class TritonAttention:
         cache, scales, scores = self._caches[layer], self._storage.scales[layer], self._scores[layer]
         window, angles = self._spec.windows[layer], self._angles.tables[layer]
         heads, pairs, kernel_kind = self._heads[layer], self._pairs[layer], self._kernel_kinds[layer]
-        qkv, out = rows_of_layer(qkv, heads.qkv_size), rows_of_layer(out, heads.attn_size)
+        qkv_size, attn_size = self._widths[layer]
+        qkv, out = rows_of_layer(qkv, qkv_size), rows_of_layer(out, attn_size)
         if self._decode_items is not None:
             items = self._decode_items[self._item_kinds[layer]]
             self._kernels.decode(
