@@ -40,8 +40,12 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--gateway-processes", type=int, metavar="N", help="gateways at the same ports (1)")
     parser.add_argument("--prompt", metavar="TEXT", help="stream the answer to TEXT, then stop")
     parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then keep serving")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens of that answer (64)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of that answer (64)")
     arguments = parser.parse_args(dashed(argv))
+    if arguments.max_tokens is None:
+        arguments.max_tokens = 64
+    elif arguments.prompt is None and arguments.sample_prompt is None:
+        parser.error("--max-tokens is of the answer to --prompt or --sample-prompt, and neither is given")
     flags = {
         "model.path": arguments.model,
         "model.load_format": arguments.load_format,

@@ -7,13 +7,14 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from services.common.errors import InvalidRequest
 from services.gateway.http.schemas.chat import ChatMessageObject, ChatRequest
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.schemas.sampling import GenerationFields
 from services.gateway.http.schemas.structured_output import form_of
 from services.gateway.http.schemas.tokens import TemplateBody, TokenizeBody
 from services.gateway.http.schemas.tools import choice_text
-from services.gateway.request import ModelLimits
+from services.gateway.request import MAX_PROMPT_LOGPROBS, ModelLimits
 from services.pb import gateway_pb2, sampling_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
@@ -45,7 +46,10 @@ SAME_SAMPLING_FIELDS = (
 def completion_messages(
     body: CompletionRequest, request_id: str, limits: ModelLimits, embeds: Sequence[gateway_pb2.PromptEmbeds] = ()
 ) -> list[gateway_pb2.GenerateRequest]:
-    """One message per prompt, those of embeddings first; the ids of several prompts are numbered."""
+    """One message per prompt, those of embeddings first; the ids of several prompts are numbered.
+
+    Raises `InvalidRequest` for more log-probabilities than an echoed prompt can have.
+    """
     common = _common_message(body)
     if body.max_tokens is None:
         common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
@@ -55,6 +59,9 @@ def completion_messages(
     if body.logprobs is not None:
         common.logprobs = limits.vocab_size if body.logprobs == ALL else body.logprobs
         if body.echo and body.prompt_logprobs is None:
+            if common.logprobs > MAX_PROMPT_LOGPROBS:
+                message = f"logprobs is {common.logprobs}, with echo it must be from 0 to {MAX_PROMPT_LOGPROBS}"
+                raise InvalidRequest(message, "logprobs")
             common.prompt_logprobs = common.logprobs
     messages = []
     prompts = [*embeds, *body.prompts]

@@ -125,3 +125,11 @@ def test_what_is_not_supported_is_refused_by_name(text: str, named: str, capsys:
     assert ended.value.code == 1
     error = capsys.readouterr().err
     assert named in error and error.startswith("services.launch: ") and len(error.splitlines()) == 1
+
+
+def test_a_length_without_a_prompt_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--max-tokens", "7"])
+    assert stopped.value.code == 2
+    assert "--max-tokens is of the answer to --prompt or --sample-prompt" in capsys.readouterr().err
+    assert [parse_args([flag, "a"])[1].max_tokens for flag in ("--prompt", "--sample-prompt")] == [64, 64]

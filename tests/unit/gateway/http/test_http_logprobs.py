@@ -38,6 +38,19 @@ def test_an_answer_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs
     with_client(tmp_path, dense, test)
 
 
+@pytest.mark.parametrize("num_logprobs", [21, -1])
+def test_too_many_logprobs_with_echo_are_an_error_that_names_what_was_sent(tmp_path: Path, num_logprobs: int) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": [70, 80, 90], "echo": True, "logprobs": num_logprobs}
+        response = await client.post("/v1/completions", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "logprobs")
+        assert error["message"].startswith("logprobs is ")
+        assert error["message"].endswith("with echo it must be from 0 to 20")
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
 @pytest.mark.parametrize("num_prompts", [1, 2])
 def test_a_streamed_echo_of_several_answers_shows_the_prompt_with_each(tmp_path: Path, num_prompts: int) -> None:
     prompt_ids, token_ids = ids("Tell me about cities"), ids(" Łódź, 東京 🙂 cities")
