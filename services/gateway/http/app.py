@@ -15,6 +15,7 @@ from services.gateway.http.head_requests import HeadRequests
 from services.gateway.http.routes.adapters import adapter_routes
 from services.gateway.http.routes.completions import completion_routes
 from services.gateway.http.routes.generate import generate_routes
+from services.gateway.http.routes.llama_cpp import llama_cpp_routes
 from services.gateway.http.routes.messages import messages_routes
 from services.gateway.http.routes.metrics import metrics_routes
 from services.gateway.http.routes.page import page_routes
@@ -44,6 +45,7 @@ def build_app(
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))
     app.include_router(generate_routes(frontend, section))
+    app.include_router(llama_cpp_routes(frontend, section))
     app.include_router(messages_routes(frontend, section))
     app.include_router(responses_routes(frontend, section))
     app.include_router(token_routes(frontend, section))

@@ -1,4 +1,7 @@
-"""Turns errors into error objects of OpenAI, Anthropic or KServe with an HTTP status. No other module does it."""
+"""Turns errors into error objects of OpenAI, Anthropic, KServe or llama.cpp with an HTTP status.
+
+No other module does it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
 from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
 from services.gateway.http.schemas.anthropic.answers import ErrorBody as AnthropicErrorBody
 from services.gateway.metrics import GatewayMetrics
@@ -37,6 +40,8 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+LLAMA_CPP_TYPES = {**TYPES, 404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
+LLAMA_CPP_PATHS = frozenset({"/completion", "/completions"})
 
 
 class ErrorObject(TypedDict):
@@ -60,6 +65,20 @@ class TextErrorBody(TypedDict):
     error: str
 
 
+class LlamaCppErrorObject(TypedDict):
+    """An error: `code` is the HTTP status."""
+
+    code: int
+    message: str
+    type: str
+
+
+class LlamaCppErrorBody(TypedDict):
+    """llama.cpp's error body."""
+
+    error: LlamaCppErrorObject
+
+
 STATUS_DESCRIPTIONS = {
     400: "The request is wrong",
     401: "No valid API key",
@@ -75,7 +94,10 @@ STATUS_DESCRIPTIONS = {
 }
 # FastAPI would make the schema of a response's model again for every route, which took most of the gateway's start.
 _REFERENCES, _DEFINITIONS = TypeAdapter.json_schemas(
-    [(model, "serialization", TypeAdapter(model)) for model in (ErrorBody, AnthropicErrorBody, TextErrorBody)],
+    [
+        (model, "serialization", TypeAdapter(model))
+        for model in (ErrorBody, AnthropicErrorBody, TextErrorBody, LlamaCppErrorBody)
+    ],
     ref_template="#/components/schemas/{model}",
 )
 ERROR_SCHEMAS: dict[str, Any] = _DEFINITIONS["$defs"]  # by name, for the OpenAPI document
@@ -89,6 +111,7 @@ def _error_responses(model: type) -> dict[int | str, dict[str, Any]]:
 ERROR_RESPONSES = _error_responses(ErrorBody)
 ANTHROPIC_ERROR_RESPONSES = _error_responses(AnthropicErrorBody)
 INFERENCE_ERROR_RESPONSES = _error_responses(TextErrorBody)
+LLAMA_CPP_ERROR_RESPONSES = _error_responses(LlamaCppErrorBody)
 
 
 def error_object(message: str, *, status: int, code: str | None, param: str | None = None) -> ErrorBody:
@@ -125,6 +148,15 @@ def anthropic_error(error: Exception, request_id: str) -> AnthropicErrorBody:
     return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}, "request_id": request_id}
 
 
+def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:
+    """The same as llama.cpp's object."""
+    status, body = describe(error)
+    kind = LLAMA_CPP_TYPES.get(status, body["error"]["type"])
+    if body["error"]["code"] == ContextLengthExceeded.code:
+        kind = "exceed_context_size_error"
+    return {"error": {"code": status, "message": body["error"]["message"], "type": kind}}
+
+
 def error_response(error: Exception, scope: Scope) -> Response:
     """The whole answer to a failed request, with Retry-After if a retry may help."""
     status, body = describe(error)
@@ -138,11 +170,13 @@ def error_response(error: Exception, scope: Scope) -> Response:
             headers["retry-after"] = "1"
         if status == 401:
             headers["www-authenticate"] = "Bearer"
-    answer: ErrorBody | TextErrorBody | AnthropicErrorBody = body
+    answer: ErrorBody | TextErrorBody | AnthropicErrorBody | LlamaCppErrorBody = body
     if is_inference_path(scope["path"]):
         answer = {"error": body["error"]["message"]}
     elif is_anthropic(scope):
         answer = anthropic_error(error, scope["state"]["request_id"])
+    elif scope["path"] in LLAMA_CPP_PATHS:
+        answer = llama_cpp_error(error)
     return Response(to_json(answer), status, headers, media_type="application/json")
 
 

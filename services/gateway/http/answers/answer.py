@@ -41,7 +41,7 @@ class Format(Protocol):
     has_event_names: bool  # whether the `type` of a streamed object is also the name of its event
     end_of_stream: bytes  # follows the last event of a complete stream
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
         """Takes the token ids of each prompt; called before all other methods."""
 
     def opening(self) -> Sequence[Any]:
@@ -144,7 +144,7 @@ class Answer(Response):
                 _check_can_stream(message)
         with client_field_names(self._format.param_names):
             await generations.start(self._frontend, self._messages, caller)
-        self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
+        await self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
 
     async def _send_events(
         self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations

@@ -56,7 +56,7 @@ class ChatFormat:
         has_format = frontend.tokenizer.chat_formats.reasoning is not None
         self._has_reasoning = has_format and body.include_reasoning is not False
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
         [self._prompt] = prompts
 
     def opening(self) -> Sequence[ChatChunkObject]:

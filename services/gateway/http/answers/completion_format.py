@@ -41,7 +41,7 @@ class CompletionFormat:
         self._begun: set[int] = set()  # indexes of choices that had a chunk, if the token ids of prompts are requested
         self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by index of the choice
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
 
     def opening(self) -> Sequence[CompletionObject]:

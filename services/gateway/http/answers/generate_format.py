@@ -43,7 +43,7 @@ class GenerateFormat:
         self._answers: dict[int, Completion] = {}  # so far, by index
         self._num_sent: dict[int, int] = {}  # characters in the last event, by index of the answer
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
 
     def opening(self) -> Sequence[Any]:

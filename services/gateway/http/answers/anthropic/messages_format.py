@@ -48,7 +48,7 @@ class MessagesFormat:
         self._num_prompt_tokens = 0
         self._finish: Finish | None = None
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
         [prompt] = prompts
         self._num_prompt_tokens = len(prompt)
 

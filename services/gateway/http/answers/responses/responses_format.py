@@ -49,7 +49,7 @@ class ResponsesFormat:
         self._num_events = 0
         self._head = _head(frontend, body, request_id)
 
-    def begin(self, prompts: Sequence[list[int]]) -> None:
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
         """The token ids of the prompt are not needed."""
 
     def opening(self) -> Sequence[Event]:

@@ -1,0 +1,58 @@
+"""llama.cpp's own routes: POST /completion."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.common.config import GatewaySection
+from services.gateway.frontend import Frontend
+from services.gateway.http.answers.answer import Answer
+from services.gateway.http.answers.llama_cpp_format import LlamaCppFormat
+from services.gateway.http.conversions.llama_cpp import llama_cpp_messages
+from services.gateway.http.errors import LLAMA_CPP_ERROR_RESPONSES
+from services.gateway.http.field_names import client_field_names
+from services.gateway.http.json_route import json_route
+from services.gateway.http.routes.completions import STREAM_CONTENT, check_prompts, traced
+from services.gateway.http.schemas.llama_cpp import LlamaCppBody, LlamaCppObject
+
+
+def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+    """The routes of one gateway."""
+    router = APIRouter(
+        route_class=json_route(section.max_body_values), tags=["Generation"], responses=LLAMA_CPP_ERROR_RESPONSES
+    )
+
+    @router.post("/completions", response_class=Response, include_in_schema=False)
+    @router.post(
+        "/completion",
+        response_class=Response,
+        responses={
+            200: {
+                "model": LlamaCppObject | list[LlamaCppObject],
+                "content": STREAM_CONTENT,
+                "description": "The answer, or a list of answers if there are several",
+            }
+        },
+    )
+    async def complete(body: LlamaCppBody, request: Request) -> Response:
+        """llama.cpp's own route: continues one or several prompts."""
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        answer_format = LlamaCppFormat(frontend, body)
+        with client_field_names(answer_format.param_names):
+            limits = frontend.limits
+            check_prompts(body.completion, section.max_prompts, limits.max_model_len)
+            messages = await llama_cpp_messages(body, request_id, frontend.tokenizer, limits)
+        return Answer(
+            frontend,
+            traced(messages, request),
+            answer_format,
+            is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+        )
+
+    return router
