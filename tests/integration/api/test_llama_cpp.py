@@ -1,0 +1,58 @@
+"""llama.cpp's /completion: the tokens and log-probabilities of Hugging Face, and a stream over a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from tests.support.cluster import Cluster, free_port, running_cluster
+from tests.support.reference import random_prompts, reference_logprobs, reference_tokens
+
+URL = "/completion"
+NUM_TOKENS = 40
+
+
+def complete(cluster: Cluster, **body: Any) -> Any:
+    response = httpx2.post(f"http://{cluster.http_address}{URL}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_tokens_and_log_probabilities_are_those_of_hugging_face(cluster: Cluster) -> None:
+    prompts = random_prompts(2, 40, seed=3)
+    options = {"n_predict": NUM_TOKENS, "temperature": 0, "n_probs": 3, "return_tokens": True, "ignore_eos": True}
+    for prompt, answer in zip(prompts, complete(cluster, prompt=prompts, **options), strict=True):
+        token_ids = answer["tokens"]
+        assert token_ids[: len(expected := reference_tokens(EMBEDDED_MODEL, prompt, NUM_TOKENS))] == expected
+        logprobs = [each["logprob"] for each in answer["completion_probabilities"]]
+        of_reference = reference_logprobs(EMBEDDED_MODEL, prompt + token_ids)[len(prompt) - 1 :]
+        assert logprobs == pytest.approx(of_reference, abs=1e-4)
+        assert all(each["top_logprobs"][0]["id"] == each["id"] for each in answer["completion_probabilities"])
+
+
+def test_a_stream_goes_on_over_a_kill_of_the_dense_worker(tmp_path: Path) -> None:
+    http_address = f"gateway.http_address=127.0.0.1:{free_port()}"
+    with running_cluster(tmp_path, http_address, is_warm=True) as cluster:
+        check_stream_over_kill(cluster)
+
+
+def check_stream_over_kill(cluster: Cluster) -> None:
+    body = {"prompt": "Count from 1", "n_predict": 200, "temperature": 0, "ignore_eos": True}
+    expected = complete(cluster, **body)["content"]
+    url, pieces = f"http://{cluster.http_address}{URL}", []
+    with httpx2.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            if line:
+                pieces.append(json.loads(line.removeprefix("data: ")))
+            if len(pieces) == 5 and line:
+                os.kill(cluster.pid_of("dense_worker"), signal.SIGKILL)
+    assert "".join(each["content"] for each in pieces) == expected
+    assert [each["stop"] for each in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1]["tokens_predicted"] == 200

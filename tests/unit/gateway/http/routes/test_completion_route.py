@@ -1,0 +1,198 @@
+"""llama.cpp's /completion: the same answers as completions give, in llama.cpp's objects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.clients.gateway_calls import EOS, ids
+from tests.support.clients.http_gateway import COMPLETIONS, say, with_client
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
+
+URL = "/completion"
+TEXT = " in Łódź, 東京."
+PROMPT = "a city"
+
+
+def events(stream: str) -> list[dict[str, Any]]:
+    """The objects of a stream, which nothing follows."""
+    *lines, end = stream.split("\n\n")
+    assert end == "" and all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def answering() -> FakeDense:
+    return FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.max_tokens])
+
+
+def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for url in (URL, "/completions"):
+            answer = (await client.post(url, json={"prompt": PROMPT, "seed": 5})).json()
+            assert (answer["content"], answer["tokens"], answer["stop"]) == (TEXT, [], True)
+            assert (answer["stop_type"], answer["stopping_word"], answer["truncated"]) == ("eos", "", False)
+            submit = dense.submits[-1]
+            assert answer["tokens_evaluated"] == len(submit.prompt_token_ids)
+            assert answer["tokens_predicted"] == len(ids(TEXT)) + 1
+            assert answer["timings"]["predicted_n"] == len(ids(TEXT)) + 1
+            assert answer["prompt"].endswith(PROMPT)
+            settings = answer["generation_settings"]
+            assert (settings["temperature"], settings["top_k"], settings["seed"]) == (0.8, 40, 5)
+            assert (submit.sampling.temperature, submit.sampling.top_k) == (pytest.approx(0.8), 40)
+        cut = (await client.post(URL, json={"prompt": PROMPT, "n_predict": 3, "return_tokens": True})).json()
+        assert (cut["tokens"], cut["stop_type"]) == (ids(TEXT)[:3], "limit")
+        stopped = (await client.post(URL, json={"prompt": PROMPT, "stop": [",", ""]})).json()
+        assert (stopped["content"], stopped["stop_type"], stopped["stopping_word"]) == (" in Łódź", "word", ",")
+        chosen = {"prompt": PROMPT, "response_fields": ["content", "timings/predicted_n", "no"], "n_predict": 3}
+        assert (await client.post(URL, json=chosen)).json().keys() == {"content", "timings/predicted_n"}
+
+    dense = answering()
+    with_client(tmp_path, dense, test)
+
+
+def test_options_are_those_of_completions(tmp_path: Path) -> None:
+    same = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.25,
+        "seed": 3, "ignore_eos": True, "stop": "x", "grammar": 'root ::= "a"*',
+    }  # fmt: skip
+    own = {"n_predict": 5, "repeat_penalty": 1.5, "logit_bias": [[70, 1.5], [80, -2]], "repeat_last_n": -1}
+    of_completions = {"max_tokens": 5, "repetition_penalty": 1.5, "logit_bias": {"70": 1.5, "80": -2}}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for url, body in ((COMPLETIONS, same | of_completions), (URL, same | own)):
+            response = await client.post(url, json={"prompt": PROMPT, **body})
+            assert response.status_code == 200, response.text
+        first, second = dense.submits
+        for each in (first, second):
+            for name in ("seq_id", "request_id", "queue_timeout_ms"):
+                each.ClearField(name)
+        assert first == second
+
+    dense = FakeDense(lambda submit: ids("a") * submit.max_tokens)
+    with_client(tmp_path, dense, test)
+
+
+def test_biases_name_tokens_by_id_or_text_and_false_bans_them(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        word = " San Francisco"
+        for bias in ([[70, 2.0], [80, False], [word, -1]], {"70": 2.0, "80": False, word: -1}):
+            response = await client.post(URL, json={"prompt": PROMPT, "logit_bias": bias, "n_predict": 2})
+            assert response.status_code == 200, response.text
+            sampling = dense.submits[-1].sampling
+            assert [list(each.token_ids) for each in sampling.bad_words] == [[80]]
+            of_word = dict.fromkeys(set(ids(word)), 0.0)
+            for token_id in ids(word):
+                of_word[token_id] -= 1.0
+            assert dict(sampling.logit_bias) == {70: 2.0, **of_word}
+
+    dense = answering()
+    with_client(tmp_path, dense, test)
+
+
+def test_prompts_are_texts_ids_or_both_and_several_give_a_list(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for prompt, count in (([5, 6, 7], 1), ("a", 1), (["a", "b"], 2), ([[5, 6], "b", [5, "b"]], 3), ([["a"]], 1)):
+            answers = (await client.post(URL, json={"prompt": prompt})).json()
+            answers = answers if count > 1 else [answers]
+            assert [(each["index"], each["content"]) for each in answers] == [(i, TEXT) for i in range(count)]
+        await client.post(URL, json={"prompt": [5, " one", 6, " two"]})
+        assert list(dense.submits[-1].prompt_token_ids) == [5, *ids(" one"), 6, *ids(" two")]
+        twice = (await client.post(URL, json={"prompt": "a", "n_cmpl": 2})).json()
+        assert [each["index"] for each in twice] == [0, 1]
+
+    dense = answering()
+    with_client(tmp_path, dense, test)
+
+
+def test_a_prompt_without_an_answer_is_computed(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        answer = (await client.post(URL, json={"prompt": [5, 6, 7], "n_predict": 0})).json()
+        assert (answer["content"], answer["tokens_predicted"], answer["tokens_evaluated"]) == ("", 0, 3)
+
+    with_client(tmp_path, answering(), test)
+
+
+def test_a_stream_ends_with_the_object_that_has_stop(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(URL, json={"prompt": PROMPT, "stream": True, "timings_per_token": True})
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *pieces, last = events(response.text)
+        assert "".join(each["content"] for each in pieces) == TEXT and len(pieces) > 1
+        assert [token for each in pieces for token in each["tokens"]] == [*ids(TEXT), EOS]
+        assert not any(each["stop"] for each in pieces) and last["stop"]
+        assert (last["content"], last["tokens"], last["stop_type"]) == ("", [], "eos")
+        assert pieces[-1]["timings"]["predicted_n"] == len(ids(TEXT)) + 1
+
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(TEXT), EOS], step_s=0.005), test)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_probabilities_are_those_of_completions(tmp_path: Path, is_stream: bool) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        text, num_tokens = " one two", len(ids(" one two"))
+        body = {"prompt": [5, 6, 7], "n_predict": num_tokens, "n_probs": 2, "stream": is_stream}
+        found = events((await client.post(URL, json=body)).text) if is_stream else [
+            (await client.post(URL, json=body)).json()
+        ]  # fmt: skip
+        given = [each for piece in found for each in piece.get("completion_probabilities", ())]
+        body = {"prompt": [5, 6, 7], "logprobs": 2, "max_tokens": num_tokens}
+        [choice] = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+        assert [each["logprob"] for each in given] == choice["logprobs"]["token_logprobs"]
+        assert [each["id"] for each in given] == ids(text)
+        assert b"".join(bytes(each["bytes"]) for each in given).decode() == text
+        assert [len(each["top_logprobs"]) for each in given] == [2] * num_tokens
+
+    with_client(tmp_path, FakeDense(say(" one two")), test)
+
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["prompt"]),
+    ({"prompt": []}, ["no tokens"]),
+    ({"prompt": [[]]}, ["no tokens"]),
+    ({"prompt": {"a": 1}}, ["prompt"]),
+    ({"prompt": [1.5]}, ["prompt"]),
+    ({"prompt": [10**9]}, ["prompt[0] is 1000000000", "vocabulary"]),
+    ({"prompt": [5, "a"] * 65}, ["65 texts", "64"]),
+    ({"prompt": ["a"] * 65}, ["65", "64"]),
+    ({"prompt": "a", "n_predict": -5}, ["n_predict is -5"]),
+    ({"prompt": "a", "n_probs": 10**6}, ["n_probs is 1000000"]),
+    ({"prompt": "a", "n_cmpl": 10**6}, ["n_cmpl is 1000000"]),
+    ({"prompt": "a", "mirostat": 2}, ["mirostat", "not supported"]),
+    ({"prompt": "a", "dry_multiplier": 0.5}, ["dry_multiplier", "not supported"]),
+    ({"prompt": "a", "xtc_probability": 0.5}, ["xtc_probability", "not supported"]),
+    ({"prompt": "a", "typical_p": 0.5}, ["typical_p", "not supported"]),
+    ({"prompt": "a", "samplers": ["top_k"]}, ["samplers", "not supported"]),
+    ({"prompt": "a", "post_sampling_probs": True}, ["post_sampling_probs", "not supported"]),
+    ({"prompt": "a", "repeat_last_n": 64, "repeat_penalty": 1.1}, ["repeat_last_n", "64"]),
+    ({"prompt": "a", "logit_bias": [[5, 1e9]]}, ["1e+09", "100"]),
+    ({"prompt": "a", "logit_bias": [[5]]}, ["logit_bias"]),
+    ({"prompt": "a", "logit_bias": [[10**6, 1]]}, ["logit_bias", "1000000"]),
+    ({"prompt": "a", "logit_bias": {"": 1}}, ["logit_bias", "0 characters"]),
+    ({"prompt": "a", "logit_bias": [[f"w{i}", 1] for i in range(65)]}, ["65 texts", "64"]),
+    ({"prompt": "a", "response_fields": ["a"] * 65}, ["response_fields", "65"]),
+    ({"prompt": "a", "grammar": "root ::= ("}, ["grammar"]),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), WRONG)
+def test_a_wrong_body_is_an_error_of_llama_cpp(tmp_path: Path, body: dict[str, Any], words: list[str]) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(URL, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error"), error
+        assert all(word in error["message"] for word in words), error
+
+    with_client(tmp_path, answering(), test)
+
+
+def test_a_prompt_that_is_too_long_is_named_so(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(URL, json={"prompt": [5] * 5000})
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "exceed_context_size_error")
+
+    with_client(tmp_path, FakeDense(say(" one"), max_model_len=2048), test)
