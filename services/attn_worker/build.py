@@ -10,7 +10,7 @@ import torch
 
 from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.backends.gated.layered_attention import layered_torch_attention
-from services.attn_worker.backends.select import BackendName, select_backend
+from services.attn_worker.backends.select import select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.spec import KVCacheSpec
@@ -48,7 +48,7 @@ def build_engine(
     """Allocates the KV cache and starts the engine. Raises `CapacityError` if the cache cannot hold one sequence."""
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
-    spec = make_cache_spec(section, model, limits_of_groups(section, model, limits))
+    spec = make_cache_spec(section, model, limits)
     window, num_sinks = spec.window, config.attention.num_sink_tokens
     if window is not None and window >= model.max_model_len:
         window, num_sinks = None, 0  # it hides nothing
@@ -78,7 +78,7 @@ def build_engine(
 def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:
     """The configured number of blocks, or as many as fit: into `kv_cache_bytes` on a CPU, into free memory on a GPU.
 
-    `limits`: layers with a window get blocks of their own if that saves memory; None: no backend for that.
+    `limits`: layers with a window get blocks of their own if that saves memory, except in latent attention.
     """
     device = model.device
     dtype = _STORED_DTYPES.get(resolve_kv_cache_format(section, model), model.dtype)
@@ -96,7 +96,7 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         spec = _with_states(spec, limits, room, source)
     num_left = room - spec.num_state_slots * spec.state_bytes
     spec = replace(spec, num_blocks=section.num_blocks or num_left // spec.block_bytes)
-    if limits is not None:
+    if limits is not None and model.config.attention.value_dim is None:
         spec = _with_window_group(spec, limits, None if section.num_blocks else room)
     if spec.num_blocks < 1:
         raise CapacityError(
@@ -123,17 +123,6 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         dtype=str(spec.dtype).removeprefix("torch."),
     )
     return spec
-
-
-def limits_of_groups(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> StepLimits | None:
-    """None: layers with a window cannot have blocks of their own."""
-    if model.config.attention.value_dim is not None:
-        return None
-    if select_backend(section, model) == "flashinfer":
-        if len({window is None for window in model.config.sliding_windows}) > 1:
-            log.warning("layers with a window keep all blocks", reason="attention.backend is flashinfer")
-        return None
-    return limits
 
 
 def _with_states(spec: KVCacheSpec, limits: StepLimits | None, room: int, source: str) -> KVCacheSpec:
@@ -178,24 +167,17 @@ def _build_runner(
     section: AttentionSection, model: ResolvedModel, limits: StepLimits, spec: KVCacheSpec, max_model_len: int
 ) -> LayerRunner:
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
-    name = select_backend(section, model)
-    if name == "torch":
+    if select_backend(section, model) == "torch":
         make_torch = layered_torch_attention if spec.gated_delta else TorchAttention
         return EagerLayerRunner(make_torch(*arguments), spec.num_layers)
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(name, section, has_states=bool(spec.gated_delta))
+    make_backend = _capturable_backend(has_states=bool(spec.gated_delta))
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
     return CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
 
 
-def _capturable_backend(
-    name: BackendName, section: AttentionSection, *, has_states: bool
-) -> Callable[..., CapturableAttention]:
-    if name == "flashinfer":
-        from services.attn_worker.backends.flashinfer_attention import FlashInferAttention  # needs flashinfer
-
-        return FlashInferAttention
+def _capturable_backend(*, has_states: bool) -> Callable[..., CapturableAttention]:
     if has_states:
         from services.attn_worker.backends.gated.captured_layers import layered_triton_attention  # needs triton
 

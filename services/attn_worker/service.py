@@ -41,7 +41,7 @@ class AttentionWorker:
         tls = read_peer_tls(config.peers)
         server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
         model = resolve_model(config.model, section.device, section)
-        backend = select_backend(section, model)  # so that a missing backend ends the start
+        backend = select_backend(section, model)  # so that a model that no kernels can run ends the start
         use_device(model.device, section.num_threads)
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))

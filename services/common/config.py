@@ -185,8 +185,6 @@ class AttentionSection(Section):
     """The attention worker, which holds the KV cache."""
 
     address: Address = "127.0.0.1:50053"  # address of its gRPC API, which the dense worker calls
-    # auto: torch on a CPU, Triton on a GPU; flashinfer: on a GPU, with `pip install flashinfer-python==0.5.3`
-    backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     block_size: Count = 16  # tokens of one KV cache block

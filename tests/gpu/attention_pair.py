@@ -29,7 +29,6 @@ NUM_BLOCKS = 400
 class Kernels:
     """A backend under test."""
 
-    name: str
     make: Callable[..., CapturableAttention]
     device: torch.device
     dtype: torch.dtype  # the most precise one that it supports

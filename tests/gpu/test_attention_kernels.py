@@ -1,4 +1,4 @@
-"""Our kernels and FlashInfer's give the results of the float32 torch reference, for every kind of step."""
+"""Our kernels give the results of the float32 torch reference, for every kind of step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.attn_worker.backends.select import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import ConfigError
@@ -26,20 +25,13 @@ from tests.gpu.attention_pair import (
     relative_error,
 )
 
-pytestmark = pytest.mark.timeout(900)  # FlashInfer compiles kernels at first use
 DROPPING_WINDOWS = (20, 7)
 
 
-@pytest.fixture(params=["triton", "flashinfer"])
-def kernels(request: pytest.FixtureRequest, kernel_device: torch.device) -> Kernels:
-    if request.param == "triton":
-        triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
-        return Kernels("triton", triton.TritonAttention, kernel_device, torch.float32)
-    if kernel_device.type == "cpu":
-        pytest.skip("FlashInfer needs a CUDA device")
-    pytest.importorskip("flashinfer", reason="needs flashinfer-python")
-    flashinfer = pytest.importorskip("services.attn_worker.backends.flashinfer_attention")
-    return Kernels("flashinfer", flashinfer.FlashInferAttention, kernel_device, torch.float16)
+@pytest.fixture
+def kernels(kernel_device: torch.device) -> Kernels:
+    triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
+    return Kernels(triton.TritonAttention, kernel_device, torch.float32)
 
 
 def test_a_cache_of_another_dtype_than_the_models_is_refused_by_name(kernels: Kernels) -> None:
@@ -67,8 +59,6 @@ def test_a_cache_of_another_dtype_than_the_models_is_refused_by_name(kernels: Ke
 def test_every_dtype_and_head_shape(
     kernels: Kernels, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    if kernels.name == "flashinfer" and not (dtype in FLASHINFER_DTYPES and head_dim in FLASHINFER_HEAD_DIMS):
-        pytest.skip(f"FlashInfer has no kernels for {dtype} heads of {head_dim}")
     check_all_kinds_of_steps(Pair(make_config(num_heads, num_kv_heads, head_dim), kernels, dtype))
 
 

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[AttentionOptions, RopeConfig]] = {
 @pytest.fixture
 def kernels(kernel_device: torch.device) -> Kernels:
     triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
-    return Kernels("triton", triton.TritonAttention, kernel_device, torch.float32)
+    return Kernels(triton.TritonAttention, kernel_device, torch.float32)
 
 
 def config_of(case: str) -> ModelConfig:

@@ -28,7 +28,7 @@ def kernels(kernel_device: torch.device) -> Kernels:
     triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
     if kernel_device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("Triton converts e4m3 to bfloat16 from compute capability 9.0 on")
-    return Kernels("triton", triton.TritonAttention, kernel_device, torch.float32)
+    return Kernels(triton.TritonAttention, kernel_device, torch.float32)
 
 
 def tolerance(pair: Pair) -> float:

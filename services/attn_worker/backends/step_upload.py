@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 32  # int32 elements; kernels are compiled for pointers that are multiples of 16 bytes
-NUM_STAGING_BUFFERS = 3  # steps whose copies may be pending
+_NUM_STAGING_BUFFERS = 3  # steps whose copies may be pending
 _MAX_NUM_ARRAYS = 16  # in one step
 
 
@@ -24,20 +24,12 @@ class StepUpload:
         is_cuda = device.type == "cuda"
         self._device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(NUM_STAGING_BUFFERS)
+            torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGING_BUFFERS)
         ]
         self._arrays = [buffer.numpy() for buffer in self._staging]
         self._copied = [torch.cuda.Event() for _ in self._staging] if is_cuda else []
         self._index = 0
         self._length = 0
-
-    @property
-    def staging_index(self) -> int:
-        """The index of the step's staging buffer, for other memory that is used in turn with these buffers.
-
-        `begin` has waited for everything that was enqueued before the last `send` with this index.
-        """
-        return self._index
 
     def begin(self) -> None:
         """Starts the arrays of a step. Waits if the copy of three steps ago is not done."""

@@ -1,7 +1,6 @@
-"""RoPE, and appending keys and values to the paged cache, as Triton kernels.
+"""RoPE, and appending the keys and values of prompts to the paged cache, as Triton functions and a kernel.
 
-FlashInfer needs all of them. Our own prefill kernel rotates queries itself, and our decode kernel also appends
-(`triton_decode.py`).
+The prefill kernel rotates queries itself, and the decode kernel also appends (`triton_decode.py`).
 """
 
 from __future__ import annotations
@@ -152,60 +151,3 @@ def _append_kernel(
     tl.store(target + half, key_2.to(cache.dtype.element_ty), mask=mask)
     tl.store(target + BLOCK_SIZE * HEAD_DIM, value_1, mask=mask)
     tl.store(target + BLOCK_SIZE * HEAD_DIM + half, value_2, mask=mask)
-
-
-def rotate_queries(
-    qkv: torch.Tensor,  # [num_tokens, qkv_size]
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], written
-    angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
-    angle_rows: torch.Tensor,  # int32 [num_tokens]
-) -> None:
-    """Writes the rotated queries to `query`, for attention kernels that do not rotate."""
-    num_tokens, num_heads, head_dim = query.shape
-    _rotate_kernel[(triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM), num_heads)](
-        qkv,
-        query,
-        angles,
-        angle_rows,
-        num_tokens,
-        qkv.stride(0),
-        query.stride(0),
-        HEAD_DIM=head_dim,
-        HALF=triton.next_power_of_2(head_dim // 2),
-        TOKENS=_TOKENS_PER_PROGRAM,
-        num_warps=2,
-    )
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _rotate_kernel(
-    qkv,
-    query,
-    angles,
-    angle_rows,
-    num_tokens,
-    qkv_stride,
-    query_stride,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One program rotates one head of TOKENS rows."""
-    head = tl.program_id(1)
-    rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    in_step = rows < num_tokens
-    half: tl.constexpr = HEAD_DIM // 2
-    offs = tl.arange(0, HALF)
-    mask = in_step[:, None] & (offs < half)[None, :]
-    angle_row = tl.load(angle_rows + rows, mask=in_step, other=0)
-    angle = angles + angle_row[:, None] * HEAD_DIM + offs[None, :]
-    cos = tl.load(angle, mask=mask, other=0.0)
-    sin = tl.load(angle + half, mask=mask, other=0.0)
-    rows = rows.to(tl.int64)[:, None]
-    source = qkv + rows * qkv_stride + head * HEAD_DIM + offs[None, :]
-    query_1 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    query_2 = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-    query_1, query_2 = rotate(query_1, query_2, cos, sin)
-    target = query + rows * query_stride + head * HEAD_DIM + offs[None, :]
-    tl.store(target, query_1.to(query.dtype.element_ty), mask=mask)
-    tl.store(target + half, query_2.to(query.dtype.element_ty), mask=mask)

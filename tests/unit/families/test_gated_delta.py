@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.attn_worker.backends.select import select_backend
 from services.common.config import AttentionSection, Config, ModelSection
 from services.common.errors import ConfigError, ModelError
 from services.common.kv_cache.format import resolve_kv_cache_format
@@ -329,6 +328,3 @@ def test_what_gated_delta_layers_lack_is_refused_by_name(published: dict[str, An
         adapted_shapes(model.config)
     without_experts = replace(model.config, parts=replace(model.config.parts, experts=None))
     assert unsupported_part(without_experts) == "gated delta layers"
-    on_gpu = replace(model, device=torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=f"'flashinfer', but its kernels lack what '{family}.*heads of their own"):
-        select_backend(AttentionSection(backend="flashinfer"), on_gpu)

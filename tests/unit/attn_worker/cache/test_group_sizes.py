@@ -88,20 +88,12 @@ def test_layers_that_are_alike_have_one_group(embedded: ResolvedModel, windows: 
     assert spec == make_cache_spec(section, model) and spec.num_groups == 1
 
 
-def test_latent_vectors_and_flashinfer_have_one_group(
-    embedded: ResolvedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from services.attn_worker import build
-
-    model, section, limits = model_of(embedded, GPT_OSS_20B), AttentionSection(), StepLimits(8, 64)
-    assert build.limits_of_groups(section, model, limits) == limits
+def test_latent_vectors_have_one_group(embedded: ResolvedModel) -> None:
+    model = model_of(embedded, GPT_OSS_20B)
+    section, limits = AttentionSection(block_size=BLOCK_SIZE, kv_cache_bytes=4 * GIB), StepLimits(8, 64)
+    assert make_cache_spec(section, model, limits).num_groups == 2
     latent = replace(model, config=replace(model.config, attention=AttentionOptions(value_dim=8)))
-    assert build.limits_of_groups(section, latent, limits) is None
-    monkeypatch.setattr(build, "select_backend", lambda section, model: "flashinfer")
-    with structlog.testing.capture_logs() as events:
-        assert build.limits_of_groups(section, model, limits) is None
-        assert build.limits_of_groups(section, embedded, limits) is None
-    assert [event["reason"] for event in events] == ["attention.backend is flashinfer"]
+    assert make_cache_spec(section, latent, limits).num_groups == 1
 
 
 def test_each_layer_has_the_blocks_of_its_group_and_copies_stay_in_it() -> None:
