@@ -45,6 +45,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {quote(request.service)}")
         return Status(status=status)
 
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthListResponse:
+        """Answers with the status of every service."""
+        statuses = {name: Status(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> NoReturn:
         """Streams the status of a service and each change of it. A slow reader gets only the latest status."""
         last_status = None

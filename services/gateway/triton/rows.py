@@ -68,8 +68,8 @@ def row_of_json(model: ModelSpec, body: Mapping[str, Any]) -> Row:
         spec = specs[name]
         values = value if isinstance(value, list) else [value]
         datatype = spec.datatypes[0]
-        if spec.is_scalar and len(values) != 1:
-            raise InvalidRequest(f"{name} has {len(values)} values, must have 1", name)
+        if spec.is_scalar and _count(values) != 1:
+            raise InvalidRequest(f"{name} has {_count(values)} values, must have 1", name)
         shape = (1, *(-1 if size < 0 else size for size in spec.dims))
         if shape.count(-1) > 1:
             shape = _matrix_shape(name, values)
@@ -93,12 +93,17 @@ def flat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _matrix_shape(name: str, values: list[Any]) -> tuple[int, int, int]:
-    """The shape of a batch of one matrix, given as a list of rows, as such a list in a list, or as its only row."""
+    """The shape of a batch of one matrix, given as a list of rows, as such a list in a list, or as its only row.
+
+    Raises `InvalidRequest` if it has no values, or rows of several lengths.
+    """
     if len(values) == 1 and isinstance(values[0], list) and any(isinstance(each, list) for each in values[0]):
         values = values[0]
     if not any(isinstance(each, list) for each in values):
-        return (1, 1, len(values))
+        values = [values]
     lengths = [_count(each) if isinstance(each, list) else 1 for each in values]
+    if not any(lengths):
+        raise InvalidRequest(f"{name} has no values, must have at least 1", name)
     if len(set(lengths)) > 1:
         raise InvalidRequest(
             f"{name} has rows of {min(lengths)} to {max(lengths)} values, all must have the same number", name

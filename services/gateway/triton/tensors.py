@@ -28,6 +28,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 }
 MAX_DIMS = 8
 MAX_STRINGS = 8192  # in one tensor
+MAX_SIZE = 2**63 - 1  # in one dimension, as in the messages
 MAX_EMPTY = 4096  # product of the sizes that are not 0, in a tensor without elements
 
 
@@ -99,6 +100,8 @@ def _check(name: str, datatype: str, shape: Sequence[int]) -> int:
         raise InvalidRequest(f"input {quote(name)} has {len(shape)} dimensions, at most {MAX_DIMS} allowed", name)
     if any(size < 0 for size in shape):
         raise InvalidRequest(f"input {quote(name)} has the shape {_show(shape)}, no size may be negative", name)
+    if any(size > MAX_SIZE for size in shape):
+        raise InvalidRequest(f"input {quote(name)} has the shape {show(shape)}, a size is at most {MAX_SIZE}", name)
     count = math.prod(shape)
     if not count and math.prod(max(1, size) for size in shape) > MAX_EMPTY:
         raise InvalidRequest(

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.rpc.server import GrpcServer
+from services.rpc.server import LIVENESS, GrpcServer
 from tests.support.clients.http2_frames import begin, call
 from tests.support.running_gateway import run
 
@@ -71,5 +71,20 @@ def test_a_watcher_that_reads_nothing_delays_no_change(tmp_path: Path) -> None:
             assert (await health_pb2_grpc.HealthStub(channel).Check(ask())).status == Status.SERVING
             await server.stop(0.0)
         writer.close()
+
+    run(test())
+
+
+def test_a_list_has_all_services(tmp_path: Path) -> None:
+    async def test() -> None:
+        server = GrpcServer(f"unix:{tmp_path}/server.sock", [SERVICE], 2**20)
+        async with grpc.aio.insecure_channel(await server.start()) as channel:
+            listed = (await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())).statuses
+            assert {name: each.status for name, each in listed.items()} == {
+                "": Status.NOT_SERVING,
+                SERVICE: Status.NOT_SERVING,
+                LIVENESS: Status.SERVING,
+            }
+        await server.stop(0.0)
 
     run(test())

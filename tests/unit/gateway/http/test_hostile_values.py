@@ -1,0 +1,139 @@
+"""Values that are valid JSON and hardly anything else, in every field of every body: none may be a 500."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from structlog.testing import capture_logs
+
+from tests.support.clients.gateway_calls import with_gateway
+from tests.support.clients.http_clients import async_client
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
+
+HUGE = 10**4200  # JSON parsers take it; the product of two has more digits than Python writes (4,300)
+VALUES: list[Any] = [HUGE, -HUGE, 2**64, "", {"": HUGE}, [], [[]], [[], []], [[[]]], [[HUGE]], [{}], [None]]
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer", "minimum": 1}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA}}
+CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2, "logit_bias": {"5": 1}, "response_format": FORM},
+    "/v1/chat/completions": CHAT
+    | {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}
+    | {"response_format": FORM, "stream_options": {"include_usage": True}},
+    "/v1/messages": CHAT
+    | {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"}}
+    | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+        "max_output_tokens": 16,
+        "text": {"format": {"type": "json_schema", "name": "f", "schema": SCHEMA}},
+        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+    },
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2}},
+    "/completion": {"prompt": "a", "n_predict": 2, "json_schema": SCHEMA, "logit_bias": [[5, 1.0]]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [70]},
+    "/apply-template": {"messages": MESSAGES},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+}
+TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}
+COUNT = {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [2]}
+
+
+def bodies_with(body: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    return (body | {name: value} for value in VALUES)
+
+
+def mutations(value: Any) -> Iterator[Any]:
+    """The value with one of the values above in the place of one of its parts, at any depth."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from bodies_with(value, name)
+            yield from (value | {name: changed} for changed in mutations(part))
+    elif isinstance(value, list) and value:
+        yield from ([changed] for changed in mutations(value[0]))
+
+
+def other_fields(document: dict[str, Any], path: str) -> list[str]:
+    """The names of the fields that a route's body may have by the OpenAPI document, and the one above has not."""
+    if path not in document["paths"]:
+        return []
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+    return [name for name in properties if name not in BODIES[path]]
+
+
+async def assert_no_500(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    response = await client.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code < 500, (path, content[:300], response.text[:300])
+
+
+def with_client(tmp_path: Path, test: Any, **options: Any) -> None:
+    async def body(gateway: RunningGateway) -> None:
+        async with async_client(gateway.http_address) as client:
+            await test(client)
+
+    with capture_logs() as logs:
+        with_gateway(tmp_path, FakeDense(lambda submit: [70] * submit.max_tokens, max_model_len=64), body, **options)
+    assert [each for each in logs if each["log_level"] in ("error", "critical")] == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_hostile_values_are_no_500(tmp_path: Path, path: str) -> None:
+    async def test(client: httpx2.AsyncClient) -> None:
+        document = (await client.get("/openapi.json")).json()
+        assert path in document["paths"] or path == "/completion"
+        await assert_no_500(client, path, BODIES[path])
+        for body in mutations(BODIES[path]):
+            await assert_no_500(client, path, body)
+        for name in other_fields(document, path):
+            for body in bodies_with(BODIES[path], name):
+                await assert_no_500(client, path, body)
+
+    with_client(tmp_path, test)
+
+
+def test_hostile_tensors_are_no_500(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient) -> None:
+        root = {"inputs": [TENSOR, COUNT]}
+        for model in ("ensemble", "tensorrt_llm", "preprocessing", "postprocessing"):
+            [inputs] = [(await client.get(f"/v2/models/{model}")).json()["inputs"]]
+            for each in inputs[:: 1 if model == "tensorrt_llm" else 4]:
+                asked = {"text_input": "a", "max_tokens": 2, "input_ids": [70], "input_lengths": 1}
+                asked |= {"request_output_len": 2, "QUERY": "a", "REQUEST_OUTPUT_LEN": 2, "TOKENS_BATCH": [[70]]}
+                for body in bodies_with(asked, each["name"]):
+                    await assert_no_500(client, f"/v2/models/{model}/generate", body)
+                tensor = {"name": each["name"], "datatype": each["datatype"], "shape": [1, 1], "data": [1]}
+                for name in ("shape", "data"):
+                    for body in bodies_with(tensor, name):
+                        await assert_no_500(
+                            client, f"/v2/models/{model}/infer", {"inputs": [TENSOR, COUNT, body]}
+                        )
+        for name in ("id", "inputs", "outputs", "parameters"):
+            for body in bodies_with(root, name):
+                await assert_no_500(client, "/v2/models/ensemble/infer", body)
+        for name in (*TENSOR, "parameters"):
+            for body in bodies_with(TENSOR, name):
+                await assert_no_500(client, "/v2/models/ensemble/infer", {"inputs": [body, COUNT]})
+        sizes = (HUGE, 2**63, 0, 1, -1)
+        for num_dims in (1, 2, 3):
+            for shape in itertools.product(sizes, repeat=num_dims):
+                body = TENSOR | {"shape": list(shape)}
+                await assert_no_500(client, "/v2/models/ensemble/infer", {"inputs": [body, COUNT]})
+                body = COUNT | {"shape": list(shape)}
+                await assert_no_500(client, "/v2/models/ensemble/infer", {"inputs": [TENSOR, body]})
+        for name in ("binary_data_size", "shared_memory_region"):
+            for parameters in bodies_with({}, name):
+                body = TENSOR | {"parameters": parameters}
+                await assert_no_500(client, "/v2/models/ensemble/infer", {"inputs": [body, COUNT]})
+
+    with_client(tmp_path, test, enable_prompt_embeds=True)
