@@ -146,10 +146,8 @@ class DenseSection(Section):
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
-    # numbers of tokens that TensorRT is tuned for; with engine_weights "inputs" each range is a plan of its own
+    # numbers of tokens that TensorRT is tuned for; each range is a plan of its own
     profiles: str = "1-1,2-16@16,17-32@32,33-64@64,65-128@128,129-256@256,257-512@512,513-8192"
-    # inputs of TensorRT's plans; constants: a second copy of the weights; auto: builds both, constants if 3 % faster
-    engine_weights: Literal["inputs", "constants", "auto"] = "inputs"
     max_loras: Annotated[int, Field(ge=0, le=64)] = 0  # LoRA adapters in memory at the same time; 0: none are served
     max_lora_rank: Annotated[int, Field(ge=1, le=256)] = 64  # of an adapter; on a GPU each has memory for this rank
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101

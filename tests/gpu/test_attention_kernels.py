@@ -25,6 +25,7 @@ from tests.gpu.attention_pair import (
     relative_error,
 )
 
+pytestmark = pytest.mark.timeout(900)  # for Triton's interpreter
 DROPPING_WINDOWS = (20, 7)
 
 

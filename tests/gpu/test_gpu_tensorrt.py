@@ -159,18 +159,6 @@ def check_greedy(prompt: str, found: list[int], expected: list[int]) -> None:
     assert abs(logprobs[found[at]] - logprobs[expected[at]]) < NEAR_TIE, (prompt, at)
 
 
-def test_weights_as_constants_of_the_plans_give_the_tokens_of_torch(
-    api: TensorRT, by_torch: list[list[int]], tmp_path: Path
-) -> None:
-    profiles, plans = "1-512", tmp_path / "plans"
-    build_plans(plans, "--profiles", profiles, "--engine-weights", "constants")
-    constants = (f"dense.profiles={profiles}", "dense.engine_weights=constants")
-    with gpu_cluster(tmp_path, *settings(plans, "tensorrt"), *constants) as cluster:
-        assert "dense backend is TensorRT" in cluster.log_file.read_text()
-        for prompt, found, expected in zip(PROMPTS, generate_all(cluster), by_torch, strict=True):
-            check_greedy(prompt, found, expected)
-
-
 def test_no_request_fails_while_tensorrt_replaces_torch_and_torch_tensorrt(
     plan_dir: Path, by_torch: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,10 +18,9 @@ class DenseBackend(Protocol):
     previous call returned, may overwrite it, and returns the next one. A backend keeps no residual, so several steps
     may be in flight. No method waits for the device. `first`, `middle` and `last` may be captured in a CUDA graph,
     which is then valid only for the numbers of tokens and rows of its capture. Each must have run for these numbers
-    before, `middle` for the first `num_layers_to_warm_up` layers.
+    before, `middle` for one layer.
     """
 
-    num_layers_to_warm_up: int  # 1 if all layers run the same kernels
     takes_given_rows: bool  # whether `first` may be given vectors in place of embeddings
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:

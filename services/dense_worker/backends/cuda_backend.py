@@ -47,7 +47,6 @@ class CudaBackend:
     pool.
     """
 
-    num_layers_to_warm_up = 1
     takes_given_rows = True
 
     def __init__(

@@ -20,7 +20,6 @@ class OnnxRuntimeBackend:
     Raises ConfigError if onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
     """
 
-    num_layers_to_warm_up = 1
     takes_given_rows = False  # the network looks the embeddings up
 
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:

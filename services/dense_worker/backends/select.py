@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,15 +23,13 @@ from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
-from services.dense_worker.tensorrt.backend import Measurements, TensorRTBackend
+from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.build_command import build_command
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
-from services.dense_worker.tensorrt.engine_weights import choose_plans, weights_setting
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, free_bytes, on_device, synchronize
 from services.dense_worker.tensorrt.measure import (
-    PlanMeter,
     known_measurements,
     measure_segments,
     store_measurements,
@@ -232,25 +229,15 @@ def _find_or_build(
 
     cache = EnginePlanCache(section.plan_dir.expanduser())
     record = NetworkRecord(cache.directory, model.config, model.dtype)
-    digests, export = record.read(), functools.cache(export_networks)
+    digests = record.read()
     command = build_command(section, source, model) if section.build == "never" else None
-    meter = PlanMeter(api, cache, model.config, model.dtype, model.device, limits, torch_backend)
-
-    def find(has_constants: bool) -> EnginePlans:
-        builder = EnginePlanBuilder(api, gpu, profiles, cache, has_constants=has_constants)
-        plans = None if digests is None else builder.find(digests, model.dtype, report)
-        if plans is None:
-            networks = export(model.config, model.dtype)
-            plans = builder.find_or_build(networks, model.dtype, command, report)
-            record.write(networks, report)
-        return plans
-
-    def measured(plans: EnginePlans) -> Measurements | None:
-        known = meter.known(plans)
-        return meter.measure(plans) if known is None and section.build == "auto" else known
-
-    setting = weights_setting(section.engine_weights, model.config)
-    return TensorRTPlans(api, gpu, cache, choose_plans(setting, find, measured))
+    builder = EnginePlanBuilder(api, gpu, profiles, cache)
+    plans = None if digests is None else builder.find(digests, model.dtype, report)
+    if plans is None:
+        networks = export_networks(model.config, model.dtype)
+        plans = builder.find_or_build(networks, model.dtype, command, report)
+        record.write(networks, report)
+    return TensorRTPlans(api, gpu, cache, plans)
 
 
 def _load_tensorrt(
@@ -261,7 +248,6 @@ def _load_tensorrt(
     synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
     log.info(
         "TensorRT engines loaded",
-        weights=next(iter(found.plans.values()))[0].record.key.weights,
         seconds=round(time.monotonic() - start_s, 2),
         device_bytes=free_before - free_bytes(model.device),
     )

@@ -19,7 +19,6 @@ class TorchBackend:
     loop belongs) it is a little faster still.
     """
 
-    num_layers_to_warm_up = 1
     takes_given_rows = True
 
     def __init__(self, weights: ModelWeights, lora: LoraStore | None = None) -> None:

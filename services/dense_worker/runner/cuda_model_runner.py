@@ -246,13 +246,13 @@ class CudaModelRunner(ModelRunner):
         self._run_segments(qkv, attn_out, channel.fetch_attn_out(num_rows), num_sampled)
 
     def _run_segments(self, qkv: torch.Tensor, attn_out: torch.Tensor, fetched: torch.Tensor, num_sampled: int) -> None:
-        """Runs each segment once, or `middle` for several layers. `fetched` is what `middle` gets of attn_out."""
+        """Runs each segment once. `fetched` is what `middle` gets of attn_out."""
         self._backend.begin_step(StepPlan(0), len(qkv))  # all rows are padding
         self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
         token_ids, _, sampled_rows = _unpack(self._input, len(qkv))
         residual = self._backend.first(token_ids, qkv)
-        for layer in range(min(self._num_layers - 1, self._backend.num_layers_to_warm_up)):
-            residual = self._backend.middle(layer, fetched, residual, qkv)
+        if self._num_layers > 1:
+            residual = self._backend.middle(0, fetched, residual, qkv)
         if (residuals_out := self._residuals_out()) is not None:
             residuals_out.put(residuals_out.layers[0], residual)
         self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hidden_out(num_sampled))

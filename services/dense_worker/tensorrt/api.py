@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import structlog
 import torch
 
 from services.common.errors import ConfigError
-from services.dense_worker.tensorrt.constant_weights import make_constants
 from services.dense_worker.tensorrt.engine import Engine
 from services.dense_worker.tensorrt.gpu import Gpu, check_driver
 
@@ -25,9 +24,6 @@ log = structlog.get_logger()
 # The highest: a build tries more. With 8.6.0 on an H200 a `middle` segment of Llama-2-7B then takes 118 µs instead of
 # 154 at one token, and 134 instead of 159 at 16 (bench/results/tensorrt.md).
 OPTIMIZATION_LEVEL = 5
-# With weights as constants 8.6.0 then also times convolutions in place of products: `last` of the embedded model was
-# not built after 90 s, and at this level, its default, in 8.
-OPTIMIZATION_LEVEL_OF_CONSTANTS = 3
 MAX_WARNINGS = 8  # kept for the message of an exception
 
 MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")  # the first installed one is used
@@ -117,15 +113,13 @@ class TensorRT:
         self,
         title: str,
         network: bytes,
-        profiles: Sequence[Mapping[str, Sizes]],
+        sizes: Mapping[str, Sizes],
         dtype: torch.dtype,
         timing_cache: bytes,
-        constants: Sequence[str] = (),
     ) -> tuple[bytes, bytes]:
         """A plan for the ONNX model `network`, and the timing cache with the new timings; empty if there is none.
 
-        profiles: for each profile the sizes of dimension 0 of every dynamic input. `title` is for messages. Inputs
-        named in `constants` become constants of the plan, whose engines need `refit`.
+        sizes: of dimension 0 of every dynamic input. `title` is for messages.
         `timing_cache` must be undamaged, see `files/timing_cache.py`.
         Raises ConfigError if the network cannot be parsed or no plan can be built.
         """
@@ -144,21 +138,16 @@ class TensorRT:
         if self.is_rtx:  # a context that allocates memory itself cannot be captured
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         else:  # RTX chooses kernels when it loads a plan
-            config.builder_optimization_level = OPTIMIZATION_LEVEL_OF_CONSTANTS if constants else OPTIMIZATION_LEVEL
+            config.builder_optimization_level = OPTIMIZATION_LEVEL
         if not self.is_strongly_typed:
             # The contexts of several graphs use one profile. From 10 on that is always allowed.
             config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
             self._set_precisions(config, definition, dtype)
-        for sizes in profiles:
-            config.add_optimization_profile(_profile(builder, definition, sizes))
-        kept = make_constants(trt, definition, constants, self._dtypes)
-        if constants:
-            config.set_flag(trt.BuilderFlag.REFIT)
+        config.add_optimization_profile(_profile(builder, definition, sizes))
         if self.is_rtx:  # it times nothing during a build
             return self._build(title, builder, definition, config), b""
         cache = self._use_timings(config, timing_cache)  # the config refers to it
         plan = self._build(title, builder, definition, config)
-        del kept
         timings = None if cache is None else config.get_timing_cache()
         return plan, b"" if timings is None else bytes(timings.serialize())
 

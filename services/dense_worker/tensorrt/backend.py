@@ -29,7 +29,6 @@ class TensorRTBackend:
     ) -> None:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
-        self.num_layers_to_warm_up = by_tensorrt.num_layers_to_warm_up
         self.takes_given_rows = by_torch is not None
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:

@@ -22,14 +22,12 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.select import torch_backend
 from services.dense_worker.model.quantized.on_the_fly import with_quantization
 from services.dense_worker.model.weights import weights_hash
-from services.dense_worker.tensorrt.api import load_tensorrt
-from services.dense_worker.tensorrt.backend import Measurements
+from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlanRecord, EnginePlans
-from services.dense_worker.tensorrt.engine_weights import weights_setting
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import current_gpu, on_device
-from services.dense_worker.tensorrt.measure import PlanMeter
+from services.dense_worker.tensorrt.measure import known_measurements, measure_plans, store_measurements
 from services.dense_worker.tensorrt.optional_packages import require
 from services.dense_worker.tensorrt.profiles import Limits, parse_profiles
 
@@ -63,19 +61,13 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
     api, gpu = load_tensorrt(), current_gpu(arguments.device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
     limits = Limits(profiles[-1].high, profiles[-1].high)
-    setting = arguments.engine_weights if config is None else weights_setting(arguments.engine_weights, config)
-    kinds = {"inputs": [False], "constants": [True], "auto": [False, True]}[setting]
-    records: list[EnginePlanRecord] = []
     with on_device(arguments.device):
-        for has_constants in kinds:
-            builder = EnginePlanBuilder(api, gpu, profiles, cache, has_constants=has_constants)
-            plans = builder.find_or_build(networks, dtype, None, _print)
-            if gpu is not None and config is not None:
-                _measure(PlanMeter(api, cache, config, dtype, arguments.device, limits, torch_backend), plans)
-            records += [cached.record for of_segment in plans.values() for cached in of_segment]
+        plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, dtype, None, _print)
+        if gpu is not None and config is not None:
+            _measure(api, cache, plans, config, dtype, arguments.device, limits)
     if record is not None:
         record.write(networks, _print)
-    return records
+    return [cached.record for of_segment in plans.values() for cached in of_segment]
 
 
 def inspect(cache: EnginePlanCache, records: Sequence[EnginePlanRecord]) -> None:
@@ -105,25 +97,31 @@ def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, t
     return config, dtype, export_networks(config, dtype)
 
 
-def _measure(meter: PlanMeter, plans: EnginePlans) -> Measurements:
-    """Times the plans and torch, unless that was done before."""
-    known = meter.known(plans)
-    if known is not None:
-        return known
-    weights = next(iter(plans.values()))[0].record.key.weights
-    print(f"measuring TensorRT, weights as {weights}, and torch", flush=True)
-    measured = meter.measure(plans)
+def _measure(
+    api: TensorRT,
+    cache: EnginePlanCache,
+    plans: EnginePlans,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: Limits,
+) -> None:
+    """Times the plans and torch, unless that was done before, and stores the times beside the plans."""
+    if known_measurements(plans, limits) is not None:
+        return
+    print("measuring TensorRT and torch", flush=True)
+    measured = measure_plans(api, plans, config, dtype, device, limits, torch_backend)
+    store_measurements(cache, plans, measured)
     for segment, times in measured.items():
         for size, us in times.items():
             print(f"  {segment} {size}: TensorRT {us['tensorrt']} µs, torch {us['torch']} µs")
-    return measured
 
 
 def _print_record(record: EnginePlanRecord) -> None:
     key = record.key
     print(f"{key.file_stem}.plan: {record.plan_bytes / 1e6:.2f} MB, built in {record.build_s} s")
     print(f"  for       {key.tensorrt}, GPU {key.gpu}, {key.num_sms or 'any number of'} SMs, {key.dtype}")
-    print(f"  profiles  {key.profiles}{'' if key.max_tokens is None else f' rows of up to {key.max_tokens} tokens'}")
+    print(f"  profile   {key.profile}{'' if key.max_tokens is None else f' rows of up to {key.max_tokens} tokens'}")
     for title, tensors in (("inputs", record.inputs), ("outputs", record.outputs)):
         print(f"  {title}")
         for tensor in tensors:
@@ -183,12 +181,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device", type=_device, default="cuda", help="the GPU to build for; default: %(default)s, the first one"
-    )
-    parser.add_argument(
-        "--engine-weights",
-        choices=("inputs", "constants", "auto"),
-        default=DenseSection().engine_weights,
-        help="weights as inputs of the plans or as constants; auto: builds both; default: %(default)s",
     )
     parser.add_argument(
         "--quantization",

@@ -18,7 +18,6 @@ def build_command(section: DenseSection, source: ModelSection, model: ResolvedMo
         *("--load-format", source.load_format),
         *("--dtype", str(model.dtype).removeprefix("torch.")),
         *("--profiles", section.profiles),
-        *("--engine-weights", section.engine_weights),
         *("--quantization", section.quantization),
         *("--device", model.device),
         *("--output-dir", section.plan_dir.expanduser().absolute()),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from services.common.errors import ConfigError
-from services.dense_worker.tensorrt.constant_weights import host_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class Engine:
         self._log = log
         self._runtime = runtime  # must outlive the engine
         self._engine = engine
-        self.num_profiles: int = engine.num_optimization_profiles
 
     def tensors(self) -> dict[str, TensorType]:
         """Types of all inputs and outputs, by name."""
@@ -55,34 +53,16 @@ class Engine:
             for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
         }
 
-    def refit(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Gives constants of the plan new values, by name. They pass through host memory; waits for the device.
-
-        Raises ConfigError if the plan has no such constant, or one of another size or type.
-        """
-        try:
-            refitter = self._trt.Refitter(self._engine, self._log)
-        except (TypeError, RuntimeError) as error:
-            raise ConfigError(f"a plan's constants cannot be set: {self.take_errors() or error}") from error
-        known = set(refitter.get_all_weights())
-        kept = []  # until TensorRT has copied it
-        for name, tensor in weights.items():
-            kept.append(tensor.cpu())
-            if name not in known or not refitter.set_named_weights(name, host_weights(self._trt, kept[-1])):
-                reason = self.take_errors() or f"it has {', '.join(sorted(known)) or 'none'}"
-                raise ConfigError(f"the plan has no constant {name} {tuple(tensor.shape)} that can be set: {reason}")
-        if not refitter.refit_cuda_engine():
-            raise ConfigError(f"TensorRT cannot set the constants of a plan: {self.take_errors()}")
-
-    def context_bytes(self, num_profiles: int) -> int:
-        """Device memory, in bytes, that a running context of any of the first `num_profiles` profiles needs."""
+    @property
+    def context_bytes(self) -> int:
+        """Device memory, in bytes, that a running context needs."""
         for name in ("get_device_memory_size_for_profile_v2", "get_device_memory_size_for_profile"):
             if hasattr(self._engine, name):
-                return max(map(getattr(self._engine, name), range(num_profiles)))
-        return self._engine.device_memory_size  # 8.6 has one number for all profiles
+                return getattr(self._engine, name)(0)
+        return self._engine.device_memory_size
 
-    def create_context(self, profile: int, memory: torch.Tensor, stream: int) -> Any:
-        """An execution context fixed to one profile, whose device memory is the caller's uint8 tensor `memory`.
+    def create_context(self, memory: torch.Tensor, stream: int) -> Any:
+        """An execution context, whose device memory is the caller's uint8 tensor `memory`.
 
         It can be used after the work that this call enqueues on `stream`. The methods of contexts are the same in every
         version.
@@ -100,8 +80,8 @@ class Engine:
             context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         else:
             context = engine.create_execution_context_without_device_memory()
-        if context is None or not context.set_optimization_profile_async(profile, stream):
-            raise ConfigError(f"TensorRT has no context for profile {profile} of {self._title}: {self.take_errors()}")
+        if context is None or not context.set_optimization_profile_async(0, stream):
+            raise ConfigError(f"TensorRT has no context for {self._title}: {self.take_errors()}")
         if hasattr(context, "set_device_memory"):
             context.set_device_memory(memory.data_ptr(), memory.numel())
         else:

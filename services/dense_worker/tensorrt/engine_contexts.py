@@ -37,33 +37,30 @@ class ShapedContext:
 
 
 class EngineContexts:
-    """Gives a context for each run. Uncaptured runs of a profile share one, captured ones have one for each size."""
+    """Gives a context for each run. Uncaptured runs share one, captured ones have one for each size."""
 
-    def __init__(
-        self, engine: Engine, num_profiles: int, memory: torch.Tensor, current_stream: Callable[[], int]
-    ) -> None:
+    def __init__(self, engine: Engine, memory: torch.Tensor, current_stream: Callable[[], int]) -> None:
         """`memory`: uint8, shared by all contexts, which must run one after another on one stream."""
         self._engine, self._memory, self._current_stream = engine, memory, current_stream
-        self._captured: dict[tuple[int, Sizes], ShapedContext] = {}
-        self._uncaptured: list[ShapedContext | None] = [self._create(i) for i in range(num_profiles)]
+        self._captured: dict[Sizes, ShapedContext] = {}
+        self._uncaptured: ShapedContext | None = self._create()
 
-    def find(self, profile: int, sizes: Sizes) -> ShapedContext:
+    def find(self, sizes: Sizes) -> ShapedContext:
         """The context for a run of these sizes on the current stream.
 
-        While the stream is being captured, the profile's last run must have had these sizes: TensorRT prepares new
-        sizes with work that a graph cannot hold.
+        While the stream is being captured, the last run must have had these sizes: TensorRT prepares new sizes with
+        work that a graph cannot hold.
         """
         if not is_capturing():
-            context = self._uncaptured[profile]
-            if context is None:
-                context = self._uncaptured[profile] = self._create(profile)
-            return context
-        captured = self._captured.get((profile, sizes))
+            if self._uncaptured is None:
+                self._uncaptured = self._create()
+            return self._uncaptured
+        captured = self._captured.get(sizes)
         if captured is None:
-            captured, self._uncaptured[profile] = self._uncaptured[profile], None
+            captured, self._uncaptured = self._uncaptured, None
             assert captured is not None and captured.sizes == sizes, f"sizes {sizes} did not run before their capture"
-            self._captured[profile, sizes] = captured
+            self._captured[sizes] = captured
         return captured
 
-    def _create(self, profile: int) -> ShapedContext:
-        return ShapedContext(self._engine.create_context(profile, self._memory, self._current_stream()))
+    def _create(self) -> ShapedContext:
+        return ShapedContext(self._engine.create_context(self._memory, self._current_stream()))

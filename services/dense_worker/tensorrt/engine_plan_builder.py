@@ -1,8 +1,7 @@
 """Finds the plans of a model's segments in a cache and builds missing ones, for `build` and the worker.
 
-Where weights are inputs, each profile has a plan of its own: in a plan for one token alone all shapes are static, so
-that TensorRT finds faster kernels, and a changed list of profiles needs only plans for the new ones. Where weights are
-constants, one plan has all profiles, because each engine holds a copy of the weights.
+Each profile has a plan of its own: in a plan for one token alone all shapes are static, so that TensorRT finds faster
+kernels, and a changed list of profiles needs only plans for the new ones.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
     EnginePlans,
 )
 from services.dense_worker.tensorrt.gpu import Gpu
-from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors, layout_weights
-from services.dense_worker.tensorrt.profiles import Profile, format_profiles, parse_plan_profiles
+from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors
+from services.dense_worker.tensorrt.profiles import Profile, parse_profile
 
 Report = Callable[[str], None]
 
@@ -39,15 +38,8 @@ class EnginePlanBuilder:
     """
 
     def __init__(
-        self,
-        api: TensorRT,
-        gpu: Gpu | None,
-        profiles: Sequence[Profile],
-        cache: EnginePlanCache,
-        *,
-        has_constants: bool = False,
+        self, api: TensorRT, gpu: Gpu | None, profiles: Sequence[Profile], cache: EnginePlanCache
     ) -> None:
-        """`has_constants`: weights are constants of the plans, which are `refit` after loading, and not inputs."""
         if gpu is not None:
             api.check_gpu(gpu)
         elif not api.is_rtx:
@@ -56,7 +48,6 @@ class EnginePlanBuilder:
         self._gpu = gpu
         self._profiles = profiles
         self._cache = cache
-        self._has_constants = has_constants
 
     def find_or_build(
         self, networks: Mapping[str, bytes], dtype: torch.dtype, build_command: str | None, report: Report
@@ -67,10 +58,7 @@ class EnginePlanBuilder:
         ConfigError if a plan cannot be built, and CapacityError if the disk is full.
         """
         self._api.check_dtype(dtype)
-        codes = {each for network in networks.values() for each in code_dtypes(network)}
-        self._api.check_codes(codes)
-        if codes and self._has_constants:
-            raise ConfigError("quantized weights are inputs of plans, no constants: set dense.engine_weights to inputs")
+        self._api.check_codes({each for network in networks.values() for each in code_dtypes(network)})
         plans: dict[str, list[CachedEnginePlan]] = {name: [] for name in networks}
         digests = {name: hashlib.sha256(network).hexdigest() for name, network in networks.items()}
         for title, key in self._titled_keys(digests, dtype):
@@ -94,11 +82,8 @@ class EnginePlanBuilder:
 
     def _titled_keys(self, digests: Mapping[str, str], dtype: torch.dtype) -> list[tuple[str, EnginePlanKey]]:
         """The keys of all plans, with what messages call them."""
-        profiles_of_plans = [self._profiles] if self._has_constants else [[profile] for profile in self._profiles]
         keys = [
-            self._key(name, digest, dtype, profiles)
-            for name, digest in digests.items()
-            for profiles in profiles_of_plans
+            self._key(name, digest, dtype, profile) for name, digest in digests.items() for profile in self._profiles
         ]
         return [(f"[{number}/{len(keys)}] {key.title}", key) for number, key in enumerate(keys, 1)]
 
@@ -133,11 +118,10 @@ class EnginePlanBuilder:
     def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype, report: Report) -> CachedEnginePlan:
         driver = "" if self._gpu is None else self._gpu.driver
         start = time.monotonic()
-        sizes = [_input_sizes(key, profile) for profile in parse_plan_profiles(key.profiles)]
+        sizes = _input_sizes(key, parse_profile(key.profile))
         timing_cache = self._cache.timing_cache(key, driver, report)
         graph = onnx.load_from_string(network).graph
-        constants = layout_weights(graph) if self._has_constants else []
-        plan, timings = self._api.build(key.title, network, sizes, dtype, timing_cache, constants)
+        plan, timings = self._api.build(key.title, network, sizes, dtype, timing_cache)
         build_s = time.monotonic() - start
         layers = None if self._gpu is None else self._api.load(key.title, plan).layers()
         record = EnginePlanRecord(
@@ -159,17 +143,16 @@ class EnginePlanBuilder:
                 report(f"timings are not kept: {error}")
         return cached
 
-    def _key(self, name: str, digest: str, dtype: torch.dtype, profiles: Sequence[Profile]) -> EnginePlanKey:
+    def _key(self, name: str, digest: str, dtype: torch.dtype, profile: Profile) -> EnginePlanKey:
         return EnginePlanKey(
             segment=name,
             dtype=str(dtype).removeprefix("torch."),
             tensorrt=self._api.name,
             gpu="any" if self._api.is_rtx else self._gpu.name,
             num_sms=0 if self._api.is_rtx else self._gpu.num_sms,
-            profiles=format_profiles(profiles),
+            profile=str(profile),
             network=digest,
             max_tokens=self._profiles[-1].high if name == "last" else None,
-            weights="constants" if self._has_constants else "inputs",
         )
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from services.common.errors import ConfigError
 from services.dense_worker.tensorrt.files.atomic_file import TEMPORARY_SUFFIX, make_directory, write_atomically
 from services.dense_worker.tensorrt.files.timing_cache import TimingOrigin, read_timings, write_timings
-from services.dense_worker.tensorrt.profiles import Profile, parse_plan_profiles
+from services.dense_worker.tensorrt.profiles import Profile, parse_profile
 
-RECIPE = 4  # increase it when the builder's settings in api.py or the fields of `EnginePlanKey` change
+RECIPE = 5  # increase it when the builder's settings in api.py or the fields of `EnginePlanKey` change
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,15 @@ class EnginePlanKey:
     tensorrt: str  # name and version
     gpu: str
     num_sms: int  # SMs that the process could use; under an MPS limit fewer than the GPU has
-    profiles: str  # those of the plan
+    profile: str  # the sizes that it is for
     network: str  # sha256 of the ONNX model
-    max_tokens: int | None = None  # of `last`, whose profiles are ranges of rows; None: the profiles limit the tokens
-    weights: str = "inputs"  # or "constants" of the plan
+    max_tokens: int | None = None  # of `last`, whose profiles are ranges of rows; None: the profile limits the tokens
     recipe: int = RECIPE
 
     @property
     def title(self) -> str:
-        """The segment and the plan's profiles, for messages."""
-        return f"{self.segment} {self.profiles}"
+        """The segment and the plan's profile, for messages."""
+        return f"{self.segment} {self.profile}"
 
     @property
     def file_stem(self) -> str:
@@ -80,9 +79,9 @@ class CachedEnginePlan:
     plan: bytes
 
     @property
-    def profiles(self) -> tuple[Profile, ...]:
-        """The profiles of the plan, in its order."""
-        return parse_plan_profiles(self.record.key.profiles)
+    def profile(self) -> Profile:
+        """The sizes that the plan is for."""
+        return parse_profile(self.record.key.profile)
 
 
 EnginePlans = Mapping[str, Sequence[CachedEnginePlan]]  # by segment, in the order of their profiles
@@ -117,10 +116,10 @@ class EnginePlanCache:
     def why_missing(self, key: EnginePlanKey) -> str:
         """Why `find` returns None, in words: the plan is damaged, or how the most similar plan differs.
 
-        Only plans of the same segment and profiles are compared.
+        Only plans of the same segment and profile are compared.
         """
         keys = (record.key for record in self.records())
-        others = [other for other in keys if (other.segment, other.profiles) == (key.segment, key.profiles)]
+        others = [other for other in keys if (other.segment, other.profile) == (key.segment, key.profile)]
         if key in others:
             return f"{self._plan_path(key).name} is missing, damaged or was changed"
         if not others:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,30 +23,18 @@ Binding = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadedPlan:
-    """A plan's engine for all layers, or one for each layer if weights are its constants."""
-
-    engines: list[Engine]
-    num_profiles: int  # those in use, the first ones of the plan
-
-
-@dataclass(frozen=True, slots=True)
 class _Tuned:
-    """What runs the sizes of one profile."""
+    """What runs the sizes of one profile, for all layers."""
 
-    engines: list[Engine]
-    contexts: list[EngineContexts]  # of each engine
-    profile: int  # its index within the engines
+    engine: Engine
+    contexts: EngineContexts
 
 
 class TensorRTSegments:
     """A DenseBackend with an engine for each plan; `EngineContexts` gives each run an execution context.
 
-    The profile that contains the size of a run picks the engine. If the weights are constants of the plans, each
-    segment has one plan, and `middle` an engine of it for each layer. Then all layers, not only the first one, must run
-    with the sizes of a CUDA graph before it is captured.
-    All contexts share one block of device memory, because they run one after another on the caller's stream.
-    No method waits for the device.
+    The profile that contains the size of a run picks the engine. All contexts share one block of device memory,
+    because they run one after another on the caller's stream. No method waits for the device.
     """
 
     takes_given_rows = False  # the engine looks the embeddings up
@@ -65,27 +53,28 @@ class TensorRTSegments:
         Raises ConfigError for a plan that is not of this model, and for profiles that end below `limits`.
         Plans are loaded, and contexts made, for the profiles that the limits reach, no more.
         """
-        self._profiles = [profile for cached in plans["first"] for profile in cached.profiles]
+        self._profiles = [cached.profile for cached in plans["first"]]
         self._config = config
         self._current_stream = current_stream
         self._weights = bind_weights(weights)
         check_cover(self._profiles, limits)
         max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
-        loaded = {
-            name: _load_plans(api, of_segment, self._weights[name], max_sizes[name])
+        engines = {
+            name: [
+                _load_engine(api, cached, self._weights[name][0])
+                for cached in of_segment
+                if cached.profile.low <= max_sizes[name]
+            ]
             for name, of_segment in plans.items()
         }
-        num_bytes = max(
-            plan.engines[0].context_bytes(plan.num_profiles) for of_segment in loaded.values() for plan in of_segment
-        )
+        num_bytes = max(engine.context_bytes for of_segment in engines.values() for engine in of_segment)
         device = weights.device
         self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
         # By segment, for each profile in use.
         self._tuned = {
-            name: [tuned for plan in of_segment for tuned in self._make_contexts(plan)]
-            for name, of_segment in loaded.items()
+            name: [_Tuned(engine, EngineContexts(engine, self._memory, current_stream)) for engine in of_segment]
+            for name, of_segment in engines.items()
         }
-        self.num_layers_to_warm_up = len(self._tuned["middle"][0].engines) if "middle" in plans else 1
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Refuses a step beyond the profiles that have contexts."""
@@ -117,12 +106,6 @@ class TensorRTSegments:
         self._run("last", 0, len(rows), inputs, [("logits", logits)])
         return logits
 
-    def _make_contexts(self, plan: _LoadedPlan) -> list[_Tuned]:
-        contexts = [
-            EngineContexts(engine, plan.num_profiles, self._memory, self._current_stream) for engine in plan.engines
-        ]
-        return [_Tuned(plan.engines, contexts, profile) for profile in range(plan.num_profiles)]
-
     def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)
 
@@ -132,50 +115,24 @@ class TensorRTSegments:
         assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
         tuned = self._tuned[segment][profile_index(self._profiles, size)]
         sizes = tuple(len(tensor) for _, tensor in inputs)
-        engine = layer if len(tuned.engines) > 1 else 0
-        shaped = tuned.contexts[engine].find(tuned.profile, sizes)
+        shaped = tuned.contexts.find(sizes)
         context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
         for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
             assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
             is_done &= context.set_tensor_address(name, tensor.data_ptr())
         if not (is_done and context.execute_async_v3(stream)):
             shaped.sizes = None
-            errors = tuned.engines[engine].take_errors()
+            errors = tuned.engine.take_errors()
             raise TwostrokeError(f"TensorRT cannot run segment {segment} for sizes {sizes}: {errors}")
 
 
-def _load_plans(
-    api: TensorRT, plans: Sequence[CachedEnginePlan], weights: list[Weights], max_size: int
-) -> list[_LoadedPlan]:
-    """The plans of a segment that sizes up to `max_size` need."""
-    loaded = []
-    for cached in plans:
-        num_profiles = sum(profile.low <= max_size for profile in cached.profiles)
-        if num_profiles:
-            loaded.append(_LoadedPlan(_load_engines(api, cached, weights), num_profiles))
-    return loaded
-
-
-def _load_engines(api: TensorRT, cached: CachedEnginePlan, weights: list[Weights]) -> list[Engine]:
-    """One engine for all of `weights`, or one for each if some are constants of the plan: these leave `weights`."""
+def _load_engine(api: TensorRT, cached: CachedEnginePlan, weights: Weights) -> Engine:
+    """A plan that came from somewhere else must not read beyond the tensors it is given."""
     title = cached.record.key.title
     engine = api.load(title, cached.plan)
-    inputs = engine.tensors()
-    constants = [name for name in weights[0] if name not in inputs]
-    engines = [engine, *(api.load(title, cached.plan) for _ in weights[1:] if constants)]
-    for each, tensors in zip(engines, weights, strict=False):
-        if constants:
-            each.refit({name: tensors.pop(name) for name in constants})
-    _check_engine(title, engine, weights[0], len(cached.profiles))
-    return engines
-
-
-def _check_engine(title: str, engine: Engine, weights: Weights, num_profiles: int) -> None:
-    """A plan that came from somewhere else must not read beyond the tensors it is given."""
-    if engine.num_profiles != num_profiles:
-        raise ConfigError(f"the plan of {title} has {engine.num_profiles} profiles, expected {num_profiles}")
     found = engine.tensors()
     for name, tensor in weights.items():
         expected = TensorType(tensor.dtype, tuple(tensor.shape))
         if found.get(name) != expected:
             raise ConfigError(f"the plan of {title} is of another model: {name} is {expected}, not {found.get(name)}")
+    return engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -28,34 +28,27 @@ Timer = Callable[[Call], float]  # microseconds of one call
 MakeTorch = Callable[[ModelWeights, ModelConfig, int], DenseBackend]  # the last is the maximum number of tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PlanMeter:
-    """Times plans and torch on two layers of random weights; neither their number nor their values affect the speed."""
+def measure_plans(
+    api: TensorRT,
+    plans: EnginePlans,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: Limits,
+    make_torch: MakeTorch,
+) -> Measurements:
+    """Times plans and torch on two layers of random weights; neither their number nor their values affect the speed.
 
-    api: TensorRT
-    cache: EnginePlanCache  # keeps the measurements
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    limits: Limits
-    make_torch: MakeTorch
-
-    def known(self, plans: EnginePlans) -> Measurements | None:
-        """Earlier measurements of the plans, see `known_measurements`."""
-        return known_measurements(plans, self.limits)
-
-    def measure(self, plans: EnginePlans) -> Measurements:
-        """Measures all plans and torch, and stores the result beside the plans. Waits for the device."""
-        config = replace(self.config, num_layers=min(self.config.num_layers, 2))
-        weights = random_weights(config, self.dtype, self.device, seed=0)
-        backends = {
-            "tensorrt": TensorRTSegments(self.api, plans, weights, config, self.limits, current_stream),
-            "torch": self.make_torch(weights, config, self.limits.num_tokens),
-        }
-        synchronize()
-        measured = measure_segments(backends, config, self.dtype, self.device, self.limits, time_on_gpu)
-        store_measurements(self.cache, plans, measured)
-        return measured
+    Waits for the device.
+    """
+    config = replace(config, num_layers=min(config.num_layers, 2))
+    weights = random_weights(config, dtype, device, seed=0)
+    backends = {
+        "tensorrt": TensorRTSegments(api, plans, weights, config, limits, current_stream),
+        "torch": make_torch(weights, config, limits.num_tokens),
+    }
+    synchronize()
+    return measure_segments(backends, config, dtype, device, limits, time_on_gpu)
 
 
 def measure_segments(
@@ -136,8 +129,7 @@ def _sizes(max_size: int) -> list[int]:
 
 
 def _sizes_of_plan(cached: CachedEnginePlan, sizes: Iterable[int]) -> list[int]:
-    profiles = cached.profiles
-    return [size for size in sizes if profiles[0].low <= size <= profiles[-1].high]
+    return [size for size in sizes if cached.profile.low <= size <= cached.profile.high]
 
 
 def _max_sizes(segments: Iterable[str], limits: Limits) -> dict[str, int]:

@@ -91,16 +91,6 @@ def export_networks(config: ModelConfig, dtype: torch.dtype) -> dict[str, bytes]
     }
 
 
-def layout_weights(graph: onnx.GraphProto) -> list[str]:
-    """The inputs that are weights and gain from a layout of their own: all but the embedding, which is read by row."""
-    tables = {node.input[0] for node in graph.node if node.op_type == "Gather"}
-    return [
-        value.name
-        for value in graph.input
-        if value.name not in tables and not value.type.tensor_type.shape.dim[0].dim_param
-    ]
-
-
 def code_dtypes(network: bytes) -> set[torch.dtype]:
     """The types of those inputs of a serialized network that are codes of quantized weights."""
     found = {value.type.tensor_type.elem_type for value in onnx.load_from_string(network).graph.input}

@@ -1,7 +1,7 @@
 """Optimization profiles: the ranges of sizes that TensorRT's plans support, each tuned for one size.
 
-A plan has one of them, or all (`engine_plan_builder.py` says when). They are written as `1-16,17-128@64`: first size,
-last size and, after @, the size to tune for. A size is a number of tokens, or for the segment `last` the number of rows
+Each plan has one of them. They are written as `1-16,17-128@64`: first size, last size and, after @, the size to tune
+for. A size is a number of tokens, or for the segment `last` the number of rows
 that need logits.
 """
 
@@ -35,33 +35,29 @@ def parse_profiles(text: str) -> tuple[Profile, ...]:
     By default a profile is tuned for the power of two nearest the geometric middle of its range: 4 for 1-16, 2048 for
     513-8192. Raises ConfigError that names the malformed range or the missing sizes.
     """
-    profiles = parse_plan_profiles(text)
-    if profiles[0].low != 1:
-        raise ConfigError(f"profiles {text!r} must begin at 1, not at {profiles[0].low}")
-    return profiles
-
-
-def parse_plan_profiles(text: str) -> tuple[Profile, ...]:
-    """The profiles of one plan, which may begin at any size. Raises the errors of `parse_profiles`."""
     profiles: list[Profile] = []
     for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        if match is None:
+        profile = parse_profile(part.strip())
+        if not profiles and profile.low != 1:
+            raise ConfigError(f"profiles {text!r} must begin at 1, not at {profile.low}")
+        if profiles and profile.low != profiles[-1].high + 1:
             raise ConfigError(
-                f"profile {part.strip()!r} of {text!r} is not of the form FROM-TO or FROM-TO@BEST"
+                f"profiles {text!r} must go on at {profiles[-1].high + 1} without gap or overlap, not at {profile.low}"
             )
-        low, high = int(match[1]), int(match[2])
-        best = int(match[3] or _geometric_middle(low, high))
-        if not 1 <= low <= best <= high:
-            raise ConfigError(
-                f"profile {part.strip()!r} of {text!r} is not in the order 1 <= FROM <= BEST <= TO"
-            )
-        if profiles and low != profiles[-1].high + 1:
-            raise ConfigError(
-                f"profiles {text!r} must go on at {profiles[-1].high + 1} without gap or overlap, not at {low}"
-            )
-        profiles.append(Profile(low, best, high))
+        profiles.append(profile)
     return tuple(profiles)
+
+
+def parse_profile(text: str) -> Profile:
+    """One range, which may begin at any size from 1 on. Raises ConfigError if it is malformed."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"profile {text!r} is not of the form FROM-TO or FROM-TO@BEST")
+    low, high = int(match[1]), int(match[2])
+    best = int(match[3] or _geometric_middle(low, high))
+    if not 1 <= low <= best <= high:
+        raise ConfigError(f"profile {text!r} is not in the order 1 <= FROM <= BEST <= TO")
+    return Profile(low, best, high)
 
 
 def format_profiles(profiles: Sequence[Profile]) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import onnx
 
 from tests.support.workers.fake_tensorrt_runtime import DTYPES, DataType, FakeRuntime, ILogger, ProcessCrash
-from tests.support.workers.fake_tensorrt_weights import FakeRefitter, Readers, Weights
 
 Call = tuple[Any, ...]
 
@@ -45,8 +44,7 @@ class FakeTensorRT:
         self.ProfilingVerbosity = SimpleNamespace(DETAILED="detailed")
         self.LayerInformationFormat = SimpleNamespace(JSON="json")
         self.LayerType = SimpleNamespace(CONSTANT="constant", OTHER="other")
-        self.Weights = Weights
-        network_flags, builder_flags = {}, {"TF32": "TF32", "REFIT": "REFIT"}
+        network_flags, builder_flags = {}, {"TF32": "TF32"}
         if major < 11:
             network_flags["EXPLICIT_BATCH"] = 0
             builder_flags |= {"FP16": "FP16", "OBEY_PRECISION_CONSTRAINTS": "OBEY_PRECISION_CONSTRAINTS"}
@@ -89,9 +87,6 @@ class FakeTensorRT:
     def OnnxParser(self, network: _Network, logger: ILogger) -> _Parser:
         return _Parser(network)
 
-    def Refitter(self, engine: Any, logger: ILogger) -> FakeRefitter:
-        return FakeRefitter(self, engine, logger)
-
     def Runtime(self, logger: ILogger) -> FakeRuntime:
         if not self.has_gpu:
             raise ProcessCrash("trt.Runtime() without a working driver")
@@ -129,9 +124,7 @@ class _Builder:
             "version": trt.__version__,
             "gpu": trt.gpu,
             "profiles": [profile.sizes for profile in config.profiles],
-            "is_refittable": "REFIT" in config.flags,
             "shares_profiles": trt.major >= 10 or "PROFILE_SHARING_0806" in config.flags,
-            "constants": {name: numbers.tobytes().hex() for name, numbers in network.readers.named_constants().items()},
         }
         return json.dumps(header).encode() + b"\0" + network.onnx_bytes
 
@@ -205,7 +198,6 @@ class _Network:
         self.onnx_bytes = b""
         self.inputs: list[SimpleNamespace] = []
         self.layers: list[_Layer] = []
-        self.readers = Readers([])
 
     num_inputs = property(lambda self: len(self.inputs))
     num_layers = property(lambda self: len(self.layers))
@@ -216,31 +208,13 @@ class _Network:
     def get_layer(self, index: int) -> _Layer:
         return self.layers[index]
 
-    def add_constant(self, shape: tuple[int, ...], weights: Weights) -> SimpleNamespace:
-        return self.readers.add_constant(shape, weights)
-
-    def set_weights_name(self, weights: Weights, name: str) -> bool:
-        return self.readers.set_weights_name(weights, name)
-
-    def remove_tensor(self, tensor: SimpleNamespace) -> None:
-        self.readers.check_unread(tensor.name)
-        self.inputs.remove(tensor)
-
 
 class _Layer:
     type = "other"
     num_outputs = 1
 
-    def __init__(self, trt: FakeTensorRT, name: str, inputs: list[Any]) -> None:
-        self._trt, self.name, self._inputs = trt, name, inputs
-
-    num_inputs = property(lambda self: len(self._inputs))
-
-    def get_input(self, index: int) -> Any:
-        return self._inputs[index]
-
-    def set_input(self, index: int, tensor: Any) -> None:
-        self._inputs[index] = tensor
+    def __init__(self, trt: FakeTensorRT, name: str) -> None:
+        self._trt, self.name = trt, name
 
     @property
     def precision(self) -> DataType:
@@ -276,10 +250,7 @@ class _Parser:
             tensor_type = value.type.tensor_type
             shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in tensor_type.shape.dim)
             network.inputs.append(SimpleNamespace(name=value.name, shape=shape, dtype=DTYPES[tensor_type.elem_type][0]))
-        network.readers = Readers(model.graph.node)
-        network.layers = [
-            _Layer(trt, node.name, network.readers.of(index)) for index, node in enumerate(model.graph.node)
-        ]
+        network.layers = [_Layer(trt, node.name) for node in model.graph.node]
         return True
 
     def get_error(self, index: int) -> SimpleNamespace:

@@ -72,26 +72,18 @@ class FakeRuntime:
 class Engine:
     def __init__(self, trt: FakeTensorRT, logger: ILogger, built: dict[str, Any], model: bytes) -> None:
         self.trt, self.logger, self.profiles = trt, logger, built["profiles"]
-        self.is_refittable = built["is_refittable"]
         self.shares_profiles = built["shares_profiles"]
         self.contexts = WeakSet[_Context]()
         graph = onnx.load_from_string(model).graph
         self.title = graph.name.rpartition("_")[2]
-        types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
-        self.constants = {
-            name: np.frombuffer(bytes.fromhex(numbers), DTYPES[types[name].elem_type][1])
-            for name, numbers in built["constants"].items()
-        }
-        self.constant_shapes = {name: [dim.dim_value for dim in types[name].shape.dim] for name in self.constants}
-        self.values = {name: kind for name, kind in types.items() if name not in self.constants}
-        self.input_names = [value.name for value in graph.input if value.name in self.values]
+        self.values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
+        self.input_names = [value.name for value in graph.input]
         self.output_names = [value.name for value in graph.output]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.add_session_config_entry("session.disable_quant_qdq", "1")  # its FP8 kernels are not all there
         is_bfloat16 = any(value.elem_type == TensorProto.BFLOAT16 for value in self.values.values())
         self.session = None if is_bfloat16 else onnxruntime.InferenceSession(model, options)
-        self.num_optimization_profiles = len(self.profiles)
         self.num_io_tensors = len(self.values)
         # The greatest number of tokens, of `last` of rows, of each profile.
         self.high_sizes = [min(high[0] for _, _, high in profile.values()) for profile in self.profiles]
@@ -209,7 +201,6 @@ class _Context:
         self._is_captured |= self._trt.is_capturing
         self._trt.runs.append(self._number)
         inputs = {name: self._array(name, self._shape(name)) for name in engine.input_names}
-        inputs |= {name: value.reshape(engine.constant_shapes[name]) for name, value in engine.constants.items()}
         values = {name: _ort_value(array, engine.values.get(name)) for name, array in inputs.items()}
         outputs = engine.session.run_with_ort_values(engine.output_names, values)
         for name, value in zip(engine.output_names, outputs, strict=True):

@@ -163,17 +163,14 @@ def test_quantized_weights_run_by_torch_beside_a_tensorrt_without_them(machine: 
     assert not machine.trt.named("build_serialized_network")
 
 
-@pytest.mark.parametrize("engine_weights", ["inputs", "auto"])
-def test_quantized_weights_are_inputs_of_the_plans(machine: Machine, engine_weights: str) -> None:
+def test_quantized_weights_are_inputs_of_the_plans(machine: Machine) -> None:
     machine.config = replace(machine.config, quantization=on_the_fly_fp8())
     machine.weights = load_weights(machine.path, machine.config, torch.float32, CPU)
-    selected = machine.select(backend="tensorrt", engine_weights=engine_weights)
+    selected = machine.select(backend="tensorrt")
     assert segments_run(machine, selected, 3) == ["first", "middle", "last"]
     expected = run_step(TorchBackend(machine.weights), machine.config, torch.float32, [1, 2, 3], [0, 2])
     found = run_step(selected.backend, machine.config, torch.float32, [1, 2, 3], [0, 2])
     assert relative_error(found, expected) < 1e-2  # an input between two codes may become the other one
-    with pytest.raises(ConfigError, match="quantized weights are inputs of plans, no constants"):
-        machine.select(backend="tensorrt", engine_weights="constants")
 
 
 def test_rtx_on_an_h200_and_bfloat16_on_8_6_are_refused_in_words(machine: Machine) -> None:
@@ -291,7 +288,7 @@ def have_no_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 FAILURES: dict[str, tuple[Callable[[Machine, pytest.MonkeyPatch], None], str]] = {
     "onnx is not read": (fail_call("parse"), "cannot read the ONNX of first 1-4@2: unsupported operator"),
     "no tactic": (fail_call("build_serialized_network"), "cannot build a plan for first 1-4@2: no tactic found"),
-    "no context": (fail_call("create_execution_context"), "no context for profile 0 of first 1-4@2: out of memory"),
+    "no context": (fail_call("create_execution_context"), "no context for first 1-4@2: out of memory"),
     "full disk": (lambda _, patch: refuse_to_write(patch, errno.ENOSPC), "plans has no space for first-"),
     "quota": (lambda _, patch: refuse_to_write(patch, errno.EDQUOT), "plans has no space for first-"),
     "read-only": (lambda _, patch: refuse_to_write(patch, errno.EROFS), r"plan cannot be written: Read-only"),
@@ -327,7 +324,6 @@ COMMANDS = {
     "float16 and few profiles": ("8.6.0", torch.float16, {"profiles": "1-2,3-8@5,9-16"}, {}),
     "dummy weights": ("10.0.1", torch.bfloat16, {}, {"load_format": "dummy"}),
     "one layer": ("10.0.1", torch.float32, {}, {"num_layers": 1}),
-    "weights as constants": ("8.6.0", torch.float32, {"engine_weights": "constants"}, {}),
     "directory with a space": ("8.6.0", torch.float32, {"plan_dir": "my plans"}, {}),
 }
 
@@ -359,8 +355,7 @@ def test_the_named_command_builds_exactly_the_missing_plans(
     assert (python, module_flag, module) == ("python", "-m", "services.dense_worker.tensorrt.build")
     assert build.main(arguments) == 0
     num_built = len(machine.trt.named("build_serialized_network"))
-    num_profiles = 1 if section.engine_weights == "constants" else section.profiles.count(",") + 1
-    assert num_built == len(segment_names(model.config)) * num_profiles
+    assert num_built == len(segment_names(model.config)) * (section.profiles.count(",") + 1)
     # The command left a record of what it exported.
     monkeypatch.setattr(onnx_segments, "export_networks", lambda *arguments: pytest.fail("exported again"))
     prepared = prepare_backend(section, origin, model, LIMITS, print)

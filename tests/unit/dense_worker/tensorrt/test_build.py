@@ -23,7 +23,7 @@ from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import parse_profiles
 from tests.support.model_configs import VARIANTS, small_config, write_config
-from tests.support.workers import fake_tensorrt, fake_tensorrt_runtime, fake_tensorrt_weights
+from tests.support.workers import fake_tensorrt, fake_tensorrt_runtime
 from tests.support.workers.fake_tensorrt import make_tensorrt
 
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def test_tensorrt_rtx_builds_every_segment_of_every_family(variant: str, tmp_pat
     plans = Recorder(load_tensorrt(), None, tmp_path, profiles).run(networks, dtype)
     assert list(plans) == ["first", "middle", "last"]
     for of_segment in plans.values():
-        assert [str(profile) for cached in of_segment for profile in cached.profiles] == [
+        assert [str(cached.profile) for cached in of_segment] == [
             str(profile) for profile in parse_profiles(profiles)
         ]
         assert all(len(cached.plan) > 10_000 for cached in of_segment)
@@ -108,7 +108,6 @@ def test_stand_in_has_no_name_that_the_real_tensorrt_rtx_lacks() -> None:
         (fake_tensorrt._Profile, real.IOptimizationProfile),
         (fake_tensorrt._Parser, real.OnnxParser),
         (fake_tensorrt._Network, real.INetworkDefinition),
-        (fake_tensorrt_weights.FakeRefitter, real.Refitter),
         (fake_tensorrt_runtime.FakeRuntime, real.Runtime),
         (fake_tensorrt_runtime.Engine11, real.ICudaEngine),
         (fake_tensorrt_runtime.Context11, real.IExecutionContext),
@@ -250,8 +249,8 @@ def test_command_builds_measures_and_inspects(
     assert command("--inspect", "--output-dir", plans) == 0
     printed = capsys.readouterr().out
     for expected in (
-        "profiles  1-4@2\n",
-        "profiles  5-8@8 rows of up to 8 tokens\n",
+        "profile   1-4@2\n",
+        "profile   5-8@8 rows of up to 8 tokens\n",
         "attn_out         float16   ['num_tokens', 64]",
         "q_norm",
         "4 Gemm",
@@ -259,21 +258,6 @@ def test_command_builds_measures_and_inspects(
         assert expected in printed
     assert "Myelin  gemm_add  {ForeignNode[a...b]}" in printed
     assert len(list(plans.glob("*.plan"))) == 6
-
-
-def test_command_builds_and_measures_both_kinds_of_weights(
-    on_an_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, plans = write_config(tmp_path / "model", "qwen3"), tmp_path / "plans"
-    arguments = ("--model", model, "--output-dir", plans, "--load-format", "dummy", "--dtype", "float16")
-    arguments += ("--profiles", "1-4", "--engine-weights")
-    assert command(*arguments, "auto") == 0
-    printed = capsys.readouterr().out
-    assert "weights as inputs, and torch" in printed and "weights as constants, and torch" in printed
-    assert len(list(plans.glob("*.plan"))) == 6
-    for kind in ("inputs", "constants"):
-        assert command(*arguments, kind) == 0
-    assert "building" not in capsys.readouterr().out
 
 
 def test_command_builds_from_an_export(

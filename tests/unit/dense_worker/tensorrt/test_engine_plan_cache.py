@@ -30,7 +30,7 @@ KEY = EnginePlanKey(
     tensorrt="TensorRT 8.6.0",
     gpu="NVIDIA H200",
     num_sms=132,
-    profiles="1-16@4",
+    profile="1-16@4",
     network="a" * 64,
 )
 ROOT = Path(__file__).parents[4]
@@ -62,7 +62,7 @@ def test_a_stored_plan_is_found_again_by_an_equal_key(cache: EnginePlanCache) ->
         ("tensorrt", "TensorRT 10.3.0"),
         ("gpu", "NVIDIA H100"),
         ("num_sms", 66),
-        ("profiles", "1-32@8"),
+        ("profile", "1-32@8"),
         ("network", "b" * 64),
         ("max_tokens", 8192),
         ("recipe", 99),
@@ -76,7 +76,7 @@ def test_any_other_key_finds_nothing_and_the_reason_is_named(
     assert cache.find(other) is None
     assert cache.find(KEY) is not None
     why = cache.why_missing(other)
-    if field in ("segment", "profiles"):
+    if field in ("segment", "profile"):
         assert why == "no plan yet"
     else:
         assert why.startswith(f"{field} {str(value)[:12]}") and " instead of " in why and ";" not in why
@@ -90,17 +90,17 @@ def test_the_reason_is_the_difference_to_the_nearest_plan(cache: EnginePlanCache
 
 def test_plans_of_other_profiles_are_no_reason(cache: EnginePlanCache) -> None:
     """The other plans of one build differ by their profiles alone."""
-    cache.store(cached(replace(KEY, profiles="17-32@32")))
+    cache.store(cached(replace(KEY, profile="17-32@32")))
     cache.store(cached(replace(KEY, gpu="NVIDIA H100", num_sms=66)))
     assert cache.why_missing(KEY) == "gpu NVIDIA H200 instead of NVIDIA H100; num_sms 132 instead of 66"
 
 
-def test_a_plan_names_its_profiles(cache: EnginePlanCache) -> None:
-    several = cached(replace(KEY, profiles="17-32@32,33-64@64"))
-    cache.store(several)
-    found = cache.find(several.record.key)
-    assert found.profiles == (Profile(17, 32, 32), Profile(33, 64, 64))
-    assert found.record.key.title == "middle 17-32@32,33-64@64"
+def test_a_plan_names_its_profile(cache: EnginePlanCache) -> None:
+    stored = cached(replace(KEY, profile="17-32@24"))
+    cache.store(stored)
+    found = cache.find(stored.record.key)
+    assert found.profile == Profile(17, 24, 32)
+    assert found.record.key.title == "middle 17-32@24"
 
 
 def test_plans_of_several_keys_lie_side_by_side(cache: EnginePlanCache) -> None:

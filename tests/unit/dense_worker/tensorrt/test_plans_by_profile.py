@@ -1,4 +1,4 @@
-"""A plan for each profile: what is built, loaded, run and measured. One plan for all where weights are constants."""
+"""A plan for each profile: what is built, loaded, run and measured."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ class Builds:
         self.weights: ModelWeights = load_weights(model, self.config, torch.float32, CPU)
         self.lines: list[str] = []
 
-    def build(self, profiles: str, *, has_constants: bool = False) -> EnginePlans:
+    def build(self, profiles: str) -> EnginePlans:
         self.lines.clear()
-        builder = EnginePlanBuilder(
-            TensorRT(self.trt), GPU, parse_profiles(profiles), self.cache, has_constants=has_constants
-        )
+        builder = EnginePlanBuilder(TensorRT(self.trt), GPU, parse_profiles(profiles), self.cache)
         return builder.find_or_build(
             export_networks(self.config, torch.float32), torch.float32, None, self.lines.append
         )
@@ -100,13 +98,6 @@ def test_each_profile_has_a_plan_whose_sizes_are_its_own(builds: Builds) -> None
             assert set(map(tuple, of_more.values())) == {(2, 16, 16)}
 
 
-def test_constants_have_all_profiles_in_one_plan(builds: Builds) -> None:
-    plans = builds.build("1-1,2-16@16", has_constants=True)
-    assert builds.built == [f"{segment} 1-1@1,2-16@16" for segment in SEGMENTS]
-    for [cached] in plans.values():
-        assert len(json.loads(cached.plan.partition(b"\0")[0])["profiles"]) == 2
-
-
 def test_a_changed_list_of_profiles_builds_only_the_new_ones(builds: Builds) -> None:
     builds.build("1-1,2-16,17-64")
     builds.build("1-1,2-8,9-16,17-64")
@@ -131,9 +122,8 @@ def test_each_plan_that_the_limits_reach_is_loaded_once_and_no_other(builds: Bui
     assert len(builds.trt.named("deserialize_cuda_engine")) == len(in_use)
 
 
-@pytest.mark.parametrize("has_constants", [False, True])
-def test_each_size_runs_by_the_engine_of_its_profile(builds: Builds, has_constants: bool) -> None:
-    plans = builds.build("1-4,5-16,17-64", has_constants=has_constants)
+def test_each_size_runs_by_the_engine_of_its_profile(builds: Builds) -> None:
+    plans = builds.build("1-4,5-16,17-64")
     segments, by_torch = builds.load(plans, Limits(64, 64)), TorchBackend(builds.weights)
     for num_tokens, num_rows, high_tokens, high_rows in [(1, 1, 4, 4), (4, 4, 4, 4), (5, 2, 16, 4), (17, 5, 64, 16)]:
         builds.trt.calls.clear()

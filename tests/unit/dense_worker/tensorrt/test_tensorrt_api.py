@@ -17,10 +17,7 @@ from tests.support.model_configs import small_config
 from tests.support.workers.fake_tensorrt import FakeTensorRT, make_tensorrt
 from tests.support.workers.fake_tensorrt_runtime import DataType, ILogger
 
-SIZES = [
-    {"attn_out": (1, 4, 16), "residual": (1, 4, 16)},
-    {"attn_out": (17, 32, 64), "residual": (17, 32, 64)},
-]
+SIZES = {"attn_out": (17, 32, 64), "residual": (17, 32, 64)}
 
 
 @cache
@@ -205,5 +202,3 @@ def test_inspection_gives_the_layers() -> None:
     plan, _ = build(trt, torch.float32)
     engine = TensorRT(trt).load("middle", plan)
     assert [layer["Name"] for layer in engine.layers()] == ["{ForeignNode[a...b]}"]
-    assert engine.num_profiles == 2
-    assert engine.context_bytes(1) < engine.context_bytes(2)
