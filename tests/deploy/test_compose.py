@@ -19,6 +19,7 @@ from yamllint.config import YamlLintConfig
 
 from services.common.config import Config, load_config
 from services.gateway.http.host_check import HostCheck
+from services.gateway.open_files import RESERVE, share_files
 from tests.deploy.compose_file import (
     COMPOSE_FILES,
     DEPLOY,
@@ -102,6 +103,23 @@ def test_every_service_is_confined_restarted_and_watched(model: dict[str, Any]) 
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), "the default must publish ports only on this machine"
         assert compose_bytes(service["mem_limit"]) <= 16 * 2**30 and 0 < int(service["pids_limit"]) <= 1024, name
+
+
+def test_a_container_may_open_the_files_it_needs_but_no_more_than_a_modest_host_allows(
+    model: dict[str, Any], tmp_path: Path
+) -> None:
+    limits = {name: int(model["services"][name]["ulimits"]["nofile"]) for name in OWN}
+    gateway = read_config(model, model["services"]["gateway"], tmp_path).gateway
+    connections = (gateway.max_connections, gateway.max_grpc_connections)
+    assert share_files(limits["gateway"] - RESERVE - gateway.num_dense_streams, *connections) == connections
+    # Docker starts no container with a higher limit than its own hard limit, which some hosts keep below 65536.
+    assert max(limits.values()) <= 16384
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_a_variable_sets_the_limit_of_open_files(file: str) -> None:
+    services = load_compose(file, {"TWOSTROKE_NOFILE": "4000"})["services"]
+    assert {int(each["ulimits"]["nofile"]) for each in services.values() if "ulimits" in each} == {4000}
 
 
 @pytest.mark.parametrize("file", COMPOSE_FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -19,6 +20,12 @@ def test_hadolint_has_no_complaint() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     result = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_a_build_fetches_no_frontend_from_a_registry() -> None:
+    """Docker reads directives (`# name=value`) only in the comments before the first instruction."""
+    head = itertools.takewhile(lambda line: line.startswith("#"), DOCKERFILE.read_text().splitlines())
+    assert not [line for line in head if re.match(r"#\s*syntax\s*=", line, re.IGNORECASE)]
 
 
 @pytest.mark.parametrize("target", TARGETS)
