@@ -255,7 +255,9 @@ class LogSection(Section):
     """The logs that services write to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"  # least severe level that is written
-    format: Literal["logfmt", "json"] = "logfmt"  # of the log lines; json: the launcher logs its addresses, too
+    # of the log lines; auto: short lines at a terminal, else logfmt; json: the launcher logs its addresses, too
+    format: Literal["auto", "logfmt", "json"] = "auto"
+    access: bool = False  # whether the gateway logs each answer that has ended, at level info; at level debug it does
 
 
 class TracingSection(Section):

@@ -1,4 +1,4 @@
-"""Structured logs on standard error: one line an event, key=value or JSON, by structlog.
+"""Structured logs on standard error: one line an event, by structlog: key=value, JSON, or short lines at a terminal.
 
 Logging never fails. A line that cannot be written, because the pipe has no reader or the disk is full, is dropped and
 counted. The first line after that carries the count as `num_dropped_lines`.
@@ -18,24 +18,33 @@ from structlog.typing import EventDict, WrappedLogger
 
 from services.common.config import LogSection
 from services.common.line_writer import LineWriter
+from services.common.terminal import columns_of, terminal_line
 
 
 def configure_logs(section: LogSection, service: str, error_file: Path | None = None) -> None:
-    """Sets up this process's logs; every line carries `service`. `error_file` keeps the last error."""
+    """Sets up this process's logs; every line carries `service`. `error_file` keeps the last error.
+
+    Events of loggers with `log="access"` are dropped, unless `section` wants them.
+    """
+    file = sys.stderr.fileno()
     renderers = {
+        "text": lambda logger, method, event: terminal_line(event, columns_of(file)),
         "logfmt": structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "service", "event"]),
         "json": structlog.processors.JSONRenderer(),
     }
-    lines = LogLines(sys.stderr.fileno())
+    automatic = "text" if sys.stderr.isatty() else "logfmt"
+    has_access_log = section.access or section.level == "debug"
+    lines = LogLines(file)
     structlog.configure(
         processors=[
+            *([] if has_access_log else [_drop_access_lines]),
             lambda logger, method, event: {"service": service, **event},
             structlog.processors.add_log_level,
             *([] if error_file is None else [functools.partial(_keep_error, error_file)]),
             lines.add_num_dropped,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
-            renderers[section.format],
+            renderers[automatic if section.format == "auto" else section.format],
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[section.level.upper()]),
         logger_factory=lambda *_: lines,
@@ -73,6 +82,12 @@ class LogLines:
                 self._is_told = False
 
     debug = info = warning = error = critical = log = msg  # the names by which structlog calls it
+
+
+def _drop_access_lines(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    if event.get("log") == "access":
+        raise structlog.DropEvent
+    return event
 
 
 def _keep_error(file: Path, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

@@ -14,21 +14,19 @@ import readline  # noqa: F401  line editing and history for input()
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import grpc
 
 from services.common.cli import dashed
 from services.common.config import API_KEY_VARIABLE, GatewaySection, api_key_of_environment
+from services.common.terminal import safe_for
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 from services.rpc.tls_arguments import add_tls_arguments, open_sync_channel, read_credentials
 
 INFO_TIMEOUT_S = 5.0
 MAX_STOP_AFTER_MS = 1e9
 BROKEN_PIPE_STATUS = 141  # as shells report SIGPIPE
-# C0 but for tab and newline, DEL, C1, and what turns the direction of writing; U+2028 and U+2029 end lines.
-TERMINAL_CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
-VISIBLE_CONTROLS = {code: ascii(chr(code))[1:-1] for code in TERMINAL_CONTROLS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.prompt is None:
                 converse(stub, request, arguments)
                 return 0
-            _, is_interrupted = print_answer(stub, request, arguments.stop_after_ms)
+            _, is_interrupted = print_answer(stub, request, arguments.stop_after_ms, streams=not arguments.no_stream)
             return 130 if is_interrupted else 0
         except grpc.RpcError as error:
             _print_error(arguments.address, error)
@@ -65,8 +63,10 @@ def print_answer(
     stub: gateway_pb2_grpc.GatewayStub,
     request: gateway_pb2.GenerateRequest,
     stop_after_ms: float | None = None,
+    *,
+    streams: bool = True,
 ) -> tuple[str, bool]:
-    """Prints the answer as it arrives, then a newline. Returns the text and whether Ctrl-C ended it.
+    """Prints the answer as it arrives, or at its end, then a newline. Returns the text and whether Ctrl-C ended it.
 
     A request that runs longer than `stop_after_ms` is cancelled. Raises `grpc.RpcError`.
     """
@@ -80,20 +80,22 @@ def print_answer(
     try:
         for chunk in call:
             pieces.append(chunk.text)
-            print(safe_for(sys.stdout, chunk.text), end="", flush=True)
+            if streams:
+                print(safe_for(sys.stdout, chunk.text), end="", flush=True)
     except KeyboardInterrupt:
         call.cancel()
         is_interrupted = True
     except grpc.RpcError as error:
         if timer is None or error.code() is not grpc.StatusCode.CANCELLED:
             if pieces:
-                print()
+                print("" if streams else safe_for(sys.stdout, "".join(pieces)))
             raise
     finally:
         if timer is not None:
             timer.cancel()
-    print()
-    return "".join(pieces), is_interrupted
+    text = "".join(pieces)
+    print("" if streams else safe_for(sys.stdout, text), flush=True)
+    return text, is_interrupted
 
 
 def converse(
@@ -131,11 +133,6 @@ def converse(
             messages.add(role="assistant", content=answer)
         else:
             del messages[-1]  # so that roles keep alternating
-
-
-def safe_for(stream: TextIO, text: str) -> str:
-    """The text; for a terminal its control characters are made visible."""
-    return text.translate(VISIBLE_CONTROLS) if stream.isatty() else text
 
 
 class _ApiKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -206,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, help="sample from the tokens that make up this probability")
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
     parser.add_argument("--stop", action="append", default=[], help="end before this text; may be repeated")
+    parser.add_argument("--no-stream", action="store_true", help="print the answer to --prompt when it is complete")
     parser.add_argument("--stop-after-ms", type=_milliseconds, help="end the answer early, after this time")
     return parser
 

@@ -25,7 +25,7 @@ from services.gateway.text.text_builder import TextBuilder
 from services.gateway.text.tokenizer import Tokenizer
 from services.rpc.spans import NoSpan, Span
 
-log = structlog.get_logger()
+access_log = structlog.get_logger(log="access")  # see `configure_logs`
 
 
 class Submitter(Protocol):
@@ -261,7 +261,7 @@ class _Answer:
         self._metrics.on_end(end, num_prompt_tokens, entry.num_cached_tokens, timings.total_s, timings.per_token_s)
         if entry.error is not None and not entry.output_token_ids:
             self._metrics.on_rejected(entry.error)
-        log.info(
+        access_log.info(
             "request ended",
             request_id=entry.request.request_id,
             seq_id=f"{entry.seq_id:x}",

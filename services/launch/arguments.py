@@ -38,6 +38,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--num-layers", type=int, metavar="N", help="run only the first N layers")
     parser.add_argument("--speculative-config", metavar="JSON", help='{"method": "ngram"}, as for vLLM')
     parser.add_argument("--gateway-processes", type=int, metavar="N", help="gateways at the same ports (1)")
+    parser.add_argument("--access-log", action="store_true", default=None, help="log each answer (log.access)")
     parser.add_argument("--prompt", metavar="TEXT", help="stream the answer to TEXT, then stop")
     parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then keep serving")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of that answer (64)")
@@ -51,6 +52,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
         "model.load_format": arguments.load_format,
         "model.num_layers": arguments.num_layers,
         "launch.gateway_processes": arguments.gateway_processes,
+        "log.access": arguments.access_log,
     }
     try:
         if arguments.speculative_config is not None:

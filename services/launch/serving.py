@@ -36,8 +36,14 @@ async def wait_serving(address: str, deadline: StartDeadline) -> None:
 
 
 async def answer_prompt(address: str, prompt: str, max_tokens: int, api_key: str | None) -> None:
-    """Streams the answer of the gateway at `address` to standard output. Raises `PeerError` if there is none."""
+    """Streams the answer of the gateway at `address` to standard output. Raises `PeerError` if there is none.
+
+    If logs go to the same terminal, it is printed when it is complete, so that no log line comes within it.
+    """
     flags = client_flags(address, prompt, max_tokens, api_key)
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        flags.append("--no-stream")
+        log.info("answering", prompt=prompt)
     if await asyncio.to_thread(chat_client.main, flags) not in (0, chat_client.BROKEN_PIPE_STATUS):
         raise PeerError("the prompt was not answered")
 

@@ -19,6 +19,7 @@ import torch
 from services.common.errors import ModelError
 from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
+from services.common.terminal import progress_bar
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.attention_sinks import sink_names
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
@@ -54,7 +55,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     Each tensor is copied from the mapped file directly to its destination and converted to `dtype`, or to the format
     that `config.quantization` says, so at most the tensors of one projection are in memory besides. Layers beyond
     `config.num_layers` are not read. Raises ModelError that names the file or tensor that is missing, damaged, or
-    inconsistent with `config`.
+    inconsistent with `config`. A terminal shows the progress.
     """
     names = names_of(config)
     head = f"{names.head}.weight"
@@ -63,8 +64,10 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
         weights = empty_weights(config, dtype, device)
         destinations = list(_destinations(weights))
         _check_names(path, config, checkpoint, [source for source, _ in destinations])
-        for source, place in destinations:
-            _fill(checkpoint, source, place)
+        with progress_bar(f"loading {path.name}", sum(place.nbytes for _, place in destinations)) as advance:
+            for source, place in destinations:
+                _fill(checkpoint, source, place)
+                advance(place.nbytes)
         has_tied_head = all(source.name != head for source, _ in destinations)
         return _with_own_head(checkpoint, weights, head) if has_tied_head and head in checkpoint else weights
 

@@ -1,0 +1,36 @@
+"""Log lines for a person: short, harmless to the terminal, and whole where something went wrong."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from services.common.terminal import ERASE_LINE, terminal_line
+
+NOW = datetime(2026, 11, 25, 21, 42, 36, tzinfo=UTC)
+
+
+def event(level: str, name: str, **values: Any) -> dict[str, Any]:
+    return {"level": level, "service": "gateway", "event": name, "timestamp": NOW.isoformat(), **values}
+
+
+def test_a_line_is_cut_to_the_terminal_unless_it_warns() -> None:
+    long = 200 * "x"
+    shown = terminal_line(event("info", "serving", address=long), 60).removeprefix(ERASE_LINE)
+    assert len(shown) == 60 and shown.endswith("x…")
+    assert shown.startswith(f"{NOW.astimezone():%H:%M:%S} gateway      serving address=xxx")
+    assert long in terminal_line(event("warning", "refused", reason=long), 60)
+
+
+def test_nothing_that_a_client_sends_moves_the_cursor_or_changes_colours() -> None:
+    hostile = "a\x1b[2J\r\x9b31m\u202eb\nc"
+    for level in ("info", "error"):
+        line = terminal_line(event(level, "call cut", request_id=hostile, exception=hostile), 200)
+        plain = line.removeprefix(ERASE_LINE).replace("\x1b[31m", "", 1).replace("\x1b[m", "", 1)
+        assert not set("\x1b\r\x9b\u202e") & set(plain)
+        assert r"request_id=a\x1b[2J\r\x9b31m\u202eb c" in plain
+
+
+def test_an_error_ends_with_its_traceback() -> None:
+    line = terminal_line(event("error", "failed", exception="Traceback\n  in f\nValueError: 7"), 20)
+    assert line.endswith("\nTraceback\n  in f\nValueError: 7")
