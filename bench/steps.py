@@ -29,7 +29,7 @@ from services.dense_worker.engine.session import Session
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.pb import step_pb2
-from services.step import StepResult
+from services.step import RaggedTokens, StepResult
 from services.step.codec import decode_plan, encode_plan
 
 PARTS = ("schedule", "encode", "decode", "plan blocks", "commit", "prepare", "update")
@@ -71,8 +71,8 @@ def measure(batch: int, num_steps: int) -> dict[str, float]:
         timed("plan blocks", cache.plan_step, received)
         timed("commit", cache.commit_step)
         step = timed("prepare", lambda plan=plan: runner.prepare(runner.bind(plan)))
-        result = StepResult([[7] * entry.num_logits for entry in plan.entries])
-        for sequence, tokens in zip(step.bound.sequences, result.token_ids, strict=True):
+        result = StepResult(RaggedTokens.of([7] * entry.num_logits for entry in plan.entries))
+        for sequence, tokens in zip(step.bound.sequences, result.token_ids.rows(), strict=True):
             sequence.token_ids += tokens
         timed("update", scheduler.update, published, result)
         is_decode = plan.num_tokens == len(plan.entries) == batch

@@ -33,7 +33,7 @@ class Attachment:
             counter=(self.attachment_id, num_steps, plan.step_id, *num_waits),
             step_id=plan.step_id,
             layer=None if channel.num_waits is None else channel.num_waits % num_layers,
-            request_ids=tuple(self.request_ids.get(seq_id, f"{seq_id:x}") for seq_id, *_ in plan.entries),
+            request_ids=tuple(self.request_ids.get(seq_id, f"{seq_id:x}") for seq_id in plan.entries.seq_ids.tolist()),
             waits_for="dense_worker" if channel.is_waiting else "",
         )
 

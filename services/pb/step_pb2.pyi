@@ -65,19 +65,19 @@ class StepPlan(_message.Message):
     step_id: int
     lane: int
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
-    seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    positions: _containers.RepeatedScalarFieldContainer[int]
-    num_tokens: _containers.RepeatedScalarFieldContainer[int]
-    num_logits: _containers.RepeatedScalarFieldContainer[int]
+    seq_ids: bytes
+    positions: bytes
+    num_tokens: bytes
+    num_logits: bytes
     num_drafts: _containers.RepeatedScalarFieldContainer[int]
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     close_seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    confirmed_seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    confirmed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    confirmed_seq_ids: bytes
+    confirmed_token_ids: bytes
     fork_parents: _containers.RepeatedScalarFieldContainer[int]
     fork_children: _containers.RepeatedScalarFieldContainer[int]
     fork_positions: _containers.RepeatedScalarFieldContainer[int]
     drops_blocks: bool
     chosen_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     chosen_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_logits: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_token_ids: _Optional[_Iterable[int]] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., drops_blocks: _Optional[bool] = ..., chosen_seq_ids: _Optional[_Iterable[int]] = ..., chosen_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_logits: _Optional[bytes] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[bytes] = ..., confirmed_token_ids: _Optional[bytes] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., drops_blocks: _Optional[bool] = ..., chosen_seq_ids: _Optional[_Iterable[int]] = ..., chosen_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -4,19 +4,34 @@ Nothing here needs torch, and only the codec knows the messages of gRPC.
 """
 
 from services.step.answers import PlanAccepted, SequenceOpened
-from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan, positions_of, spans_of
-from services.step.result import Logits, PromptLogprobs, StepResult
+from services.step.plan import (
+    NO_TOKENS,
+    Fork,
+    NewSequence,
+    PlanEntries,
+    PlanEntry,
+    StepPlan,
+    TokenColumns,
+    positions_of,
+    spans_of,
+)
+from services.step.result import NO_ROWS, Logits, PromptLogprobs, RaggedTokens, StepResult
 
 __all__ = [
+    "NO_ROWS",
+    "NO_TOKENS",
     "Fork",
     "Logits",
     "NewSequence",
     "PlanAccepted",
+    "PlanEntries",
     "PlanEntry",
     "PromptLogprobs",
+    "RaggedTokens",
     "SequenceOpened",
     "StepPlan",
     "StepResult",
+    "TokenColumns",
     "positions_of",
     "spans_of",
 ]

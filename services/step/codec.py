@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence, Sized
+
+import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling, encode_sampling
 from services.lora.adapter import decode_adapter, encode_adapter
 from services.pb import attn_pb2, step_pb2
 from services.step.answers import PlanAccepted, SequenceOpened
-from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan
+from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns
+
+# Of the columns of entries and tokens: little-endian arrays in bytes, which move without a Python object per row.
+_SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<u4")
 
 
 def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
-    """The plan as a message, its entries as columns."""
-    entries = plan.entries
-    drafts = [entry.draft_token_ids for entry in entries] if plan.has_drafts else []
+    """The plan as a message, its entries and tokens as columns."""
+    entries, confirmed = plan.entries, plan.confirmed
+    drafts = [entries.drafts.get(index, ()) for index in range(len(entries))] if entries.drafts else ()
     return step_pb2.StepPlan(
         step_id=plan.step_id,
         lane=plan.lane,
         new_sequences=map(_encode_new_sequence, plan.new_sequences),
-        seq_ids=[entry.seq_id for entry in entries],
-        positions=[entry.position for entry in entries],
-        num_tokens=[entry.num_tokens for entry in entries],
-        num_logits=[entry.num_logits for entry in entries],
+        seq_ids=_encode_column(entries.seq_ids, _SEQ_ID),
+        positions=_encode_column(entries.positions, _COUNT),
+        num_tokens=_encode_column(entries.num_tokens, _COUNT),
+        num_logits=_encode_column(entries.num_logits, _COUNT),
         num_drafts=map(len, drafts),
         draft_token_ids=itertools.chain.from_iterable(drafts),
         close_seq_ids=plan.close_seq_ids,
-        confirmed_seq_ids=[seq_id for seq_id, _ in plan.confirmed],
-        confirmed_token_ids=[token_id for _, token_id in plan.confirmed],
+        confirmed_seq_ids=_encode_column(confirmed.seq_ids, _SEQ_ID),
+        confirmed_token_ids=_encode_column(confirmed.token_ids, _COUNT),
         fork_parents=[fork.parent_seq_id for fork in plan.forks],
         fork_children=[fork.child_seq_id for fork in plan.forks],
         fork_positions=[fork.position for fork in plan.forks],
@@ -41,24 +46,36 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
 
 def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
     """The plan of a message. Raises `InvalidRequest` when columns that belong together differ in length."""
-    columns = [message.seq_ids, message.positions, message.num_tokens, message.num_logits]
     forks = (message.fork_parents, message.fork_children, message.fork_positions)
+    entries = PlanEntries(
+        _decode_column(message, "seq_ids", _SEQ_ID, np.uint64),
+        _decode_column(message, "positions", _COUNT, np.int64),
+        _decode_column(message, "num_tokens", _COUNT, np.int64),
+        _decode_column(message, "num_logits", _COUNT, np.int64),
+        _decode_drafts(message) if message.num_drafts else {},
+    )
+    confirmed = TokenColumns(
+        _decode_column(message, "confirmed_seq_ids", _SEQ_ID, np.uint64),
+        _decode_column(message, "confirmed_token_ids", _COUNT, np.int64),
+    )
+    columns = [entries.seq_ids, entries.positions, entries.num_tokens, entries.num_logits]
     if message.num_drafts:
-        columns.append(_split_drafts(message))
-    try:
-        return StepPlan(
-            step_id=message.step_id,
-            entries=tuple(itertools.starmap(PlanEntry, zip(*columns, strict=True))),
-            close_seq_ids=tuple(message.close_seq_ids),
-            confirmed=tuple(zip(message.confirmed_seq_ids, message.confirmed_token_ids, strict=True)),
-            forks=tuple(itertools.starmap(Fork, zip(*forks, strict=True))),
-            new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
-            chosen=tuple(zip(message.chosen_seq_ids, message.chosen_token_ids, strict=True)),
-            lane=message.lane,
-            drops_blocks=message.drops_blocks,
-        )
-    except ValueError as error:
-        raise InvalidRequest(f"columns of plan {message.step_id} differ in length: {error}") from error
+        columns.append(message.num_drafts)
+    _check_lengths(message, "entries", columns)
+    _check_lengths(message, "confirmed tokens", (confirmed.seq_ids, confirmed.token_ids))
+    _check_lengths(message, "chosen tokens", (message.chosen_seq_ids, message.chosen_token_ids))
+    _check_lengths(message, "forks", forks)
+    return StepPlan(
+        step_id=message.step_id,
+        entries=entries,
+        close_seq_ids=tuple(message.close_seq_ids),
+        confirmed=confirmed,
+        forks=tuple(itertools.starmap(Fork, zip(*forks, strict=True))),
+        new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
+        chosen=tuple(zip(message.chosen_seq_ids, message.chosen_token_ids, strict=True)),
+        lane=message.lane,
+        drops_blocks=message.drops_blocks,
+    )
 
 
 def encode_opened(opened: SequenceOpened) -> attn_pb2.PlanAnswer:
@@ -142,10 +159,30 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
     )
 
 
-def _split_drafts(message: step_pb2.StepPlan) -> Iterable[tuple[int, ...]]:
+def _encode_column(values: np.ndarray, wire_type: np.dtype) -> bytes:
+    return values.astype(wire_type).tobytes()
+
+
+def _decode_column(message: step_pb2.StepPlan, name: str, wire_type: np.dtype, dtype: type) -> np.ndarray:
+    data = getattr(message, name)
+    if len(data) % wire_type.itemsize:
+        raise InvalidRequest(
+            f"column {name} of plan {message.step_id} has {len(data)} bytes, no multiple of {wire_type.itemsize}"
+        )
+    return np.frombuffer(data, wire_type).astype(dtype)
+
+
+def _check_lengths(message: step_pb2.StepPlan, what: str, columns: Sequence[Sized]) -> None:
+    lengths = [*map(len, columns)]
+    if lengths.count(lengths[0]) < len(lengths):
+        found = ", ".join(map(str, lengths))
+        raise InvalidRequest(f"columns of plan {message.step_id} differ in length: those of its {what} have {found}")
+
+
+def _decode_drafts(message: step_pb2.StepPlan) -> dict[int, tuple[int, ...]]:
     if sum(message.num_drafts) != len(message.draft_token_ids):
         raise InvalidRequest(
             f"plan {message.step_id} counts {sum(message.num_drafts)} drafts and has {len(message.draft_token_ids)}"
         )
-    drafts: Iterator[int] = iter(message.draft_token_ids)
-    return [tuple(itertools.islice(drafts, count)) for count in message.num_drafts]
+    token_ids: Iterator[int] = iter(message.draft_token_ids)
+    return {index: tuple(itertools.islice(token_ids, n)) for index, n in enumerate(message.num_drafts) if n}

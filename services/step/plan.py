@@ -7,7 +7,7 @@ again only after the result of its step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,16 +40,81 @@ class NewSequence:
 
 
 class PlanEntry(NamedTuple):
-    """One sequence's part of a step: tokens `[position, position + num_tokens)`, drafts last.
-
-    It is a tuple, because a step has hundreds of entries and tuples are fast to make.
-    """
+    """One sequence's part of a step: tokens `[position, position + num_tokens)`, drafts last."""
 
     seq_id: int
     position: int  # tokens in the KV cache that stay; the step overwrites the cache from there on
     num_tokens: int  # at least 1
     num_logits: int  # number of last rows that need logits: 0, or 1 more than there are drafts
     draft_token_ids: tuple[int, ...] = ()  # the entry's last tokens: guesses that the step verifies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanEntries:
+    """The entries of a plan in batch order, a column for each field of `PlanEntry`: a step has hundreds of them.
+
+    Nobody writes to the columns. Iterating makes an object of each entry; code that runs for all rows reads columns.
+    """
+
+    seq_ids: np.ndarray  # uint64 [num_entries]
+    positions: np.ndarray  # int64 [num_entries]
+    num_tokens: np.ndarray  # int64 [num_entries]
+    num_logits: np.ndarray  # int64 [num_entries]
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by index of their entry; few have any
+
+    @classmethod
+    def of(cls, entries: Iterable[PlanEntry]) -> PlanEntries:
+        """The columns of these entries."""
+        entries = tuple(entries)
+        seq_ids, positions, num_tokens, num_logits, drafts = zip(*entries, strict=True) if entries else ((),) * 5
+        return cls(
+            np.array(seq_ids, np.uint64),
+            *(np.array(column, np.int64) for column in (positions, num_tokens, num_logits)),
+            {index: each for index, each in enumerate(drafts) if each},
+        )
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    def __getitem__(self, index: int) -> PlanEntry:
+        columns = (self.seq_ids, self.positions, self.num_tokens, self.num_logits)
+        return PlanEntry(*(column.item(index) for column in columns), self.drafts.get(index % len(self), ()))
+
+    def __iter__(self) -> Iterator[PlanEntry]:
+        columns = (self.seq_ids, self.positions, self.num_tokens, self.num_logits)
+        rows = enumerate(zip(*(column.tolist() for column in columns), strict=True))
+        return (PlanEntry(*row, self.drafts.get(index, ())) for index, row in rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanEntries) and list(self) == list(other)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenColumns:
+    """Tokens of sequences, in order; a sequence may have several."""
+
+    seq_ids: np.ndarray  # uint64 [num_tokens]
+    token_ids: np.ndarray  # int64 [num_tokens]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]]) -> TokenColumns:
+        """The columns of pairs (seq_id, token_id)."""
+        pairs = tuple(pairs)
+        seq_ids, token_ids = zip(*pairs, strict=True) if pairs else ((), ())
+        return cls(np.array(seq_ids, np.uint64), np.array(token_ids, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.seq_ids.tolist(), self.token_ids.tolist(), strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenColumns) and list(self) == list(other)
+
+
+NO_ENTRIES = PlanEntries.of(())
+NO_TOKENS = TokenColumns.of(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +132,9 @@ class StepPlan:
     """What a step does: confirm tokens, close and fork sequences, add chosen tokens, run `entries` in batch order."""
 
     step_id: int  # ascending; 0: no step, only `new_sequences` to open
-    entries: tuple[PlanEntry, ...] = ()
+    entries: PlanEntries = field(default_factory=lambda: NO_ENTRIES)
     close_seq_ids: tuple[int, ...] = ()
-    confirmed: tuple[tuple[int, int], ...] = ()  # (seq_id, token_id) that became known since the last plan, in order
+    confirmed: TokenColumns = field(default_factory=lambda: NO_TOKENS)  # that became known since the last plan
     forks: tuple[Fork, ...] = ()
     new_sequences: tuple[NewSequence, ...] = ()
     # (seq_id, token_id): the next token of a beam, or the last one of the prompt of a forked answer
@@ -79,25 +144,21 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.entries)
+        return int(self.entries.num_tokens.sum())
 
     @property
     def frees_blocks(self) -> bool:
         """Whether the attention worker answers how many blocks became free."""
         return self.drops_blocks or bool(self.close_seq_ids)
 
-    @property
-    def has_drafts(self) -> bool:
-        return any(entry.draft_token_ids for entry in self.entries)
-
 
 def positions_of(plan: StepPlan, num_tokens: int) -> np.ndarray:
     """The position of each token of a step in its sequence, int64 [num_tokens]; zero for padding at the end."""
+    entries = plan.entries
+    starts = np.cumsum(entries.num_tokens) - entries.num_tokens
+    used = np.arange(plan.num_tokens) + np.repeat(entries.positions - starts, entries.num_tokens)
     positions = np.zeros(num_tokens, np.int64)
-    end = 0
-    for entry in plan.entries:
-        start, end = end, end + entry.num_tokens
-        positions[start:end] = np.arange(entry.position, entry.position + entry.num_tokens)
+    positions[: len(used)] = used
     return positions
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,35 @@ class Logits:
     values: np.ndarray  # float32 [num_rows, vocab_size]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedTokens:
+    """The tokens of each entry of a plan, one after the other: none, one, or several."""
+
+    token_ids: np.ndarray  # int64 [num_tokens]
+    counts: np.ndarray  # int64 [num_entries], tokens of each entry
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[int]]) -> RaggedTokens:
+        """The columns of the tokens of each entry."""
+        rows = list(rows)
+        return cls(
+            np.array([token_id for row in rows for token_id in row], np.int64), np.array([*map(len, rows)], np.int64)
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def rows(self, first: int = 0) -> list[list[int]]:
+        """The tokens of each entry from `first` on."""
+        ends = np.cumsum(self.counts)[first:].tolist()
+        begin = int(self.counts[:first].sum())
+        token_ids = self.token_ids.tolist()
+        return [token_ids[start:end] for start, end in zip([begin, *ends], ends, strict=False)]
+
+
+NO_ROWS = RaggedTokens.of(())
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The tokens and log-probabilities of a plan's entries.
@@ -36,7 +65,7 @@ class StepResult:
     chose after them: at least one token, at most `num_logits`.
     """
 
-    token_ids: Sequence[Sequence[int]]  # aligned with the plan's entries; empty for entries without logits
+    token_ids: RaggedTokens  # aligned with the plan's entries; none for entries without logits
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # by seq_id, if requested
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     # Sequences that end because of the form of their output, by seq_id. None: the last token completes the form; else

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from services.attn_worker.cache.window_group import WindowGroup
 from services.common.kv_cache.retention import Retention
-from services.step import Fork, PlanEntry, StepPlan
+from services.step import Fork, PlanEntries, PlanEntry, StepPlan, TokenColumns
 
 
 def make_plan(
@@ -27,12 +28,17 @@ def make_plan(
         planned.append(PlanEntry(seq_id, position, num_tokens, 1 + len(draft_token_ids), draft_token_ids))
     return StepPlan(
         1,
-        tuple(planned),
+        PlanEntries.of(planned),
         tuple(close_seq_ids),
-        tuple(confirmed),
+        TokenColumns.of(confirmed),
         tuple(Fork(*fork) for fork in forks),
         chosen=tuple(chosen),
     )
+
+
+def plan_of(step_id: int, *entries: PlanEntry, **columns: Any) -> StepPlan:
+    """A plan with these entries."""
+    return StepPlan(step_id, PlanEntries.of(entries), **columns)
 
 
 def make_window_group(

@@ -13,7 +13,7 @@ from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.step_report import StepReport
-from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan, StepResult
+from services.step import NewSequence, PlanAccepted, RaggedTokens, SequenceOpened, StepPlan, StepResult
 
 TIMEOUT_S = 10.0
 GOOD, BAD = 1, 2
@@ -30,7 +30,7 @@ class FakeStep:
         return True
 
     def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
-        return StepResult([[9] * entry.num_logits for entry in self.plan.entries])
+        return StepResult(RaggedTokens.of([9] * entry.num_logits for entry in self.plan.entries))
 
 
 @dataclass

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from services.attn_worker.cache.sequence_states import SequenceStates
 from services.attn_worker.cache.window_group import WindowGroup
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.common.kv_cache.retention import Retention
-from services.step import Fork, PlanEntry, StepPlan
+from services.step import Fork, PlanEntries, StepPlan
 
 
 class KVCache:
@@ -160,12 +161,13 @@ class KVCache:
         A sequence that cannot run is reported in `errors` and not changed. Tokens of unknown sequences are ignored.
         Raises InvalidRequest, and changes nothing, for an entry of no token or of more than max_model_len.
         """
-        for entry in plan.entries:
-            if not 1 <= entry.num_tokens <= self.max_model_len:
-                raise InvalidRequest(
-                    f"a step has {entry.num_tokens} tokens of sequence {entry.seq_id}, 1 to {self.max_model_len} are"
-                    " possible"
-                )
+        entries = plan.entries
+        for index in np.flatnonzero((entries.num_tokens < 1) | (entries.num_tokens > self.max_model_len)).tolist():
+            entry = entries[index]
+            raise InvalidRequest(
+                f"a step has {entry.num_tokens} tokens of sequence {entry.seq_id}, 1 to {self.max_model_len} are"
+                " possible"
+            )
         self._add_tokens(plan.confirmed)
         num_freed = self.close_sequences(plan.close_seq_ids)
         self._groups.drop_behind_windows()
@@ -173,10 +175,7 @@ class KVCache:
         copies = [pairs for fork in plan.forks if (pairs := self._fork(fork, errors))]
         self._add_tokens(plan.chosen)
 
-        entries = plan.entries
-        seq_ids = [entry.seq_id for entry in entries]
-        num_tokens = np.array([entry.num_tokens for entry in entries], np.int64)
-        positions = np.array([entry.position for entry in entries], np.int64)
+        seq_ids, num_tokens, positions = entries.seq_ids.tolist(), entries.num_tokens, entries.positions
         lengths = positions + num_tokens
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
         num_held = self._rows.num_computed[rows]
@@ -184,7 +183,8 @@ class KVCache:
         errors = found | errors  # a fork that failed says why its child is not open
         self._roll_back(seq_ids, rows, positions, errors)
         if plan.drops_blocks:
-            num_freed += sum(self._drop_blocks(each) for each in entries if each.seq_id not in errors)
+            pairs = zip(seq_ids, positions.tolist(), strict=True)
+            num_freed += sum(self._drop_blocks(*pair) for pair in pairs if pair[0] not in errors)
         if self._states is not None:
             slots = self._states.take(seq_ids, rows, positions, self._rows.num_committed, self._orphans(), errors)
         self._allocate_blocks(seq_ids, rows, lengths, errors)
@@ -192,7 +192,7 @@ class KVCache:
         has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
         running = rows[~has_failed]
         self._rows.num_computed[running] = lengths[~has_failed]
-        in_flight = self._note_in_flight([entry for entry in entries if entry.seq_id not in errors])
+        in_flight = self._note_in_flight(entries, seq_ids, lengths, errors)
         self._in_flight.append(in_flight)
         metadata = self._groups.metadata(rows, num_tokens, has_failed)
         if self._states is not None:
@@ -335,11 +335,16 @@ class KVCache:
                 step.sequences.append(child)
         return groups.last_blocks(parent.row, row, num_full) if num_left else []
 
-    def _note_in_flight(self, entries: list[PlanEntry]) -> InFlight:
-        return InFlight(
-            [self._sequences[entry.seq_id] for entry in entries],
-            [entry.position + entry.num_tokens - len(entry.draft_token_ids) for entry in entries],
-        )
+    def _note_in_flight(
+        self, entries: PlanEntries, seq_ids: list[int], lengths: np.ndarray, errors: Collection[int]
+    ) -> InFlight:
+        num_kept = lengths.tolist()
+        for index, drafts in entries.drafts.items():
+            num_kept[index] -= len(drafts)
+        if errors:
+            has_run = [seq_id not in errors for seq_id in seq_ids]
+            seq_ids, num_kept = list(compress(seq_ids, has_run)), list(compress(num_kept, has_run))
+        return InFlight([self._sequences[seq_id] for seq_id in seq_ids], num_kept)
 
     def _row(self, seq_id: int) -> int:
         sequence = self._sequences.get(seq_id)
@@ -361,10 +366,11 @@ class KVCache:
             except RequestAborted as error:
                 errors[seq_ids[index]] = error
 
-    def _drop_blocks(self, entry: PlanEntry) -> int:
-        """Drops the blocks that an entry's tokens and later ones do not read; returns how many became free."""
-        row = self._sequences[entry.seq_id].row
-        return self._groups.main.drop_blocks(row, self.retention.num_dropped_blocks(entry.position))
+    def _drop_blocks(self, seq_id: int, position: int) -> int:
+        """Drops the blocks that no token from `position` on reads; returns how many became free."""
+        return self._groups.main.drop_blocks(
+            self._sequences[seq_id].row, self.retention.num_dropped_blocks(position)
+        )
 
     def _allocate_blocks(
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]

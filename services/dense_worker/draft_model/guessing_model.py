@@ -98,7 +98,7 @@ class GuessingModel:
         return None
 
     def keep(
-        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
     ) -> None:
         """It computes the tokens itself, when it guesses."""
 
@@ -126,7 +126,7 @@ class GuessingModel:
 
     def guess(
         self,
-        entries: SequenceOf[PlanEntry],
+        entries: Iterable[PlanEntry],
         sequences: SequenceOf[KnownSequence],
         sampled: torch.Tensor,
         num_tokens: int,
@@ -150,7 +150,7 @@ class GuessingModel:
         return PendingDrafts(ready, num_known, to_host(torch.cat(found)), behind)
 
     def _reserve(
-        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], num_tokens: int
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], num_tokens: int
     ) -> list[_Drafted]:
         """The sequences that may have drafts and for which there is room."""
         places: list[tuple[PlanEntry, KnownSequence, int, int]] = []

@@ -107,7 +107,7 @@ class GuessingEagle:
         self._kept = []
 
     def keep(
-        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
     ) -> None:
         """Enqueues the keys and values of the step's tokens, see `Guessing.keep`."""
         present = {each for each in sequences if may_have_guesses(each)}
@@ -147,7 +147,7 @@ class GuessingEagle:
 
     def guess(
         self,
-        entries: SequenceOf[PlanEntry],
+        entries: Iterable[PlanEntry],
         sequences: SequenceOf[KnownSequence],
         sampled: torch.Tensor,
         num_tokens: int,

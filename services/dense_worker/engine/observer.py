@@ -80,7 +80,7 @@ def describe_step(step: InFlight, scheduler: Scheduler) -> StepStats:
         step_id=plan.step_id,
         num_seqs=len(plan.entries),
         num_tokens=plan.num_tokens,
-        num_sampled=sum(entry.num_logits for entry in plan.entries),
+        num_sampled=int(plan.entries.num_logits.sum()),
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_preemptions=scheduler.num_preemptions,

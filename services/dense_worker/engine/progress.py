@@ -18,7 +18,7 @@ def progress_of(session: Session, counts: EngineCounts, num_layers: int) -> Prog
             counter,
             step_id=plan.step_id,
             layer=None if channel.num_waits is None else channel.num_waits % num_layers,
-            request_ids=tuple(session.request_ids.get(entry.seq_id, f"{entry.seq_id:x}") for entry in plan.entries),
+            request_ids=tuple(session.request_ids.get(each, f"{each:x}") for each in plan.entries.seq_ids.tolist()),
             waits_for="attn_worker" if channel.is_waiting else "",
         )
     # Between two steps the engine waits for an answer, or for blocks that other gateways may still claim.

@@ -22,7 +22,7 @@ from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, Publish
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
 from services.dense_worker.lora.adapter_slots import AdapterSlots
-from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult
+from services.step import PlanAccepted, PlanEntries, SequenceOpened, StepPlan, StepResult, TokenColumns
 
 GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id
 
@@ -214,9 +214,9 @@ class Scheduler:
             return None
         plan = StepPlan(
             self._next_step_id,
-            tuple(step.entries),
+            PlanEntries.of(step.entries),
             (*session.to_close, *session.dead_beams),
-            tuple(session.confirmed),
+            TokenColumns.of(session.confirmed),
             tuple(step.forks),
             chosen=tuple(step.chosen),
             drops_blocks=step.drops_blocks,
@@ -249,7 +249,7 @@ class Scheduler:
             self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
         outputs = []
         previous = None  # the sequence of the entry before, which has several if these are beams
-        for (sequence, _, _), token_ids in zip(published.entries, result.token_ids, strict=True):
+        for (sequence, _, _), token_ids in zip(published.entries, result.token_ids.rows(), strict=True):
             if token_ids and sequence is not previous:
                 append = self._append if sequence.beams is None else self._advance_beams
                 output = append(sequence, token_ids, result)

@@ -24,7 +24,7 @@ from services.dense_worker.runner.guesses import Guessing
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, StepInput, run_layers
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
-from services.step import StepPlan, StepResult
+from services.step import NO_ROWS, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from services.dense_worker.lora.cuda_lora import CudaLora  # needs triton
@@ -305,7 +305,7 @@ class _Launched:
     def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
         assert near_end is None, "the device does not stop for the host"
         self._channel.check()
-        result = self._tokens.read() if self._tokens is not None else StepResult(())
+        result = self._tokens.read() if self._tokens is not None else StepResult(NO_ROWS)
         if self._guess_event is not None and self._event is not None:
             result = replace(result, guess_s=self._guess_event.elapsed_time(self._event) * 1e-3)
         self._runner.note_collected()

@@ -63,7 +63,7 @@ class Guessing(Protocol):
         """All sequences have been closed."""
 
     def keep(
-        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
     ) -> None:
         """Enqueues what has to be kept of a step for later guesses.
 
@@ -73,7 +73,7 @@ class Guessing(Protocol):
 
     def guess(
         self,
-        entries: SequenceOf[PlanEntry],
+        entries: Iterable[PlanEntry],
         sequences: SequenceOf[KnownSequence],
         sampled: torch.Tensor,
         num_tokens: int,
@@ -115,7 +115,7 @@ class GuessingHeads:
         return None
 
     def keep(
-        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
     ) -> None:
         """It keeps nothing."""
 
@@ -131,7 +131,7 @@ class GuessingHeads:
 
     def guess(
         self,
-        entries: SequenceOf[PlanEntry],
+        entries: Iterable[PlanEntry],
         sequences: SequenceOf[KnownSequence],
         sampled: torch.Tensor,
         num_tokens: int,

@@ -29,7 +29,7 @@ from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.grammar.matcher import GrammarMatcher
-from services.step import NewSequence, StepPlan, StepResult
+from services.step import NO_ROWS, NewSequence, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,5 +381,5 @@ class _LazyStep:
         if not self.bound.plan.entries:
             if near_end is not None:
                 near_end()
-            return StepResult(())
+            return StepResult(NO_ROWS)
         return self.runner.run(step, self.channel, self.num_guesses, near_end)

@@ -15,14 +15,14 @@ from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
 from services.grammar.matcher import GrammarMatcher
-from services.step import Logits, PlanEntry, StepResult
+from services.step import Logits, PlanEntries, RaggedTokens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
     """Tensors on the host that the device fills when it runs the step."""
 
-    entries: SequenceOf[PlanEntry]
+    entries: PlanEntries
     sequences: SequenceOf[KnownSequence]  # aligned with the entries
     token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan needs
     num_logprobs: Mapping[int, int]  # most likely tokens to report with the sampled one, by index in `token_ids`
@@ -63,7 +63,8 @@ class PendingTokens:
         prompt_logits = [] if self.logits is None else self.logits.read_prompts()
         ended = _follow(formed) if formed else {}
         guesses = {} if self.guesses is None else self.guesses.read()
-        return StepResult(token_ids, logprobs, prompt_logprobs, ended, logits, prompt_logits, guesses, self.guess_s)
+        ragged = RaggedTokens.of(token_ids)
+        return StepResult(ragged, logprobs, prompt_logprobs, ended, logits, prompt_logits, guesses, self.guess_s)
 
 
 def _follow(formed: list[tuple[int, GrammarMatcher, int]]) -> dict[int, str | None]:

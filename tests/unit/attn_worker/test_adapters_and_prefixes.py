@@ -15,7 +15,8 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
 from services.common.kv_cache.scales import KVScales
 from services.lora.adapter import Adapter
-from services.step import NewSequence, PlanEntry, StepPlan
+from services.step import NewSequence, PlanEntry
+from tests.support.plans import plan_of
 
 BLOCK_SIZE = 4
 TOKENS = tuple(range(3, 3 + 2 * BLOCK_SIZE + 1))
@@ -48,7 +49,7 @@ class Worker:
 
     def _step(self, *entries: PlanEntry, close: int | None = None) -> None:
         self._num_steps += 1
-        plan = StepPlan(self._num_steps, entries, () if close is None else (close,))
+        plan = plan_of(self._num_steps, *entries, close_seq_ids=() if close is None else (close,))
         self._engine.run_step(self._attachment, plan, 0.0, lambda _: None)
 
 

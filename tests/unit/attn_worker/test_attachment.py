@@ -14,7 +14,8 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
 from services.common.kv_cache.scales import KVScales
 from services.rpc.watchdog import Progress
-from services.step import NewSequence, PlanEntry, StepPlan
+from services.step import NewSequence, PlanEntry
+from tests.support.plans import plan_of
 
 NUM_LAYERS = 4
 
@@ -39,11 +40,11 @@ def test_progress_comes_from_the_channel_of_the_steps_lane() -> None:
     assert attachment.progress(3, NUM_LAYERS) is None
     attachment.request_ids[5] = "named"
     entries = (PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1))
-    attachment.launching = StepPlan(30, entries, lane=1)
+    attachment.launching = plan_of(30, *entries, lane=1)
     assert attachment.progress(3, NUM_LAYERS) == Progress(
         (7, 3, 30, 9, 14), step_id=30, layer=2, request_ids=("named", "ab"), waits_for="dense_worker"
     )
-    attachment.launching = StepPlan(31, entries, lane=0)
+    attachment.launching = plan_of(31, *entries, lane=0)
     progress = attachment.progress(3, NUM_LAYERS)
     assert progress is not None and (progress.layer, progress.waits_for) == (1, "")
 
@@ -70,7 +71,7 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
     engine.attach(attachment, "00", KVScales.ones(NUM_LAYERS), (), {})
     engine.open_sequence(attachment, NewSequence(5, "named", (1, 2, 3), 3))
     for step_id, lane in ((1, 1), (2, 0)):
-        plan = StepPlan(step_id, (PlanEntry(5, step_id - 1, 1, 0),), lane=lane)
+        plan = plan_of(step_id, PlanEntry(5, step_id - 1, 1, 0), lane=lane)
         engine.run_step(attachment, plan, 0.0, lambda accepted: None)
     assert used == [channels[1], channels[0]]
 
@@ -94,8 +95,8 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
         opened = engine.open_sequence(attachment, NewSequence(seq_id, "", tuple(range(9)), 9))
         num_cached = opened.num_cached_tokens
         entries = (PlanEntry(seq_id, num_cached, 9 - num_cached, 0),)
-        engine.run_step(attachment, StepPlan(1, entries), 0.0, lambda accepted: None)
-        engine.run_step(attachment, StepPlan(2, (), close_seq_ids=(seq_id,)), 0.0, lambda accepted: None)
+        engine.run_step(attachment, plan_of(1, *entries), 0.0, lambda accepted: None)
+        engine.run_step(attachment, plan_of(2, close_seq_ids=(seq_id,)), 0.0, lambda accepted: None)
         return num_cached
 
     assert attach_and_open(1, ones) == 0
@@ -119,5 +120,5 @@ def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
         attachment = Attachment(1, {0: channel}, max_num_tokens=16)
         engine.attach(attachment, "00", scales, (), {})
         assert engine.open_sequence(attachment, new).num_cached_tokens == num_cached
-        plan = StepPlan(1, (PlanEntry(1, num_cached, 7 - num_cached, 0),))
+        plan = plan_of(1, PlanEntry(1, num_cached, 7 - num_cached, 0))
         engine.run_step(attachment, plan, 0.0, lambda accepted: None)

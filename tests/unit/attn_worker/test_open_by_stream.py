@@ -18,6 +18,9 @@ from services.common.errors import InvalidRequest
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2, step_pb2
 from services.rpc.spans import NoTracer
+from services.step import PlanEntry
+from services.step.codec import encode_plan
+from tests.support.plans import plan_of
 
 EPOCH = 0x5EA1_ED5E_0000_0002
 TIMEOUT_S = 60.0
@@ -124,9 +127,8 @@ def test_an_unexpected_error_in_a_step_ends_the_worker(monkeypatch: pytest.Monke
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(EagerLayerRunner, "launch", fail)
-    plan = step_pb2.StepPlan(
-        step_id=1, new_sequences=[opening(1, 3)], seq_ids=[1], num_tokens=[3], positions=[0], num_logits=[1]
-    )
+    plan = encode_plan(plan_of(1, PlanEntry(1, 0, 3, 1)))
+    plan.new_sequences.append(opening(1, 3))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run([plan], 2, failure=RuntimeError)
 
@@ -135,17 +137,15 @@ def test_an_unexpected_error_in_a_step_ends_the_worker(monkeypatch: pytest.Monke
     ("num_tokens", "message"), [([9, 8], "plan 1 has 17 tokens, the limit is 16"), ([1] * 5, "5 sequences, .* is 4")]
 )
 def test_a_plan_that_is_too_large_ends_the_stream(num_tokens: list[int], message: str) -> None:
-    seq_ids = range(1, len(num_tokens) + 1)
-    opens = [opening(seq_id, count) for seq_id, count in zip(seq_ids, num_tokens, strict=True)]
-    columns = {"seq_ids": seq_ids, "num_tokens": num_tokens, "positions": [0] * len(opens), "num_logits": num_tokens}
-    plan = step_pb2.StepPlan(step_id=1, new_sequences=opens, **columns)
+    plan = encode_plan(plan_of(1, *(PlanEntry(seq_id, 0, n, n) for seq_id, n in enumerate(num_tokens, start=1))))
+    plan.new_sequences.extend(opening(seq_id, n) for seq_id, n in enumerate(num_tokens, start=1))
     with pytest.raises(InvalidRequest, match=message):
-        run([plan], len(opens) + 1)
+        run([plan], len(num_tokens) + 1)
 
 
 def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
     with pytest.raises(InvalidRequest, match="columns of plan 1 differ in length"):
-        run([step_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[1, 1])], 1)
+        run([step_pb2.StepPlan(step_id=1, seq_ids=bytes(8), num_tokens=bytes(8))], 1)
 
 
 def test_a_plan_for_an_unknown_lane_ends_the_stream() -> None:

@@ -19,6 +19,9 @@ from services.common.resolve import resolve_model
 from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2, step_pb2
 from services.rpc.server import GrpcServer
 from services.rpc.spans import NoTracer
+from services.step import PlanEntry
+from services.step.codec import encode_plan
+from tests.support.plans import plan_of
 
 EPOCH = 0x5EA1_ED5E_0000_0003
 TEST_LIMIT_S = 60.0
@@ -76,7 +79,7 @@ async def open_one(stub: Any, reply: attn_pb2.AttachReply, seq_id: int = 1) -> t
 
 
 def plan(num_tokens: int) -> step_pb2.StepPlan:
-    return step_pb2.StepPlan(step_id=1, seq_ids=[1], positions=[0], num_tokens=[num_tokens], num_logits=[1])
+    return encode_plan(plan_of(1, PlanEntry(1, 0, num_tokens, 1)))
 
 
 async def stall(call: Execute, stub: Any) -> None:

@@ -10,7 +10,16 @@ from services.common.errors import InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter
 from services.pb import attn_pb2, step_pb2
-from services.step import Fork, NewSequence, PlanAccepted, PlanEntry, SequenceOpened, StepPlan
+from services.step import (
+    Fork,
+    NewSequence,
+    PlanAccepted,
+    PlanEntries,
+    PlanEntry,
+    SequenceOpened,
+    StepPlan,
+    TokenColumns,
+)
 from services.step.codec import decode_answer, decode_plan, encode_accepted, encode_opened, encode_plan
 
 SEQ_IDS = st.integers(0, 2**64 - 1)
@@ -46,9 +55,9 @@ NEW_SEQUENCES = st.builds(
 PLANS = st.builds(
     StepPlan,
     step_id=SEQ_IDS,
-    entries=st.lists(ENTRIES, max_size=4).map(tuple),
+    entries=st.lists(ENTRIES, max_size=4).map(PlanEntries.of),
     close_seq_ids=st.lists(SEQ_IDS, max_size=3).map(tuple),
-    confirmed=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
+    confirmed=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(TokenColumns.of),
     forks=st.lists(st.builds(Fork, SEQ_IDS, SEQ_IDS, COUNTS), max_size=2).map(tuple),
     new_sequences=st.lists(NEW_SEQUENCES, max_size=2).map(tuple),
     chosen=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
@@ -81,16 +90,17 @@ def test_an_acceptance_survives_the_wire(
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (step_pb2.StepPlan(step_id=3, seq_ids=[1], num_tokens=[1, 1]), "columns of plan 3 differ in length"),
-        (step_pb2.StepPlan(step_id=3, confirmed_seq_ids=[1]), "columns of plan 3 differ in length"),
+        (step_pb2.StepPlan(step_id=3, seq_ids=bytes(8), num_tokens=bytes(8)), "entries have 1, 0, 2, 0"),
+        (step_pb2.StepPlan(step_id=3, confirmed_seq_ids=bytes(8)), "columns of plan 3 differ in length"),
         (step_pb2.StepPlan(step_id=3, fork_parents=[1]), "columns of plan 3 differ in length"),
+        (step_pb2.StepPlan(step_id=3, positions=bytes(13)), "positions of plan 3 has 13 bytes, no multiple of 4"),
         (
             step_pb2.StepPlan(
                 step_id=3,
-                seq_ids=[1],
-                positions=[0],
-                num_tokens=[2],
-                num_logits=[2],
+                seq_ids=bytes(8),
+                positions=bytes(4),
+                num_tokens=b"\2\0\0\0",
+                num_logits=b"\2\0\0\0",
                 num_drafts=[2],
                 draft_token_ids=[7],
             ),

@@ -28,7 +28,7 @@ from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.tensorrt.profiles import Limits
-from services.step import PlanEntry, StepPlan
+from services.step import PlanEntries, PlanEntry, StepPlan
 from tests.support.dense.fake_triton_kernels import LaunchRecorder, fake_triton_kernels
 from tests.support.dense.family_models import make_family_model
 from tests.support.dense.steps import relative_error, run_step
@@ -118,7 +118,7 @@ def test_padding_gets_no_experts_and_changes_no_other_row(tmp_path: Path) -> Non
         attn_out = torch.randn(16, config.attn_size, generator=torch.Generator().manual_seed(1))
         results = []
         for num_rows in (5, 16):  # the same five tokens, alone and padded
-            backend.begin_step(StepPlan(1, (PlanEntry(1, 0, 5, 1),)), num_rows)
+            backend.begin_step(StepPlan(1, PlanEntries.of((PlanEntry(1, 0, 5, 1),))), num_rows)
             qkv = torch.empty(num_rows, config.qkv_size)
             residual = backend.first(torch.arange(num_rows), qkv)
             residual = backend.middle(0, attn_out[:num_rows], residual, qkv)

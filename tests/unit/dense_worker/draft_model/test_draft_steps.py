@@ -22,6 +22,7 @@ from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, PlanEntry, StepPlan, StepResult
 from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
+from tests.support.plans import plan_of
 from tests.unit.dense_worker.draft_model.test_guessing_model import CPU, GREEDY, continued
 from tests.unit.dense_worker.medusa.test_guesses import MAX_NUM_SEQS, MAX_NUM_TOKENS, WholeSequences
 from tests.unit.dense_worker.model.test_segments import load_truth
@@ -72,10 +73,10 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make_runner: Any, is_s
             for seq_id, text in texts.items()
         ]
         channel.lengths = [entry.num_tokens for entry in entries]
-        running = runner.launch(StepPlan(number, tuple(entries)), channel)
+        running = runner.launch(plan_of(number, *entries), channel)
         running.guess(NUM_TOKENS)
         result: StepResult = running.collect()
-        for text, accepted, entry in zip(texts.values(), result.token_ids, entries, strict=True):
+        for text, accepted, entry in zip(texts.values(), result.token_ids.rows(), entries, strict=True):
             text += accepted
             num_accepted += len(accepted) - 1
             num_drafts += len(entry.draft_token_ids)

@@ -25,7 +25,7 @@ from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.guesses import Guessing
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
-from services.step import Fork, NewSequence, PlanEntry, StepPlan, StepResult
+from services.step import Fork, NewSequence, PlanEntries, PlanEntry, StepPlan, StepResult
 from tests.support.dense.eagle_head import config_of, random_head, write_head
 from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
@@ -116,14 +116,14 @@ class Server:
         self._num_steps += 1
         if entries:
             self.channel.planned.append(entries)
-        running = self.runner.launch(StepPlan(self._num_steps, entries, **options), self.channel)
+        running = self.runner.launch(StepPlan(self._num_steps, PlanEntries.of(entries), **options), self.channel)
         if num_guesses:
             running.guess(num_guesses)
         return running
 
     def take(self, running: Any, *seq_ids: int) -> StepResult:
         result: StepResult = running.collect()
-        for seq_id, accepted in zip(seq_ids, result.token_ids, strict=True):
+        for seq_id, accepted in zip(seq_ids, result.token_ids.rows(), strict=True):
             self.texts[seq_id] += accepted
         return result
 
@@ -175,7 +175,7 @@ def test_right_drafts_are_accepted_and_the_head_goes_on_behind_them(server: Serv
             right = continued(server.path, text, num_right + 1, server.prompts[seq_id][1])
             drafts[seq_id] = (*right[:-1], *([(right[-1] + 1) % VOCAB] * num_wrong))
         result = server.step(*(server.decode(*each) for each in drafts.items()), num_guesses=NUM_TOKENS)
-        assert [len(accepted) for accepted in result.token_ids] == [1 + num_right] * 2
+        assert [len(accepted) for accepted in result.token_ids.rows()] == [1 + num_right] * 2
         assert result.guesses == {seq_id: server.expected(seq_id) for seq_id in server.texts}
     server.check_texts()
 

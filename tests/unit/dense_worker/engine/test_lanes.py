@@ -21,6 +21,7 @@ from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Publis
 from services.dense_worker.engine.step_report import StepReport
 from services.rpc.watchdog import Progress
 from services.step import PlanEntry, StepPlan
+from tests.support.plans import plan_of
 from tests.support.scripted_attention import BAD, GOOD, LIMITS, TIMEOUT_S, FakeAttention, FakeRunner, FakeStep
 
 NUM_LAYERS = 4
@@ -133,7 +134,7 @@ def test_progress_comes_from_the_channel_of_the_oldest_steps_lane() -> None:
     counts = EngineCounts(0, 0, 1, num_steps=31, num_preemptions=0, is_attached=True)
 
     def progress(*lanes: int) -> Progress | None:
-        plans = [StepPlan(30 + lane, (PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1)), lane=lane) for lane in lanes]
+        plans = [plan_of(30 + lane, PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1), lane=lane) for lane in lanes]
         session.in_flight = tuple(InFlight(PublishedPlan(plan, ()), channels[plan.lane], 0.0) for plan in plans)
         return progress_of(session, counts, NUM_LAYERS)
 

@@ -28,6 +28,7 @@ from services.step import NewSequence, PlanEntry, StepPlan, StepResult
 from tests.support.dense.medusa_heads import in_layout_of_medusa, random_heads, write_heads
 from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
+from tests.support.plans import plan_of
 from tests.unit.dense_worker.model.test_segments import HuggingFaceAttention, load_truth
 
 torch.set_num_threads(1)
@@ -87,7 +88,7 @@ class Steps:
             for seq_id, text in texts.items()
         ]
         self._channel.lengths = [entry.num_tokens for entry in entries]
-        return self.runner.launch(StepPlan(self.num_steps, tuple(entries)), self._channel)
+        return self.runner.launch(plan_of(self.num_steps, *entries), self._channel)
 
     @torch.inference_mode()
     def greedy(self, text: list[int], num_tokens: int) -> list[int]:
@@ -138,7 +139,7 @@ def test_guesses_are_those_of_the_formula_on_the_hidden_states_of_transformers(
         running = steps.launch(texts, drafts)
         running.guess(NUM_HEADS)
         result: StepResult = running.collect()
-        for (seq_id, text), accepted in zip(texts.items(), result.token_ids, strict=True):
+        for (seq_id, text), accepted in zip(texts.items(), result.token_ids.rows(), strict=True):
             assert len(accepted) == 1 + num_right[seq_id]
             text += accepted
         assert result.guesses == {seq_id: steps.expected_guesses(text) for seq_id, text in texts.items()}
@@ -162,14 +163,14 @@ def test_the_next_step_may_be_launched_before_the_guesses_are_read(tmp_path: Pat
         assert other.collect().guesses == {}
     else:
         result = running.collect()
-    texts[1] += result.token_ids[0]
+    texts[1] += result.token_ids.rows()[0]
     assert result.guesses == {1: steps.expected_guesses(texts[1])}
 
 
 def test_a_step_without_sampled_tokens_has_no_guesses(tmp_path: Path, make_runner: Any) -> None:
     steps = Steps(tmp_path, "llama", make_runner)
     steps._channel.lengths = [3]
-    running = steps.runner.launch(StepPlan(1, (PlanEntry(1, 0, 3, 0),)), steps._channel)
+    running = steps.runner.launch(plan_of(1, PlanEntry(1, 0, 3, 0)), steps._channel)
     running.guess(NUM_HEADS)
     assert running.collect().guesses == {}
     closing = steps.runner.launch(StepPlan(2, close_seq_ids=(1,)), steps._channel)

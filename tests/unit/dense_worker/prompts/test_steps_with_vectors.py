@@ -17,6 +17,7 @@ from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, NewSequence, PlanEntry, StepPlan
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
+from tests.support.plans import plan_of
 
 VOCAB_SIZE, MAX_NUM_SEQS = 64, 4
 CHANNEL: Any = FakeChannel()
@@ -88,8 +89,8 @@ def run(
     forks: tuple[Fork, ...] = (),
     chosen: tuple[tuple[int, int], ...] = (),
 ) -> list[list[int]]:
-    plan = StepPlan(1, entries, forks=forks, chosen=chosen)
-    return [list(each) for each in runner.launch(plan, CHANNEL).collect().token_ids]
+    plan = plan_of(1, *entries, forks=forks, chosen=chosen)
+    return runner.launch(plan, CHANNEL).collect().token_ids.rows()
 
 
 def steps_of(runner: ModelRunner) -> list[tuple[list[float], bool]]:

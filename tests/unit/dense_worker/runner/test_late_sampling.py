@@ -22,6 +22,7 @@ from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
+from tests.support.plans import plan_of
 
 VOCAB_SIZE, MAX_NUM_SEQS, NUM_STEPS = 300, 4, 12
 FORM = StructuredOutput(Constraint.REGEX, "(ab|cd){5}e?")
@@ -74,9 +75,9 @@ def start(runner: ModelRunner, forms: Forms, forms_of: dict[int, StructuredOutpu
 
 def plans(seq_ids: list[int]) -> list[StepPlan]:
     """Prompts of two tokens, then one token per step."""
-    first = StepPlan(1, tuple(PlanEntry(seq_id, 0, 2, 1) for seq_id in seq_ids))
+    first = plan_of(1, *(PlanEntry(seq_id, 0, 2, 1) for seq_id in seq_ids))
     later = [
-        StepPlan(step, tuple(PlanEntry(seq_id, step, 1, 1) for seq_id in seq_ids)) for step in range(2, NUM_STEPS + 1)
+        plan_of(step, *(PlanEntry(seq_id, step, 1, 1) for seq_id in seq_ids)) for step in range(2, NUM_STEPS + 1)
     ]
     return [first, *later]
 
@@ -108,7 +109,7 @@ def test_tokens_are_those_of_steps_one_after_the_other(
     start(expected_runner, forms, forms_of)
     expected = [expected_runner.launch(plan, CHANNEL).collect() for plan in plans(list(forms_of))]
     for i, (seq_id, form) in enumerate(forms_of.items()):
-        tokens, others = ([token_id for result in results for token_id in result.token_ids[i]]
+        tokens, others = ([token_id for result in results for token_id in result.token_ids.rows()[i]]
                           for results in (found, expected))  # fmt: skip
         if form is not None:
             end = next(step for step, result in enumerate(expected, 1) if seq_id in result.ended)
@@ -135,8 +136,8 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
             num_steps += 1
             drafts = tuple(ForcedTokens(grammar).guess(num_drafts))
             num_tokens = len(token_ids) - position + len(drafts)
-            plan = StepPlan(num_steps, (PlanEntry(1, position, num_tokens, 1 + len(drafts), drafts),))
-            [accepted] = runner.launch(plan, CHANNEL).collect().token_ids
+            plan = plan_of(num_steps, PlanEntry(1, position, num_tokens, 1 + len(drafts), drafts))
+            [accepted] = runner.launch(plan, CHANNEL).collect().token_ids.rows()
             assert tuple(accepted[:-1]) == drafts, "a forced draft is always accepted"
             token_ids += accepted
             position = len(token_ids) - 1
@@ -151,9 +152,9 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
 
 def test_a_step_waits_only_for_tokens_that_its_grammars_need(cuda_runner: CudaModelRunner, forms: Forms) -> None:
     start(cuda_runner, forms, {1: FORM, 2: None})
-    first = StepPlan(1, (PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 1, 0)))
-    plain_rows = StepPlan(2, (PlanEntry(2, 1, 1, 1),))
-    formed_rows = StepPlan(3, (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1)))
+    first = plan_of(1, PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 1, 0))
+    plain_rows = plan_of(2, PlanEntry(2, 1, 1, 1))
+    formed_rows = plan_of(3, PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1))
     running = cuda_runner.launch(first, CHANNEL)
     assert running.is_done(), "all tokens of the prompt are known"
     ahead = cuda_runner.launch(plain_rows, CHANNEL)
@@ -161,12 +162,12 @@ def test_a_step_waits_only_for_tokens_that_its_grammars_need(cuda_runner: CudaMo
     running.collect()
     late = cuda_runner.launch(formed_rows, CHANNEL)
     assert late.is_done(), "the grammar's last token has been collected"
-    latest = cuda_runner.launch(StepPlan(4, (PlanEntry(1, 3, 1, 1),)), CHANNEL)
+    latest = cuda_runner.launch(plan_of(4, PlanEntry(1, 3, 1, 1)), CHANNEL)
     assert not latest.is_done()
     ahead.collect()
     late.collect()
     assert latest.is_done()
-    assert len(latest.collect().token_ids[0]) == 1
+    assert len(latest.collect().token_ids.rows()[0]) == 1
 
 
 def test_a_new_attachment_forgets_the_step_that_waits(cuda_runner: CudaModelRunner, forms: Forms) -> None:
@@ -231,7 +232,7 @@ def test_guesses_come_after_the_tokens_that_they_follow(
     enqueued = Enqueued(monkeypatch)
     ahead.guess(2)
     assert enqueued.take() == ["1 masks"]
-    assert len(ahead.collect().token_ids[0]) == 1
+    assert len(ahead.collect().token_ids.rows()[0]) == 1
 
 
 def test_a_plan_may_close_sequences_of_a_step_that_waits_for_its_masks(
@@ -239,11 +240,11 @@ def test_a_plan_may_close_sequences_of_a_step_that_waits_for_its_masks(
 ) -> None:
     """Sequence 1 ends in step 2. By then step 3 has been launched with it. Step 4 closes it; then 3 gets its slot."""
     steps = [
-        StepPlan(1, (PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 2, 1))),
-        *(StepPlan(step, (PlanEntry(1, step, 1, 1), PlanEntry(2, step, 1, 1))) for step in (2, 3)),
-        StepPlan(4, (PlanEntry(2, 4, 1, 1),), close_seq_ids=(1,)),
-        StepPlan(5, (PlanEntry(2, 5, 1, 1), PlanEntry(3, 0, 2, 1))),
-        *(StepPlan(step, (PlanEntry(2, step, 1, 1), PlanEntry(3, step - 4, 1, 1))) for step in range(6, 11)),
+        plan_of(1, PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 2, 1)),
+        *(plan_of(step, PlanEntry(1, step, 1, 1), PlanEntry(2, step, 1, 1)) for step in (2, 3)),
+        plan_of(4, PlanEntry(2, 4, 1, 1), close_seq_ids=(1,)),
+        plan_of(5, PlanEntry(2, 5, 1, 1), PlanEntry(3, 0, 2, 1)),
+        *(plan_of(step, PlanEntry(2, step, 1, 1), PlanEntry(3, step - 4, 1, 1)) for step in range(6, 11)),
     ]
     outputs: list[dict[int, list[int]]] = []
     for runner in (cuda_runner, plain_runner()):
@@ -253,7 +254,7 @@ def test_a_plan_may_close_sequences_of_a_step_that_waits_for_its_masks(
         assert results[1].ended == {1: None}
         output: dict[int, list[int]] = {1: [], 2: [], 3: []}
         for plan, result in zip(steps, results, strict=True):
-            for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
+            for entry, token_ids in zip(plan.entries, result.token_ids.rows(), strict=True):
                 output[entry.seq_id] += token_ids
         outputs.append({**output, 1: output[1][:2]})  # what comes after the end of a form has no meaning
     assert outputs[0] == outputs[1]

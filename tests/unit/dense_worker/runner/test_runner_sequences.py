@@ -14,6 +14,7 @@ from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_tokens import verify
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, NewSequence, PlanEntry, StepPlan
+from tests.support.plans import plan_of
 
 VOCAB_SIZE = 64
 NUM_LAYERS = 2
@@ -65,11 +66,11 @@ def new(seq_id: int, *token_ids: int) -> NewSequence:
 def test_right_drafts_are_kept_and_wrong_ones_are_rolled_back() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
-    plan = StepPlan(1, (PlanEntry(1, 0, 5, 4, (7, 8, 30)),))
-    assert runner.launch(plan, CHANNEL).collect().token_ids == [[7, 8, 9]]
+    plan = plan_of(1, PlanEntry(1, 0, 5, 4, (7, 8, 30)))
+    assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[7, 8, 9]]
     assert backend.fed == [[5, 6, 7, 8, 30]]
-    plan = StepPlan(2, (PlanEntry(1, 4, 2, 2, (10,)),))  # back to the token after the last right draft
-    assert runner.launch(plan, CHANNEL).collect().token_ids == [[10, 11]]
+    plan = plan_of(2, PlanEntry(1, 4, 2, 2, (10,)))  # back to the token after the last right draft
+    assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[10, 11]]
     assert backend.fed[1] == [9, 10]
 
 
@@ -86,10 +87,10 @@ def test_a_row_counts_only_if_all_previous_drafts_are_right(
 def test_a_fork_continues_its_parents_tokens_in_its_own_slot() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
-    runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL).collect()
-    plan = StepPlan(2, (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,))), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
-    assert runner.launch(plan, CHANNEL).collect().token_ids == [[8], [8]]
-    runner.launch(StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,)), CHANNEL).collect()
+    runner.launch(plan_of(1, PlanEntry(1, 0, 2, 1)), CHANNEL).collect()
+    plan = plan_of(2, PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,)), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
+    assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[8], [8]]
+    runner.launch(plan_of(3, PlanEntry(2, 3, 1, 1), close_seq_ids=(1,)), CHANNEL).collect()
     assert backend.fed == [[5, 6], [7, 7, 20], [8]]
     assert backend.begun == [(1, 2), (2, 3), (3, 1)]
 
@@ -100,11 +101,11 @@ def test_a_fork_that_was_opened_has_options_of_its_own() -> None:
     runner.open(new(1, 5, 6, 7))
     biased = SamplingParams(temperature=0.0, logit_bias=((30, 100.0),))
     runner.open(replace(new(2, 5, 6, 7), sampling=biased))
-    runner.launch(StepPlan(1, (PlanEntry(1, 0, 3, 1),)), CHANNEL).collect()
-    plan = StepPlan(2, (PlanEntry(1, 3, 1, 1), PlanEntry(2, 2, 1, 1)), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
-    assert runner.launch(plan, CHANNEL).collect().token_ids == [[9], [30]]
-    plan = StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,))
-    assert runner.launch(plan, CHANNEL).collect().token_ids == [[30]]
+    runner.launch(plan_of(1, PlanEntry(1, 0, 3, 1)), CHANNEL).collect()
+    plan = plan_of(2, PlanEntry(1, 3, 1, 1), PlanEntry(2, 2, 1, 1), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
+    assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[9], [30]]
+    plan = plan_of(3, PlanEntry(2, 3, 1, 1), close_seq_ids=(1,))
+    assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[30]]
     assert backend.fed == [[5, 6, 7], [8, 7], [30]]
 
 
@@ -112,15 +113,15 @@ def test_chosen_tokens_take_the_place_of_sampled_ones() -> None:
     """The scheduler chooses 30 and 31 after token 6, whose most likely successor is 7, for a sequence and its fork."""
     runner, backend = make_runner()
     runner.open(replace(new(1, 5, 6), has_chosen_tokens=True, num_logprobs=2))
-    first = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL).collect()
+    first = runner.launch(plan_of(1, PlanEntry(1, 0, 2, 1)), CHANNEL).collect()
     assert first.logprobs[1][0].top[0][0] == 7
     entries = (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1))
-    plan = StepPlan(2, entries, forks=(Fork(1, 2, 2),), chosen=((1, 30), (2, 31)))
+    plan = plan_of(2, *entries, forks=(Fork(1, 2, 2),), chosen=((1, 30), (2, 31)))
     second = runner.launch(plan, CHANNEL).collect()
     assert [second.logprobs[seq_id][0].top[0][0] for seq_id in (1, 2)] == [31, 32]
-    plan = StepPlan(3, (PlanEntry(1, 3, 1, 1),), (2,), forks=(Fork(1, 2, 3),), chosen=((1, 40), (2, 50)))
+    plan = plan_of(3, PlanEntry(1, 3, 1, 1), close_seq_ids=(2,), forks=(Fork(1, 2, 3),), chosen=((1, 40), (2, 50)))
     runner.launch(plan, CHANNEL).collect()
-    runner.launch(StepPlan(4, (PlanEntry(2, 3, 1, 1),)), CHANNEL).collect()
+    runner.launch(plan_of(4, PlanEntry(2, 3, 1, 1)), CHANNEL).collect()
     assert backend.fed == [[5, 6], [30, 31], [40], [50]]
 
 
@@ -128,12 +129,12 @@ def test_an_id_can_be_reused_while_a_step_of_the_first_sequence_runs() -> None:
     """A plan keeps the sequences that its ids meant when it was published, even if it runs later."""
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
-    first = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL)
+    first = runner.launch(plan_of(1, PlanEntry(1, 0, 2, 1)), CHANNEL)
     closing = runner.launch(StepPlan(2, close_seq_ids=(1,)), CHANNEL)
     runner.open(new(1, 40, 41, 42))
-    assert first.collect().token_ids == [[7]]
-    assert closing.collect().token_ids == ()
-    assert runner.launch(StepPlan(3, (PlanEntry(1, 0, 3, 1),)), CHANNEL).collect().token_ids == [[43]]
+    assert first.collect().token_ids.rows() == [[7]]
+    assert closing.collect().token_ids.rows() == []
+    assert runner.launch(plan_of(3, PlanEntry(1, 0, 3, 1)), CHANNEL).collect().token_ids.rows() == [[43]]
     assert backend.fed == [[5, 6], [40, 41, 42]]
     assert backend.begun == [(1, 2), (3, 3)], "a plan that only closes sequences runs no step"
 
@@ -144,7 +145,7 @@ def test_slots_of_closed_sequences_are_reused() -> None:
         runner.open(new(seq_id, seq_id))
         runner.open(new(100 + seq_id, 3))
         entry = PlanEntry(seq_id, 0, 1, 1)
-        assert runner.launch(StepPlan(seq_id, (entry,)), CHANNEL).collect().token_ids == [[seq_id + 1]]
+        assert runner.launch(plan_of(seq_id, entry), CHANNEL).collect().token_ids.rows() == [[seq_id + 1]]
         runner.launch(StepPlan(10 + seq_id, close_seq_ids=(seq_id, 100 + seq_id)), CHANNEL).collect()
 
 
@@ -152,7 +153,7 @@ def test_each_row_is_sampled_with_the_position_of_the_next_token() -> None:
     """Noise and `min_tokens` depend on this position, so drafts must not shift it."""
     runner, _ = make_runner()
     runner.open(new(1, 5, 6, 7))
-    step = runner.prepare(runner.bind(StepPlan(1, (PlanEntry(1, 1, 4, 3, (20, 21)),))))
+    step = runner.prepare(runner.bind(plan_of(1, PlanEntry(1, 1, 4, 3, (20, 21)))))
     assert step.token_ids.tolist() == [6, 7, 20, 21]  # tokens 1 to 4 of the sequence
     assert step.sampled_rows.tolist() == [1, 2, 3]
     assert step.positions.tolist() == [3, 4, 5]
@@ -171,12 +172,12 @@ def test_a_step_lets_others_in_near_its_end() -> None:
 
     def near_end() -> None:
         events.append("near the end")
-        ahead.append(runner.launch(StepPlan(2, (PlanEntry(1, 2, 1, 1),)), channel))
+        ahead.append(runner.launch(plan_of(2, PlanEntry(1, 2, 1, 1)), channel))
 
-    running = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), channel)
-    assert running.runs_when_collected and running.collect(near_end).token_ids == [[7]]
+    running = runner.launch(plan_of(1, PlanEntry(1, 0, 2, 1)), channel)
+    assert running.runs_when_collected and running.collect(near_end).token_ids.rows() == [[7]]
     assert events == ["signal", "wait", "signal", "near the end", "wait"]
-    assert ahead[0].collect().token_ids == [[8]]
+    assert ahead[0].collect().token_ids.rows() == [[8]]
     closing = runner.launch(StepPlan(3, close_seq_ids=(1,)), channel)
-    assert closing.collect(lambda: events.append("of a step without layers")).token_ids == ()
+    assert closing.collect(lambda: events.append("of a step without layers")).token_ids.rows() == []
     assert events[-1] == "of a step without layers"

@@ -270,7 +270,7 @@ def test_a_failed_beam_ends_its_search_alone() -> None:
         cluster.step()
     published = cluster.in_flight
     failed = next(entry for entry in published.plan.entries if entry.seq_id == search.seq_id + 2)
-    index = published.plan.entries.index(failed)
+    index = list(published.plan.entries).index(failed)
     cluster.in_flight = None
     step = cluster.cache.plan_step(published.plan)
     cluster.cache.commit_step()
