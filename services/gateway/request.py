@@ -232,8 +232,8 @@ async def read_text_or_chat(
         raise InvalidRequest(f"nothing to read: exactly one of {names} is required", "prompt")
     if kind != "chat":
         text = getattr(message, kind)
-        if not text:
-            raise InvalidRequest(f"{kind} is empty", kind)
+        if kind == "prompt" and not text:
+            raise InvalidRequest("prompt is empty", kind)
         return await tokenizer.encode(text, adds_special_tokens), None
     chat = await read_chat_off_loop(message.chat, tokenizer)
     return await tokenizer.encode_chat(chat, adds_special_tokens), chat

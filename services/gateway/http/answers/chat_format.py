@@ -24,6 +24,7 @@ from services.gateway.http.schemas.chat import (
     Delta,
 )
 from services.gateway.http.schemas.tools import NamedToolChoice
+from services.gateway.text.deltas import ContentDelta
 
 PARAM_NAMES = {
     "chat": "messages",
@@ -61,11 +62,11 @@ class ChatFormat:
 
     def opening(self) -> Sequence[ChatChunkObject]:
         """Objects with the role of every answer and, for `echo`, the text that the answer continues."""
-        deltas: list[Delta] = [{"role": "assistant", "content": ""}]
+        deltas: list[Delta] = [{"role": "assistant", "content": "", "reasoning_content": None}]
         if self._lead:
-            deltas.append({"content": self._lead})
+            deltas.append({"content": self._lead, "reasoning_content": None})
         objects = [
-            self._object({"index": i, "delta": delta, "logprobs": None, "finish_reason": None}, 0)
+            self._object(_piece(i, delta), 0)
             for delta in deltas
             for i in range(self._body.n or 1)
         ]
@@ -74,34 +75,31 @@ class ChatFormat:
         return objects
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject]:
-        delta: Delta = {"content": chunk.text}
-        if chunk.deltas:
-            delta = delta_object(chunk.deltas, has_reasoning=self._has_reasoning)
-        choice: ChunkChoice = {
-            "index": chunk.index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        pieces = chunk.deltas or ([ContentDelta(chunk.text)] if chunk.text else ())
+        delta = delta_object(pieces, has_reasoning=self._has_reasoning)
+        choice = _piece(chunk.index, delta)
         if self._body.logprobs and chunk.token_ids:
             choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())
         if self._body.return_token_ids:
             choice["token_ids"] = chunk.token_ids
-        if chunk.finish is not None:
-            self._usage.add(prompt_index, chunk.finish)
-            choice["finish_reason"] = finish_reason(chunk.finish, self._is_named)
-            choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
-            if chunk.finish.beam_score is not None:
-                choice["beam_score"] = chunk.finish.beam_score
         prompt = chunk.prompt
         has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
-        has_text = bool(delta) if chunk.deltas else bool(chunk.text)
-        if not has_text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
+        has_text = len(delta) > 1  # beside the reasoning, which may be null
+        choices = [choice]
+        if chunk.finish is not None:
+            self._usage.add(prompt_index, chunk.finish)
+            if has_text:  # as with OpenAI, the delta beside the reason has no text
+                choices.append(_piece(chunk.index, delta_object((), has_reasoning=False)))
+            choices[-1]["finish_reason"] = finish_reason(chunk.finish, self._is_named)
+            choices[-1]["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+            if chunk.finish.beam_score is not None:
+                choices[-1]["beam_score"] = chunk.finish.beam_score
+        elif not has_text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
             return ()  # the token is an incomplete character, or a part of a marker
-        whole = self._object(choice, chunk.num_output_tokens)
+        objects = [self._object(each, chunk.num_output_tokens) for each in choices]
         if has_prompt_logprobs:
-            whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
-        return (whole,)
+            objects[0]["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
+        return objects
 
     def closing(self) -> Sequence[ChatChunkObject]:
         return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
@@ -129,7 +127,13 @@ class ChatFormat:
         return whole
 
     def _choice(self, completion: Completion) -> ChatChoice:
-        message: AnswerMessage = {"role": "assistant", "content": self._lead + completion.text, "refusal": None}
+        message: AnswerMessage = {
+            "role": "assistant",
+            "content": self._lead + completion.text,
+            "refusal": None,
+            "reasoning": None,
+            "reasoning_content": None,
+        }
         if completion.parts is not None:
             add_parts(message, completion.parts, has_reasoning=self._has_reasoning)
         choice: ChatChoice = {
@@ -158,6 +162,10 @@ class ChatFormat:
         elif self._has_usage:
             whole["usage"] = None
         return whole
+
+
+def _piece(index: int, delta: Delta) -> ChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _param_names(body: ChatRequest) -> Mapping[str, str]:

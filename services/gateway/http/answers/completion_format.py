@@ -124,8 +124,10 @@ class CompletionFormat:
             )
             self._logprobs[index] = builder
         if self._body.echo and prompt is not None:
+            num_prompt_tokens = len(prompt.token_ids)
             token_ids = [*prompt.token_ids, *token_ids]
-            logprobs = [None, *(prompt.logprobs or [None] * (len(prompt.token_ids) - 1)), *logprobs]
+            logprobs = [None, *(prompt.logprobs or [None] * (num_prompt_tokens - 1)), *logprobs]
+            return builder.append(token_ids, logprobs, num_prompt_tokens)
         return builder.append(token_ids, logprobs)
 
     def _prompt_logprobs(self, prompt: Prompt) -> Any:

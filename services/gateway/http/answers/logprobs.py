@@ -64,14 +64,19 @@ class LegacyLogprobsBuilder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters of the text so far
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
-        """The lists for new tokens. None stands for a token without log-probabilities, such as a prompt's first."""
+    def append(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], num_prompt_tokens: int = 0
+    ) -> LegacyLogprobs:
+        """The lists for new tokens. None stands for a token without log-probabilities, such as a prompt's first.
+
+        The first `num_prompt_tokens` are the prompt's. Each of them stands before the most likely tokens, as in vLLM.
+        """
         lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, each in zip(token_ids, logprobs, strict=True):
+        for i, (token_id, each) in enumerate(zip(token_ids, logprobs, strict=True)):
             lists["tokens"].append(_token_name(self._tokenizer, token_id, self._has_ids))
             lists["text_offset"].append(self._offset)
             lists["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
-            lists["top_logprobs"].append(None if each is None else self._top(token_id, each))
+            lists["top_logprobs"].append(None if each is None else self._top(token_id, each, i < num_prompt_tokens))
             data = token_bytes(
                 self._tokenizer.hf_tokenizer,
                 token_id,
@@ -82,10 +87,11 @@ class LegacyLogprobsBuilder:
             self._offset += len(self._decoder.decode(data))
         return lists
 
-    def _top(self, token_id: int, each: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens, and always the sampled token."""
+    def _top(self, token_id: int, each: TokenLogprobs, is_of_prompt: bool) -> dict[str, float]:
+        """The most likely tokens and always this one: first if it is the prompt's, else where it is not among them."""
+        own = (token_id, each.logprob)
         top: dict[str, float] = {}
-        for other_id, logprob in (*each.top, (token_id, each.logprob)):
+        for other_id, logprob in (own, *each.top) if is_of_prompt else (*each.top, own):
             top.setdefault(_token_name(self._tokenizer, other_id, self._has_ids), max(logprob, LEAST_LOGPROB))
         return top
 

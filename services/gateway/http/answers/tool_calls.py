@@ -21,7 +21,10 @@ def finish_reason(finish: Finish, is_named: bool) -> FinishReasonName:
 
 
 def delta_object(pieces: Iterable[deltas.Delta], *, has_reasoning: bool) -> Delta:
-    """The new part of an answer; empty if there is nothing to show. `has_reasoning`: whether to show reasoning."""
+    """The new part of an answer. `has_reasoning`: whether to show reasoning.
+
+    `reasoning_content` is always there, because SGLang's clients read it from every delta.
+    """
     content, reasoning = [], []
     calls: dict[int, ToolCallDeltaObject] = {}
     for piece in pieces:
@@ -39,7 +42,7 @@ def delta_object(pieces: Iterable[deltas.Delta], *, has_reasoning: bool) -> Delt
         elif isinstance(piece, deltas.CallArguments):
             call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
             call["function"]["arguments"] += piece.text
-    delta: Delta = {}
+    delta: Delta = {"reasoning_content": None}
     if reasoning and has_reasoning:
         delta["reasoning"] = delta["reasoning_content"] = "".join(reasoning)
     if content:

@@ -70,7 +70,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         _check_count("tokens", len(lists), section.max_prompts)
         texts = await frontend.detokenize(lists, bool(body.skip_special_tokens), request.state.caller, "tokens")
         text = texts if is_list else texts[0]
-        return JSONResponse({"prompt": text, "content": text})
+        return JSONResponse({"prompt": text, "content": text} if body.model is None else {"prompt": text})
 
     @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
     async def apply_template(body: TemplateBody, request: Request) -> Response:

@@ -234,18 +234,18 @@ class AnswerMessage(TypedDict):
     content: str | None
     refusal: None
     tool_calls: NotRequired[list[AnswerToolCall]]
-    reasoning: NotRequired[str | None]
-    reasoning_content: NotRequired[str | None]
+    reasoning: str | None
+    reasoning_content: str | None
 
 
 class Delta(TypedDict):
-    """The new part of a streamed answer; the first one has the role."""
+    """The new part of a streamed answer; the first one has the role. `reasoning` repeats `reasoning_content`."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDeltaObject]]
     reasoning: NotRequired[str]
-    reasoning_content: NotRequired[str]
+    reasoning_content: str | None
 
 
 class ChatChoice(TypedDict):

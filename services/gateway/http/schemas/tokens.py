@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NotRequired
 
 import pydantic
 from pydantic import Discriminator, Field, Tag
@@ -25,10 +25,9 @@ def _kind_of_token_ids(value: Any) -> str:
     return "<token_id_lists>" if isinstance(value, list) and value and isinstance(value[0], list) else "<token_ids>"
 
 
-_Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[
-    Annotated[_Text, Tag("<text>")]
-    | Annotated[list[_Text], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
 ]
 TokenLists = Annotated[
@@ -55,7 +54,7 @@ class TokenizeBody(RequestModel):
         None, description="Add the special tokens expected around a prompt; default: true for a text, false for a chat"
     )
     return_token_strs: bool | None = Field(None, description="Give each token as the tokenizer writes it")
-    content: _Text | None = Field(None, description="A text, by default without special tokens around it")
+    content: str | None = Field(None, description="A text, by default without special tokens around it")
     add_special: bool | None = Field(None, description="For content: another name of add_special_tokens")
     with_pieces: bool | None = Field(None, description="For content: give each token with its id and text")
 
@@ -112,10 +111,13 @@ class TokenizeAnswer(TypedDict):
 
 
 class DetokenizeAnswer(TypedDict):
-    """The text; for several lists, a list of texts. `content` is llama.cpp's name of it."""
+    """The text; for several lists, a list of texts. `content` is llama.cpp's name of it.
+
+    llama.cpp's requests name no model, so the answer to one that does has no `content`.
+    """
 
     prompt: str | list[str]
-    content: str | list[str]
+    content: NotRequired[str | list[str]]
 
 
 class AddedTokenObject(TypedDict):

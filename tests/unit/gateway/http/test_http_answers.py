@@ -96,8 +96,8 @@ def test_a_chat_stream_begins_with_the_role_of_every_answer(tmp_path: Path) -> N
         assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         assert [(choice["index"], choice["delta"]) for choice in choices[:2]] == [
-            (0, {"role": "assistant", "content": ""}),
-            (1, {"role": "assistant", "content": ""}),
+            (0, {"role": "assistant", "content": "", "reasoning_content": None}),
+            (1, {"role": "assistant", "content": "", "reasoning_content": None}),
         ]
         for index in range(2):
             mine = [choice for choice in choices if choice["index"] == index]
@@ -116,7 +116,8 @@ def test_content_parts_form_one_message(tmp_path: Path) -> None:
             response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
             assert response.json()["prompt_logprobs"] is None
             message = response.json()["choices"][0]["message"]
-            assert message == {"role": "assistant", "content": " one", "refusal": None}
+            reasoning = {"reasoning": None, "reasoning_content": None}
+            assert message == {"role": "assistant", "content": " one", "refusal": None, **reasoning}
         first, second = dense.submits
         assert first.prompt_token_ids == second.prompt_token_ids
         chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Tell me more"}]

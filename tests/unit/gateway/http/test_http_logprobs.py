@@ -134,6 +134,9 @@ def test_legacy_logprobs_are_aligned_with_the_text(is_stream: bool, tmp_path: Pa
             for token, logprob, top in list(zip(*list(merged.values())[:3], strict=True))[1:]:
                 assert top[token] == logprob
                 assert 2 <= len(top) <= 3
+            if echo:  # the worker of this test says that a token is the last of the most likely ones
+                of_prompt = list(zip(merged["tokens"], merged["top_logprobs"], strict=True))[1 : len(prompt_ids)]
+                assert [next(iter(top)) for _, top in of_prompt] == [token for token, _ in of_prompt]
 
     with_client(tmp_path, FakeDense(lambda submit: token_ids), test)
 

@@ -119,7 +119,6 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (CHATS, CHAT | {"modalities": ["text", "audio"]}, "modalities", ("not supported",)),
     ("/tokenize", {}, "prompt", ("exactly one",)),
     ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", ("exactly one",)),
-    ("/tokenize", {"prompt": ""}, "prompt", ("''",)),
     ("/tokenize", {"prompt": "word " * 300_000}, "prompt", ("1500000",)),
     ("/tokenize", {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
     ("/detokenize", {"tokens": [32_000]}, "tokens", ("tokens[0] is 32000, out of vocabulary",)),

@@ -99,12 +99,11 @@ def test_continuous_usage_needs_include_usage(tmp_path: Path) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("end", ["length", "stop string", "EOS"])
-def test_the_chunk_of_the_last_token_has_the_finish_reason(path: str, end: str, tmp_path: Path) -> None:
+def test_the_chunk_of_the_last_token_has_the_finish_reason(end: str, tmp_path: Path) -> None:
     token_ids = ids(" one two three") + [EOS] * (end == "EOS")
     body: dict[str, Any] = {"stop": " three"} if end == "stop string" else {}
-    chunks = post(tmp_path, path, token_ids, stream=True, return_token_ids=True, **body)
+    chunks = post(tmp_path, "/v1/completions", token_ids, stream=True, return_token_ids=True, **body)
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0].get("token_ids")]
     assert chunks[-1]["choices"][0] is choices[-1], "a chunk follows that of the last token"
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
@@ -112,6 +111,24 @@ def test_the_chunk_of_the_last_token_has_the_finish_reason(path: str, end: str, 
     assert choices[-1]["stop_reason"] == (" three" if end == "stop string" else None)
     assert [token_id for choice in choices for token_id in choice["token_ids"]] == token_ids
     assert "".join(map(text_of, choices)) == (" one two" if end == "stop string" else " one two three")
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+@pytest.mark.parametrize("end", ["length", "stop string", "EOS"])
+def test_the_finish_reason_of_a_chat_stands_beside_a_delta_without_content(
+    end: str, has_ids: bool, tmp_path: Path
+) -> None:
+    token_ids = ids(" one two three") + [EOS] * (end == "EOS")
+    body: dict[str, Any] = {"stop": " three"} if end == "stop string" else {}
+    chunks = post(tmp_path, "/v1/chat/completions", token_ids, stream=True, return_token_ids=has_ids, **body)
+    *choices, last = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["finish_reason"] for choice in choices] == [None] * len(choices)
+    assert last["finish_reason"] == ("length" if end == "length" else "stop")
+    assert last["stop_reason"] == (" three" if end == "stop string" else None)
+    assert "content" not in last["delta"]
+    assert "".join(map(text_of, choices)) == (" one two" if end == "stop string" else " one two three")
+    if has_ids:
+        assert [token_id for each in (*choices, last) for token_id in each.get("token_ids", ())] == token_ids
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -15,6 +15,7 @@ from tests.support.running_gateway import RunningGateway
 
 USER: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
 THOUGHT = "Two and two. Stop?"
+NO_REASONING = {"reasoning": None, "reasoning_content": None}
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nFour. Stop here."
 
 
@@ -42,9 +43,24 @@ def test_reasoning_stands_beside_the_content(tmp_path: Path) -> None:
                 content += choice.delta.content or ""
         assert (reasoning, content, counts) == (THOUGHT, "Four. Stop here.", [num_tokens])
         hidden = (await create(api, extra_body={"include_reasoning": False})).choices[0].message
-        assert hidden.content == "Four. Stop here." and "reasoning" not in hidden.model_extra
+        assert hidden.content == "Four. Stop here." and hidden.model_extra == NO_REASONING
 
     with_chat_model(tmp_path, "qwen3", [ANSWER], test)
+
+
+@pytest.mark.parametrize("text", [ANSWER, "Four."])
+@pytest.mark.parametrize("model", ["qwen3", "hermes"])
+def test_reasoning_content_can_be_read_from_every_message_and_delta(tmp_path: Path, model: str, text: str) -> None:
+    """The client raises `AttributeError` for a field that the server has not sent."""
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        [choice] = (await create(api)).choices
+        expected = THOUGHT if (model, text) == ("qwen3", ANSWER) else None
+        assert choice.message.reasoning_content == choice.message.reasoning == expected
+        deltas = [each.delta async for chunk in await create(api, stream=True) for each in chunk.choices]
+        assert "".join(delta.reasoning_content or "" for delta in deltas) == (expected or "")
+
+    with_chat_model(tmp_path, model, [text], test)
 
 
 def test_grpc_has_the_same_reasoning(tmp_path: Path) -> None:

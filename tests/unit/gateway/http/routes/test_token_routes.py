@@ -73,7 +73,6 @@ def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path, begins: bool | N
         ("/tokenize", {"prompt": ["a"] * 4}, "prompt", "4 elements, must have 1 to 3"),
         ("/tokenize", {"prompt": ["a"] * 1025}, "prompt", "1025 elements, at most 1024"),
         ("/tokenize", {"prompt": ["a", 5]}, "prompt[1]", "5"),
-        ("/tokenize", {"prompt": ["a", ""]}, "prompt[1]", "at least 1 character"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": "no"}, "add_special_tokens", "'no'"),
         ("/detokenize", {"tokens": [[5]] * 4}, "tokens", "4 elements, must have 1 to 3"),
         ("/detokenize", {"tokens": [[5], [10**6]]}, "tokens", "1000000"),
@@ -114,5 +113,30 @@ def test_tokenizer_info_is_served_only_if_configured(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.get("/tokenizer_info")
         assert response.status_code == 404 and "gateway.tokenizer_info" in response.json()["error"]["message"]
+
+    with_client(tmp_path, test)
+
+
+@pytest.mark.parametrize("body", [{"prompt": ""}, {"content": ""}, {"content": "", "add_special": True}])
+def test_an_empty_text_has_the_tokens_that_transformers_gives_it(tmp_path: Path, body: dict[str, Any]) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post("/tokenize", json=body)
+        expected = REFERENCE.encode("", add_special_tokens="prompt" in body or "add_special" in body)
+        assert response.status_code == 200, response.text
+        assert (response.json()["tokens"], response.json()["count"]) == (expected, len(expected))
+        several = (await client.post("/tokenize", json={"prompt": ["", "a"]})).json()
+        assert several["tokens"] == [REFERENCE.encode(""), REFERENCE.encode("a")]
+
+    with_client(tmp_path, test)
+
+
+def test_detokenize_answers_as_the_server_whose_form_the_request_has(tmp_path: Path) -> None:
+    token_ids = REFERENCE.encode("San Francisco")
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        text = REFERENCE.decode(token_ids)
+        of_vllm = {"model": EMBEDDED_MODEL.name, "tokens": token_ids}
+        assert (await client.post("/detokenize", json=of_vllm)).json() == {"prompt": text}
+        assert (await client.post("/detokenize", json={"tokens": token_ids})).json()["content"] == text
 
     with_client(tmp_path, test)
