@@ -153,7 +153,10 @@ async def read_request(
     given: Sequence[int]
     chat: Chat | None = None
     kind = message.WhichOneof("input")
-    if kind == "prompt_token_ids":
+    if message.HasField("suffix"):
+        check_size(message, tokenizer, limits)
+        given = await _read_gap(message, tokenizer)
+    elif kind == "prompt_token_ids":
         given = message.prompt_token_ids.ids
     elif kind == "prompt_embeds":
         given = table_ids
@@ -179,7 +182,8 @@ async def read_request(
     )
     _check_min_tokens(sampling.min_tokens, max_tokens)
     parsing = None if chat is None else read_parsing(chat, tokenizer, prompt_token_ids)
-    eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *answer_ends(parsing, tokenizer))
+    ends = tokenizer.fill_in_middle.end_token_ids if message.HasField("suffix") else answer_ends(parsing, tokenizer)
+    eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *ends)
     stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
     sampling.check_choice(stop_token_ids)
     if chat is not None:
@@ -239,6 +243,27 @@ async def read_text_or_chat(
     return await tokenizer.encode_chat(chat, adds_special_tokens), chat
 
 
+async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt and a suffix between which the answer stands. Raises `InvalidRequest`."""
+    tokenizer.fill_in_middle.check()
+    kind = message.WhichOneof("input")
+    if kind not in ("prompt", "prompt_token_ids"):
+        raise InvalidRequest(f"suffix belongs to a prompt of text or token ids, not to {kind or 'none'}", "suffix")
+    if message.echo:
+        raise InvalidRequest("echo cannot be used with suffix: the prompt is not what stands before the answer", "echo")
+    if message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequest(
+            "truncate_prompt_tokens cannot be used with suffix: it would cut the token off that the prompt begins with",
+            "truncate_prompt_tokens",
+        )
+    prefix = message.prompt if kind == "prompt" else message.prompt_token_ids.ids
+    adds_special_tokens = not message.HasField("add_special_tokens") or message.add_special_tokens
+    size = len(prefix) + len(message.suffix) + len(message.middle)
+    return await tokenizer.off_loop(
+        size, tokenizer.fill_in_middle.encode, prefix, message.suffix, message.middle, adds_special_tokens
+    )
+
+
 def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
     """Refuses a message with too many elements before they are checked: two megabytes may hold a million."""
     counted: list[tuple[str, str, Sized, int]] = [("messages", "elements", message.chat.messages, MAX_MESSAGES)]
@@ -265,6 +290,8 @@ def check_size(
     text = message.prompt if isinstance(message, gateway_pb2.GenerateRequest) else message.text
     chat = message.chat
     num_characters = len(text)
+    if isinstance(message, gateway_pb2.GenerateRequest):
+        num_characters += len(message.suffix) + len(message.middle)
     for each in chat.messages:
         num_characters += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
     most = limits.max_model_len * tokenizer.max_token_characters

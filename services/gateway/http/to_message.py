@@ -56,6 +56,8 @@ def completion_messages(
     else:
         common.max_tokens = body.max_tokens
     common.echo = bool(body.echo)
+    if body.suffix:
+        common.suffix = body.suffix
     if body.logprobs is not None:
         common.logprobs = limits.vocab_size if body.logprobs == ALL else body.logprobs
         if body.echo and body.prompt_logprobs is None:

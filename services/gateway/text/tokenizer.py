@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from services.common.errors import ConfigError, InvalidRequest
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
+from services.gateway.text.fill_in_middle import FillInMiddle
 from services.gateway.text.harmony.markers import MARKERS
 from services.gateway.text.parsing import ChatFormats
 from services.grammar.hf_tokenizer import load_hf_tokenizer
@@ -57,6 +58,7 @@ class Tokenizer:
             )
         self._template = ChatTemplate(hf_tokenizer)
         self._control_tokens = ControlTokens(hf_tokenizer)
+        self.fill_in_middle = FillInMiddle(hf_tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

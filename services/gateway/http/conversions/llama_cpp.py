@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from services.common.sampling_params import MAX_LOGIT_BIAS
 from services.gateway.context_length import too_long
-from services.gateway.http.schemas.llama_cpp import LlamaCppBody
+from services.gateway.http.schemas.llama_cpp import InfillBody, LlamaCppBody
 from services.gateway.http.to_message import completion_messages
 from services.gateway.request import ModelLimits, check_token_ids
 from services.gateway.text.tokenizer import Tokenizer
@@ -23,6 +23,8 @@ async def llama_cpp_messages(
     messages = completion_messages(body.completion.model_copy(update={"prompt": prompts}), request_id, limits)
     bias, banned = await _read_biases(body, tokenizer, limits.vocab_size)
     for message in messages:
+        if isinstance(body, InfillBody):
+            message.suffix, message.middle, message.echo = body.input_suffix, body.prompt or "", False
         if body.max_new_tokens is None:
             message.default_max_tokens = 0  # the rest of the context
         if body.cache_prompt is False:

@@ -1,4 +1,4 @@
-"""llama.cpp's own routes: POST /completion."""
+"""llama.cpp's own routes: POST /completion and /infill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.gateway.http.errors import LLAMA_CPP_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 from services.gateway.http.routes.completions import STREAM_CONTENT, check_prompts, traced
-from services.gateway.http.schemas.llama_cpp import LlamaCppBody, LlamaCppObject
+from services.gateway.http.schemas.llama_cpp import InfillBody, LlamaCppBody, LlamaCppObject
 
 
 def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
@@ -39,6 +39,18 @@ def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     )
     async def complete(body: LlamaCppBody, request: Request) -> Response:
         """llama.cpp's own route: continues one or several prompts."""
+        return await answer(body, request)
+
+    @router.post(
+        "/infill",
+        response_class=Response,
+        responses={200: {"model": LlamaCppObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def fill_in(body: InfillBody, request: Request) -> Response:
+        """llama.cpp's own route: writes what stands between two texts."""
+        return await answer(body, request)
+
+    async def answer(body: LlamaCppBody, request: Request) -> Response:
         await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)

@@ -41,7 +41,6 @@ class CompletionRequest(GenerationFields):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.unsupported,
         "kv_transfer_params": (),
-        "suffix": ("",),
         "thinking_token_budget": (),
         "vllm_xargs": ({},),
         # fields of chats
@@ -58,6 +57,11 @@ class CompletionRequest(GenerationFields):
         None,
         description="A prompt of embeddings, or a list of them, answered before `prompt`: tensors [tokens, hidden] as "
         "torch.save writes them, in base64. Only with gateway.enable_prompt_embeds",
+    )
+    suffix: str | None = Field(
+        None,
+        description="Text after the answer, which then stands between prompt and suffix; empty: none. Only for models "
+        "whose tokenizer has tokens for that, and not with echo or truncate_prompt_tokens",
     )
     echo: bool | None = Field(None, description="Start every text with its prompt")
     logprobs: CountOrAll | None = Field(

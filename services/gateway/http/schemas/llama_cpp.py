@@ -206,6 +206,24 @@ class LlamaCppBody(CompletionRequest):
         return self.model_copy(update=changes)
 
 
+class InfillBody(LlamaCppBody):
+    """Two texts, and what stands between them so far; llama.cpp's options."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **LlamaCppBody.unsupported,
+        "input_extra": ([],),
+        "suffix": ("",),
+    }
+
+    prompt: str | None = Field(None, description="The beginning of the middle, which the answer continues")  # type: ignore[assignment]
+    input_prefix: str = Field(description="The text before the answer")
+    input_suffix: str = Field(description="The text after the answer")
+
+    @property
+    def prompts_given(self) -> list[str | list[str | int]]:
+        return [self.input_prefix]
+
+
 def is_token_id(text: str) -> bool:
     """Whether a key of an object names a token by its id."""
     return text.isascii() and text.isdecimal() and len(text) <= 10

@@ -73,7 +73,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, PROMPT | {"priority": 101}, "priority", ("101", "100")),
     (COMPLETIONS, PROMPT | {"user": "a\nb"}, "user", ()),
     (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", ("stream",)),
-    (COMPLETIONS, PROMPT | {"suffix": "x"}, "suffix", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"suffix": "x"}, "suffix", ("none of the tokens", "<fim_prefix>")),
     (COMPLETIONS, PROMPT | {"response_format": {"type": "json_schema"}}, "response_format", ("is required",)),
     (COMPLETIONS, PROMPT | {"response_format": {"type": "xml"}}, "response_format.type", ("xml",)),
     (COMPLETIONS, PROMPT | {"structured_outputs": {}}, "structured_outputs", ("exactly one", "there are 0")),
