@@ -124,7 +124,7 @@ def test_a_sequence_whose_logits_depend_on_previous_tokens_gets_no_drafts_beside
     cluster.run_until_idle()
     drafted = {entry.seq_id for plan in cluster.plans for entry in plan.entries if entry.draft_token_ids}
     assert drafted == {2}
-    assert any(len(plan.entries) == 2 and plan.has_drafts for plan in cluster.plans), "in one step"
+    assert any(len(plan.entries) == 2 and plan.entries.drafts for plan in cluster.plans), "in one step"
     assert [sequence.output_token_ids for sequence in sequences] == [expected_output(each) for each in sequences]
 
 
@@ -143,7 +143,7 @@ def test_other_options_have_drafts(sampling: SamplingParams) -> None:
     sequence.sampling = sampling
     cluster.scheduler.add(sequence)
     cluster.run_until_idle()
-    assert any(plan.has_drafts for plan in cluster.plans)
+    assert any(plan.entries.drafts for plan in cluster.plans)
 
 
 def test_a_full_batch_has_no_drafts() -> None:
@@ -153,4 +153,4 @@ def test_a_full_batch_has_no_drafts() -> None:
     for _ in range(6):
         cluster.step()
     full = [plan for plan in cluster.plans if len(plan.entries) == 4]
-    assert full and not any(plan.has_drafts for plan in full)
+    assert full and not any(plan.entries.drafts for plan in full)

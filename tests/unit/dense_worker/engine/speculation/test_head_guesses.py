@@ -178,7 +178,7 @@ def test_heads_that_are_always_wrong_run_now_and_then_only(monkeypatch: pytest.M
     speculation = make_speculation()
     for _ in range(3):
         later = run(monkeypatch, never, speculation, COSTS["gpu"])
-    assert not any(plan.has_drafts for plan in later.plans)
+    assert not any(plan.entries.drafts for plan in later.plans)
     assert 0 < later.heads.num_guessed <= len(later.plans) / TRIAL_STEPS + 1
 
 
@@ -187,9 +187,9 @@ def test_heads_that_become_right_are_used_again(monkeypatch: pytest.MonkeyPatch)
     speculation = make_speculation()
     for _ in range(3):
         before = run(monkeypatch, never, speculation, COSTS["gpu"])
-    assert not any(plan.has_drafts for plan in before.plans)
+    assert not any(plan.entries.drafts for plan in before.plans)
     for _ in range(40):
-        if any(plan.has_drafts for plan in run(monkeypatch, always, speculation, COSTS["gpu"], num_seqs=8).plans):
+        if any(plan.entries.drafts for plan in run(monkeypatch, always, speculation, COSTS["gpu"], num_seqs=8).plans):
             return
     raise AssertionError("the heads were never used again")
 

@@ -170,7 +170,7 @@ def test_a_model_that_is_always_wrong_runs_now_and_then_only(monkeypatch: pytest
     speculation = make_speculation()
     for _ in range(3):
         later = run(monkeypatch, never, speculation, "gpu")
-    assert not any(plan.has_drafts for plan in later.plans)
+    assert not any(plan.entries.drafts for plan in later.plans)
     assert 0 < len(later.num_runs) <= len(later.plans) / TRIAL_STEPS + 1
 
 
@@ -178,16 +178,16 @@ def test_a_model_that_becomes_right_is_used_again(monkeypatch: pytest.MonkeyPatc
     speculation = make_speculation()
     for _ in range(3):
         before = run(monkeypatch, never, speculation, "gpu")
-    assert not any(plan.has_drafts for plan in before.plans)
+    assert not any(plan.entries.drafts for plan in before.plans)
     for _ in range(60):
-        if any(plan.has_drafts for plan in run(monkeypatch, always, speculation, "gpu", num_seqs=8).plans):
+        if any(plan.entries.drafts for plan in run(monkeypatch, always, speculation, "gpu", num_seqs=8).plans):
             return
     raise AssertionError("the draft model was never used again")
 
 
 def test_sequences_without_room_do_not_keep_the_model_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     on = run(monkeypatch, always, make_speculation(), "gpu", without_room=frozenset(range(1, 17)))
-    assert not any(plan.has_drafts for plan in on.plans)
+    assert not any(plan.entries.drafts for plan in on.plans)
     assert len(on.num_runs) <= len(on.plans) / TRIAL_STEPS + 1 + 16, "once for each sequence, and for trials"
 
 

@@ -142,7 +142,7 @@ def test_one_copied_text_does_not_make_the_others_slower(monkeypatch: pytest.Mon
     speculation = make_speculation()
     run(monkeypatch, text, 8, speculation, *COSTS["cpu"])
     full = [plan for plan in run(monkeypatch, text, 8, speculation, *COSTS["cpu"]).plans if len(plan.entries) == 8]
-    assert full and not any(plan.has_drafts for plan in full)
+    assert full and not any(plan.entries.drafts for plan in full)
 
 
 def test_copies_are_fast_where_tokens_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_many_drafts_are_tried_where_few_do_not_pay(monkeypatch: pytest.MonkeyPa
 def test_without_matches_every_step_is_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     off = run(monkeypatch, unpredictable, 1, None, *COSTS["gpu"])
     on = run(monkeypatch, unpredictable, 1, make_speculation(), *COSTS["gpu"])
-    assert on.time_s == off.time_s and not any(plan.has_drafts for plan in on.plans)
+    assert on.time_s == off.time_s and not any(plan.entries.drafts for plan in on.plans)
 
 
 def test_earlier_answers_help_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
