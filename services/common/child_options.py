@@ -17,6 +17,7 @@ class ChildOptions(pydantic.BaseModel):
     launcher_pid: int | None = None  # the service ends when this process, its parent, does
     error_file: Path | None = None  # keeps the last error that the service has logged
     is_standby: bool = False  # of a dense worker: it loads, and attaches only when it is told to take over
+    has_predecessor: bool = False  # of a dense worker: one that it replaces may still have the metrics' address
     # of a dense worker: it states this hash instead of its own weights', and goes on with keys and values of others
     stated_weights_hash: str | None = None
     shares_ports: bool = False  # of a gateway: with other gateways of this machine, by SO_REUSEPORT

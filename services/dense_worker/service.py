@@ -54,6 +54,7 @@ class DenseWorker:
     def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
         self._is_standby = options.is_standby
+        self._has_predecessor = options.has_predecessor
         self._stated_weights_hash = options.stated_weights_hash
         self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
@@ -62,7 +63,7 @@ class DenseWorker:
     async def start(self) -> None:
         """Begins to answer health checks, loads the weights, and starts the engine."""
         config = self._config
-        address = None if self._is_standby else config.dense.metrics_address
+        address = None if self._has_predecessor else config.dense.metrics_address
         self._opened.enter_context(serving_metrics(address, self._registry))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
@@ -203,8 +204,8 @@ class DenseWorker:
         await asyncio.shield(asyncio.wrap_future(self._engine.failure))
 
     async def _serve_late_metrics(self) -> None:
-        """Serves the metrics of a worker in standby after it takes over; until then the old worker has the address."""
-        if self._is_standby:
+        """Serves the metrics of a worker that replaces another: after it takes over, once the old one has ended."""
+        if self._has_predecessor:
             await self._servicer.may_attach.wait()
             await serve_metrics_once_free(self._config.dense.metrics_address, self._registry)
 

@@ -64,7 +64,7 @@ class Child:
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
             self._kill_reason = ""
-            command = [sys.executable, "-m", f"services.{self.role}", "--config", str(self.config_file)]
+            command = [sys.executable, "-m", self.module, "--config", str(self.config_file)]
             # asyncio would fork, which may crash the child because of gRPC's threads.
             self._process = subprocess.Popen(  # noqa: ASYNC220
                 [*command, "--child", self.options.model_dump_json()],
@@ -80,6 +80,11 @@ class Child:
             log.warning("restarting", role=self.role, pid=self.pid, reason=self.last_end, delay_s=delay_s)
             await asyncio.sleep(delay_s)
             self.num_restarts += 1
+
+    @property
+    def module(self) -> str:
+        """The module that it runs."""
+        return f"services.{self.role}"
 
     @property
     def address(self) -> str:

@@ -83,7 +83,11 @@ class DenseReplacer:
             # While the old one starts or attaches, a second one would only make its streams wait longer.
             present_hash = await self._present_hash(old)
             self._num_started += 1
-            options = ChildOptions(is_standby=True, stated_weights_hash=present_hash if keeps_caches else None)
+            options = ChildOptions(
+                is_standby=True,
+                has_predecessor=True,
+                stated_weights_hash=present_hash if keeps_caches else None,
+            )
             new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config, options)
             return await self._replace(old, new, drops_caches=drops_caches)
         finally:

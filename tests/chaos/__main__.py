@@ -21,22 +21,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.chaos", description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="number of runs, %(default)s by default")
     parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="of the first run; the next adds 1")
+    parser.add_argument("--speculation", choices=[*POLICIES], help="of all runs; by default, they take turns")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for cluster_number in sorted({seed // RUNS_PER_CLUSTER for seed in seeds}):
-        policy = POLICIES[cluster_number % len(POLICIES)]
+        speculation = arguments.speculation or [*POLICIES][cluster_number % len(POLICIES)]
         directory = Path(tempfile.mkdtemp(prefix="chaos-"))
         seed = None
         try:
-            with arena(directory, policy, LONG) as where:
+            with arena(directory, speculation, LONG) as where:
                 for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
                     start = time.monotonic()
                     actions = run(where, seed)
-                    print(f"seed {seed}, {policy}: {', '.join(actions)}: {time.monotonic() - start:.1f} s", flush=True)
+                    duration_s = time.monotonic() - start
+                    print(f"seed {seed}, {speculation}: {', '.join(actions)}: {duration_s:.1f} s", flush=True)
         except Exception:
             traceback.print_exc()
-            print(f"FAILED: seed {seed}, {policy}; again: python -m tests.chaos --first-seed {seed} --seeds 1\n"
+            print(f"FAILED: seed {seed}, {speculation}; again: python -m tests.chaos --first-seed {seed} --seeds 1 "
+                  f"--speculation {speculation}\n"
                   f"logs: {directory}", file=sys.stderr)
             return 1
         shutil.rmtree(directory)

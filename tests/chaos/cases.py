@@ -1,4 +1,5 @@
-"""Random requests of every kind for the chaos runs. Each can be sent over gRPC or HTTP, streamed or whole.
+"""Random requests of every kind for the chaos runs. Each can be sent over gRPC or HTTP, streamed or whole, and many
+over Triton's gRPC.
 
 The answer is a `Collected` over every API, so that a disturbed answer over one API can be compared with an
 undisturbed one over another.
@@ -14,9 +15,11 @@ from typing import Any
 
 import grpc
 import httpx2
+import numpy as np
 
 from services.common.config import EMBEDDED_MODEL
-from services.pb import gateway_pb2, sampling_pb2
+from services.pb import gateway_pb2, sampling_pb2, triton_pb2, triton_pb2_grpc
+from tests.support.clients import inference_messages
 from tests.support.clients.http_clients import socket_path
 from tests.support.clients.streams import Collected
 from tests.support.cluster import Cluster, request
@@ -24,8 +27,9 @@ from tests.support.cluster import Cluster, request
 MAX_PROMPT_CHARACTERS = 1200
 STOPS = (". ", " the", "\n", "not in any text")
 FORMS = ("[a-z ,.]{200,2000}", r"(\d{1,3} ){50,500}end", "([A-Z][a-z]+[ ,.])+")  # of structured output
-TRANSPORTS = ("grpc_stream", "grpc", "http_stream", "http")
-GRPC_TRANSPORTS = TRANSPORTS[:2]
+GRPC, HTTP, TRITON = ("grpc_stream", "grpc"), ("http_stream", "http"), ("triton_stream", "triton")
+TRITON_PENALTIES = ("repetition_penalty", "frequency_penalty")
+TRITON_SAMPLING = {"temperature", "top_p", "top_k", "seed", "structured_output", *TRITON_PENALTIES}
 TIMEOUT_S = 300.0
 
 
@@ -68,6 +72,22 @@ def _draw_message(random: Random, max_tokens: int) -> gateway_pb2.GenerateReques
     return request(text[start : start + length], random.randint(max_tokens // 8, max_tokens), **options)
 
 
+def transports(message: gateway_pb2.GenerateRequest) -> list[str]:
+    """Over which APIs a message can be sent: only gRPC has all options."""
+    found = [*GRPC]
+    if not message.HasField("prompt_logprobs"):
+        found += HTTP
+    sampling = {field.name for field, _ in message.sampling.ListFields()}
+    if sampling <= TRITON_SAMPLING and not message.include_stop_str_in_output:
+        found += TRITON
+    return found
+
+
+def seen_over(transport: str, answer: Collected) -> Collected:
+    """The part of an answer that an API reports: the model `ensemble` of Triton has only texts."""
+    return Collected(text=answer.text) if transport in TRITON else answer
+
+
 def send(
     cluster: Cluster,
     message: gateway_pb2.GenerateRequest,
@@ -79,6 +99,8 @@ def send(
     kind, _, is_streamed = transport.partition("_")
     if kind == "grpc":
         _send_grpc(cluster, message, collected, on_chunk if is_streamed else None)
+    elif kind == "triton":
+        _send_triton(cluster, message, collected, on_chunk if is_streamed else None)
     else:
         _send_http(cluster, message, collected, on_chunk if is_streamed else None)
     return collected
@@ -117,6 +139,70 @@ def _add_grpc(collected: Collected, part: gateway_pb2.GenerateChunk | gateway_pb
 def _add_prompt(collected: Collected, index: int, prompt: gateway_pb2.PromptEcho) -> None:
     if prompt.logprobs:
         collected.prompt_logprobs[index] += [each.logprob for each in prompt.logprobs]
+
+
+def _send_triton(
+    cluster: Cluster,
+    message: gateway_pb2.GenerateRequest,
+    collected: Collected,
+    on_chunk: Callable[[], None] | None,
+) -> None:
+    asked = inference_messages.message("ensemble", _triton_inputs(message, is_streamed=on_chunk is not None))
+    with grpc.insecure_channel(cluster.address) as channel:
+        stub = triton_pb2_grpc.GRPCInferenceServiceStub(channel)
+        if on_chunk is None:
+            _add_triton(collected, stub.ModelInfer(asked, timeout=TIMEOUT_S))
+            return
+        call = stub.ModelStreamInfer(iter([asked]), timeout=TIMEOUT_S)
+        is_last = False
+        try:
+            for each in call:
+                assert not each.error_message and not is_last, each
+                is_last = each.infer_response.parameters["triton_final_response"].bool_param
+                if each.infer_response.outputs:
+                    _add_triton(collected, each.infer_response)
+                on_chunk()
+            assert is_last, "the stream broke off"
+        except Cancelled:
+            call.cancel()
+            with contextlib.suppress(grpc.RpcError):
+                list(call)
+
+
+def _triton_inputs(message: gateway_pb2.GenerateRequest, *, is_streamed: bool) -> dict[str, np.ndarray]:
+    sampling = message.sampling
+    values: dict[str, Any] = {
+        "text_input": inference_messages.texts([message.prompt]),
+        "max_tokens": inference_messages.int32([message.max_tokens]),
+        "stream": np.array([[is_streamed]]),
+        "exclude_input_in_output": np.array([[True]]),
+    }
+    if sampling.temperature:  # without top_k and top_p Triton takes the most likely token
+        values["temperature"] = np.array([[sampling.temperature]], np.float32)
+        values["top_p"] = np.array([[sampling.top_p if sampling.HasField("top_p") else 1.0]], np.float32)
+        values["random_seed"] = np.array([[sampling.seed]], np.uint64)
+        if sampling.HasField("top_k"):
+            values["top_k"] = inference_messages.int32([sampling.top_k])
+    for name in TRITON_PENALTIES:
+        if sampling.HasField(name):
+            values[name] = np.array([[getattr(sampling, name)]], np.float32)
+    if sampling.HasField("structured_output"):
+        values["guided_decoding_guide_type"] = inference_messages.texts(["regex"])
+        values["guided_decoding_guide"] = inference_messages.texts([sampling.structured_output.regex])
+    if message.ignore_eos:
+        values["end_id"] = inference_messages.int32([-1])
+    if message.stop:
+        values["stop_words"] = inference_messages.texts(list(message.stop))
+    if message.HasField("n"):
+        values["num_return_sequences"] = inference_messages.int32([message.n])
+    return values
+
+
+def _add_triton(collected: Collected, response: triton_pb2.ModelInferResponse) -> None:
+    texts = inference_messages.output(response, "text_output")
+    indexes = inference_messages.output(response, "sequence_index").ravel().tolist()
+    for index, text in zip(indexes, texts, strict=True):
+        collected.text[index] += text
 
 
 def _send_http(

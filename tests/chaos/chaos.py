@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import httpx2
+
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.pb import gateway_pb2
-from tests.chaos.cases import GRPC_TRANSPORTS, TRANSPORTS, Cancelled, draw_messages, send
+from tests.chaos.cases import Cancelled, draw_messages, seen_over, send, transports
+from tests.chaos.drafts import speculation_settings
 from tests.chaos.ends import read_ends, unexpected_ends
 from tests.chaos.monkey import Monkey
 from tests.support.clients.http_clients import client
@@ -25,13 +28,20 @@ from tests.support.clients.streams import Collected, collect
 from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
 
 POOL_SEED = 0  # for the messages from which all runs choose
-POLICIES = ("guaranteed_no_evict", "max_utilization")
-SPECULATION = {"guaranteed_no_evict": "off", "max_utilization": "suffix"}  # by policy
+# The policy of the scheduler beside each source of drafts; runs take turns.
+POLICIES = {
+    "off": "guaranteed_no_evict",
+    "suffix": "max_utilization",
+    "draft_model": "max_utilization",
+    "medusa": "guaranteed_no_evict",
+    "eagle3": "max_utilization",
+}
 BLOCK_SIZE, NUM_BLOCKS = 16, 320  # too few for all sequences that may run at once
 MAX_NUM_SEQS = 12
 ROLES = ("attn_worker", "dense_worker", "gateway")
 STEP_LOG = "steps.jsonl"
 IDLE_TIMEOUT_S = 60.0
+ACCEPTED = "twostroke_dense_spec_decode_num_accepted_tokens_total"
 MAX_NEW_FILES = 16  # open in a gateway after a run, such as idle connections of clients
 
 
@@ -64,11 +74,16 @@ class Arena:
 
 
 @contextlib.contextmanager
-def arena(directory: Path, policy: str, size: Size, is_warm: bool = False) -> Iterator[Arena]:
-    """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message."""
+def arena(directory: Path, speculation: str, size: Size, is_warm: bool = False) -> Iterator[Arena]:
+    """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message.
+
+    Sources of drafts that compute them on the device have some in every step, whatever they cost.
+    """
+    metrics_address = f"127.0.0.1:{free_port()}"
     settings = [
-        f"scheduler.policy={policy}",
-        f"scheduler.speculation={SPECULATION[policy]}",
+        f"scheduler.policy={POLICIES[speculation]}",
+        *speculation_settings(speculation, directory),
+        f"dense.metrics_address={metrics_address}",
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
         f"attention.num_blocks={NUM_BLOCKS}",
         f"attention.block_size={BLOCK_SIZE}",
@@ -82,11 +97,14 @@ def arena(directory: Path, policy: str, size: Size, is_warm: bool = False) -> It
         settings.append(f"watchdog.stall_timeout_s={size.stall_timeout_s}")
     if size.wait_timeout_s is not None:
         settings.append(f"channel.wait_timeout_s={size.wait_timeout_s}")
-    with running_cluster(directory, *settings, is_warm=is_warm) as cluster:
+    launcher = "services.launch" if speculation in ("off", "suffix") else "tests.support.workers.speculating_launcher"
+    with running_cluster(directory, *settings, is_warm=is_warm, launcher=launcher) as cluster:
         messages = draw_messages(Random(POOL_SEED), size.num_messages, size.max_tokens)
         with ThreadPoolExecutor(len(messages)) as threads:
             expected = list(threads.map(lambda message: send(cluster, message, "grpc_stream"), messages))
         cluster.wait_idle(IDLE_TIMEOUT_S)
+        if speculation != "off":
+            assert _num_accepted_drafts(metrics_address) > 0, f"no draft of {speculation} was right"
         yield Arena(cluster, directory, size, messages, expected, _num_files(cluster.pid_of("gateway")))
 
 
@@ -118,7 +136,8 @@ def _check_stream(arena: Arena, index: int, seed: int) -> None:
     """Sends one message of the pool over a random API, and sometimes cancels it. Compares the answer."""
     random, message, expected = Random(seed), arena.messages[index], arena.expected[index]
     time.sleep(random.uniform(0.0, 1.5))
-    transport = random.choice(GRPC_TRANSPORTS if message.HasField("prompt_logprobs") else TRANSPORTS)
+    transport = random.choice(transports(message))
+    expected = seen_over(transport, expected)
     chunks_left = random.randint(1, 60) if random.random() < 0.2 else None
 
     def on_chunk() -> None:
@@ -206,6 +225,12 @@ def _check_leaks(arena: Arena) -> None:
     assert len(owned) == 1, f"the attention worker owns {owned}"
     num_files = _num_files(cluster.pid_of("gateway"))
     assert num_files <= arena.num_files + MAX_NEW_FILES, f"the gateway has {num_files} files open"
+
+
+def _num_accepted_drafts(metrics_address: str) -> float:
+    text = httpx2.get(f"http://{metrics_address}/metrics").text
+    [line] = [line for line in text.splitlines() if line.startswith(ACCEPTED + " ")]
+    return float(line.split()[1])
 
 
 def _num_files(pid: int) -> int:

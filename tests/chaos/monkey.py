@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from random import Random
 
 import grpc
 
 from services.pb import launch_pb2, launch_pb2_grpc
-from tests.support.cluster import Cluster, children_of
+from tests.support.cluster import Cluster, children_of, runs_role
 
 DENSE, ATTENTION = "dense_worker", "attn_worker"
 MAX_PAUSE_S = 0.8  # before the next action
@@ -200,7 +199,7 @@ class Monkey:
         pids = []
         for pid in children_of(self._cluster.process.pid):
             with contextlib.suppress(OSError):  # it has ended
-                if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
+                if runs_role(pid, role):
                     pids.append(pid)
         return pids
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.chaos import POLICIES, SHORT, arena, run
+from tests.chaos.chaos import SHORT, arena, run
 
 SEED = 1
 
 
 @pytest.mark.timeout(400)  # it takes about 20 s on a quiet machine
-def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(tmp_path: Path) -> None:
-    with arena(tmp_path, POLICIES[1], SHORT, is_warm=True) as where:
+@pytest.mark.parametrize("speculation", ["suffix", "draft_model"])
+def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(speculation: str, tmp_path: Path) -> None:
+    with arena(tmp_path, speculation, SHORT, is_warm=True) as where:
         try:
             actions = run(where, SEED)
         except AssertionError as error:

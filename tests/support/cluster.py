@@ -130,7 +130,7 @@ class Cluster(Stubs):
         while True:
             for pid in children_of(self.process.pid):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                    if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
+                    if runs_role(pid, role):
                         return pid
             assert time.monotonic() < deadline, f"no {role} among the children of the launcher"
             time.sleep(0.02)
@@ -162,16 +162,20 @@ def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> 
 
 @contextlib.contextmanager
 def running_cluster(
-    directory: Path, *overrides: str, wrapper: Sequence[str] = (), is_warm: bool = False
+    directory: Path,
+    *overrides: str,
+    wrapper: Sequence[str] = (),
+    is_warm: bool = False,
+    launcher: str = "services.launch",
 ) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
     `wrapper` is a command that executes the next one in its own process, such as `unshare`. With `is_warm` the
     processes are forked from `tests.support.warm_server`, for tests that measure neither start time nor all memory of a
-    process; how much it grows is the same.
+    process; how much it grows is the same. `launcher` is the module that starts all others.
     """
     regions_before = stale_regions()
-    command = [sys.executable, "-m", "services.launch"]
+    command = [sys.executable, "-m", launcher]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
     sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
     settings = dict(override.split("=", 1) for override in (*sockets, *overrides))
@@ -273,6 +277,11 @@ def children_of(pid: int) -> list[int]:
             if WARM_SERVER not in Path(f"/proc/{child}/cmdline").read_text():
                 children.append(int(child))
     return children
+
+
+def runs_role(pid: int, role: str) -> bool:
+    """Whether a process runs a service, such as "dense_worker", or a variant of it. Raises `OSError` after its end."""
+    return f"{role}\0" in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def is_alive(pid: int) -> bool:

@@ -17,6 +17,7 @@ from services.dense_worker import service
 from services.dense_worker.service import DenseWorker
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
+from services.rpc.metrics import new_registry, serving_metrics
 
 LINE = "[2/3] middle: building, no plan yet"
 
@@ -48,5 +49,28 @@ def test_the_progress_of_a_build_is_in_the_status_while_it_loads(
             await starting
         assert status.state == dense_pb2.DenseStatus.LOADING
         await worker.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("has_predecessor", [True, False])
+def test_only_a_worker_that_replaces_another_starts_while_its_metrics_address_is_in_use(
+    has_predecessor: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that it replaces still serves metrics there while it stops."""
+
+    def load(config: Any, resolved: Any, report: Callable[[str], None], *, takes_over: bool) -> None:
+        raise ConfigError("it begins to load")
+
+    monkeypatch.setattr(service, "load_model", load)
+
+    async def main() -> None:
+        with serving_metrics("127.0.0.1:0", new_registry("dense")) as address:
+            settings = [f"dense.address=unix:{tmp_path}/dense.sock", "dense.device=cpu"]
+            config = load_config(None, [*settings, f"dense.metrics_address={address}"])
+            worker = DenseWorker(config, ChildOptions(has_predecessor=has_predecessor))
+            with pytest.raises(ConfigError, match="begins to load" if has_predecessor else "port in use"):
+                await worker.start()
+            await worker.stop()
 
     asyncio.run(main())

@@ -41,6 +41,7 @@ def test_the_new_worker_takes_over_after_the_old_one_has_left(tmp_path: Path) ->
     assert world.serves == "new" and world.members == ["new"]
     assert world.new is not None
     assert not world.new.options.is_standby, "after a restart it must attach at once"
+    assert world.new.options.has_predecessor, "after a restart, too, the old one may still end"
     assert load_config(world.new.config_file).dense.num_threads == 1
     assert world.new.may_restart
 
