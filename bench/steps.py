@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from services.attn_worker.answers import describe_opened
 from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.servicer import describe_opened
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.limits import SchedulerLimits

@@ -12,7 +12,6 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.answers import describe_accepted, describe_opened
 from services.attn_worker.attach_request import read_gated_delta, read_scales, read_sinks
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
@@ -40,7 +39,7 @@ from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.rpc.server import until_over
 from services.rpc.spans import Tracer
 from services.rpc.watchdog import OnStall, Progress, Watchdog
-from services.step import NewSequence, SequenceOpened, StepPlan
+from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import decode_plan, encode_accepted, encode_opened
 
 log = structlog.get_logger()
@@ -381,6 +380,27 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                     f"the dense worker's {field} is {getattr(request, field)}, the attention worker's is {value}: "
                     "both must be started with the same sections model and attention"
                 )
+
+
+def describe_opened(seq_id: int, result: OpenResult) -> SequenceOpened:
+    """The answer for a sequence that has been opened."""
+    return SequenceOpened(
+        seq_id=seq_id,
+        num_cached_tokens=result.num_cached_tokens,
+        num_pinned_blocks=result.num_pinned_blocks,
+        num_held_blocks=result.num_held_blocks,
+        num_freed_blocks=result.num_freed_blocks,
+    )
+
+
+def describe_accepted(accepted: Accepted) -> PlanAccepted:
+    """The answer for a plan that has been accepted."""
+    return PlanAccepted(
+        step_id=accepted.plan.step_id,
+        num_freed_blocks=accepted.step.num_freed_blocks,
+        num_free_blocks=accepted.num_free_blocks,
+        errors={seq_id: str(error) for seq_id, error in accepted.step.errors.items()},
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

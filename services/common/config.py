@@ -17,8 +17,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from services.common.checks.addresses import check_address, check_proxy, check_target, check_tcp_address
-from services.common.checks.speculation import check_draft_model, check_lookup_lengths, check_speculation_model
+from services.common.addresses import check_address, check_proxy, check_target, check_tcp_address
 from services.common.errors import ConfigError
 
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # read by the gateway
@@ -27,6 +26,7 @@ MAX_MODEL_NAME_CHARACTERS = 256  # of a name that clients use for the model
 MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as expired
 MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
 MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
+SPECULATION_WITH_HEADS = ("medusa", "eagle3")
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
@@ -290,9 +290,9 @@ class Config(Section):
                 f"scheduler.max_num_seqs is {scheduler.max_num_seqs}, more than scheduler.max_num_batched_tokens "
                 f"{scheduler.max_num_batched_tokens}: a step could not give every sequence a token"
             )
-        check_lookup_lengths(scheduler.prompt_lookup_min, scheduler.prompt_lookup_max)
-        check_speculation_model(scheduler.speculation, scheduler.speculation_model, self.dense.backend)
-        check_draft_model(scheduler.speculation, scheduler.draft_model)
+        _check_lookup_lengths(scheduler.prompt_lookup_min, scheduler.prompt_lookup_max)
+        _check_speculation_model(scheduler.speculation, scheduler.speculation_model, self.dense.backend)
+        _check_draft_model(scheduler.speculation, scheduler.draft_model)
         if (self.gateway.tls_certificate is None) != (self.gateway.tls_key is None):
             raise ValueError("gateway.tls_certificate and gateway.tls_key belong together")
         if self.gateway.tls_client_ca is not None and self.gateway.tls_certificate is None:
@@ -311,6 +311,41 @@ class Config(Section):
         if len(set(addresses)) != len(addresses):
             raise ValueError(f"gateway, HTTP, dense and attention addresses must differ: {', '.join(addresses)}")
         return self
+
+
+def _check_lookup_lengths(shortest: int, longest: int) -> None:
+    """The lengths of the n-grams that are looked up."""
+    if shortest > longest:
+        raise ValueError(f"scheduler.prompt_lookup_min is {shortest}, more than prompt_lookup_max {longest}")
+
+
+def _check_speculation_model(method: str, model: Path | None, dense_backend: str) -> None:
+    """A method with heads needs their directory, and a backend that gives hidden states."""
+    if model is None:
+        if method in SPECULATION_WITH_HEADS:
+            raise ValueError(f"scheduler.speculation {method!r} needs scheduler.speculation_model, a directory")
+        return
+    if method not in SPECULATION_WITH_HEADS:
+        named = " or ".join(map(repr, SPECULATION_WITH_HEADS))
+        raise ValueError(f"scheduler.speculation_model {str(model)!r} belongs to {named}, speculation is {method!r}")
+    if not model.is_dir():
+        raise ValueError(f"scheduler.speculation_model {str(model)!r} is not a directory")
+    if dense_backend == "tensorrt":
+        raise ValueError(
+            f"scheduler.speculation {method!r}: TensorRT gives no hidden states: set dense.backend to torch"
+        )
+
+
+def _check_draft_model(method: str, model: Path | None) -> None:
+    """The method 'draft_model' needs a model."""
+    if model is None:
+        if method == "draft_model":
+            raise ValueError("scheduler.speculation 'draft_model' needs scheduler.draft_model, a model's directory")
+        return
+    if method != "draft_model":
+        raise ValueError(f"scheduler.draft_model {str(model)!r} belongs to 'draft_model', speculation is {method!r}")
+    if not model.is_dir():
+        raise ValueError(f"scheduler.draft_model {str(model)!r} is not a directory")
 
 
 def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:

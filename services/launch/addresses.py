@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from services.common.checks.addresses import MAX_PORT
+from services.common.addresses import MAX_PORT
 from services.common.config import Config
 from services.common.errors import ConfigError
 from services.rpc.client import read_peer_tls

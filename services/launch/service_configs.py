@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from services.common.checks.addresses import MAX_PORT
+from services.common.addresses import MAX_PORT
 from services.common.child_options import ChildOptions
 from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.common.checks.addresses import BALANCED_SCHEMES
+from services.common.addresses import BALANCED_SCHEMES
 from services.common.config import PeerSection
 from services.rpc.tls import TlsFiles, tls_files
 

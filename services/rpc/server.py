@@ -22,7 +22,7 @@ import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.checks.addresses import BALANCED_SCHEMES
+from services.common.addresses import BALANCED_SCHEMES
 from services.common.errors import ConfigError, TwostrokeError
 from services.pb import stall_pb2
 from services.rpc.error_details import rich_status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
-from services.dense_worker.tensorrt.build_command import build_command
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
@@ -230,7 +230,7 @@ def _find_or_build(
     cache = EnginePlanCache(section.plan_dir.expanduser())
     record = NetworkRecord(cache.directory, model.config, model.dtype)
     digests = record.read()
-    command = build_command(section, source, model) if section.build == "never" else None
+    command = _build_command(section, source, model) if section.build == "never" else None
     builder = EnginePlanBuilder(api, gpu, profiles, cache)
     plans = None if digests is None else builder.find(digests, model.dtype, report)
     if plans is None:
@@ -238,6 +238,25 @@ def _find_or_build(
         plans = builder.find_or_build(networks, model.dtype, command, report)
         record.write(networks, report)
     return TensorRTPlans(api, gpu, cache, plans)
+
+
+def _build_command(section: DenseSection, source: ModelSection, model: ResolvedModel) -> str:
+    """The command, for a shell, that builds what a worker with this config looks for.
+
+    Every setting that a plan depends on is there, so that the command needs no config.
+    """
+    arguments = [
+        *("--model", source.path.absolute()),
+        *("--load-format", source.load_format),
+        *("--dtype", str(model.dtype).removeprefix("torch.")),
+        *("--profiles", section.profiles),
+        *("--quantization", section.quantization),
+        *("--device", model.device),
+        *("--output-dir", section.plan_dir.expanduser().absolute()),
+    ]
+    if source.num_layers is not None:
+        arguments += ["--num-layers", source.num_layers]
+    return shlex.join(["python", "-m", "services.dense_worker.tensorrt.build", *map(str, arguments)])
 
 
 def _load_tensorrt(

@@ -8,14 +8,26 @@ import torch
 
 from services.common.errors import ModelError
 from services.common.families.shape import NormKind
-from services.common.quantization.schemes import LM_HEAD, Mxfp4Scheme, OnTheFlyFp8, QuantizationConfig, Scheme
+from services.common.quantization.schemes import (
+    LM_HEAD,
+    BlockFp8Scheme,
+    GroupedIntScheme,
+    Mxfp4Scheme,
+    OnTheFlyFp8,
+    QuantizationConfig,
+    ScaledScheme,
+    Scheme,
+)
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
-from services.dense_worker.model.linear import Cut, Linear, Projection, WeightFormat
+from services.dense_worker.model.linear import Cut, Linear, Projection, QuantizedFormat, WeightFormat
 from services.dense_worker.model.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
 from services.dense_worker.model.plain_weight import PlainWeight
-from services.dense_worker.model.quantized.create import create_quantized
+from services.dense_worker.model.quantized.block_fp8_weight import create_block_fp8
 from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer
+from services.dense_worker.model.quantized.mxfp4_weight import create_mxfp4
+from services.dense_worker.model.quantized.packed_sources import create_grouped_int
+from services.dense_worker.model.quantized.scaled_weight import create_on_the_fly, create_scaled
 from services.dense_worker.model.stored_layout import StackedExperts
 
 
@@ -99,6 +111,24 @@ class WeightAllocator:
         if reordered and schemes[0] is not None and not (is_stacked or isinstance(schemes[0], OnTheFlyFp8)):
             raise ModelError(f"{self._quantization.method} is not supported for {reordered[0]}, whose rows move")
         return schemes[0]
+
+
+def create_quantized(scheme: Scheme, layer: QuantizedLayer) -> QuantizedFormat:
+    """The weight of a linear layer in the format that its scheme says. A new format is a line here.
+
+    Raises ModelError if the layer's shape does not fit the scheme.
+    """
+    match scheme:
+        case ScaledScheme():
+            return create_scaled(scheme, layer)
+        case BlockFp8Scheme():
+            return create_block_fp8(scheme, layer)
+        case GroupedIntScheme():
+            return create_grouped_int(scheme, layer)
+        case Mxfp4Scheme():
+            return create_mxfp4(scheme, layer)
+        case OnTheFlyFp8():
+            return create_on_the_fly(layer)
 
 
 def checkpoint_sources(merged_from: tuple[Projection, ...], kind: str, *row_shape: int) -> tuple[Source, ...]:

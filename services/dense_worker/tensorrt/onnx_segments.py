@@ -13,12 +13,14 @@ from typing import Any
 import onnx
 import torch
 from onnx import TensorProto, helper
+from torch import nn
 
 from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig
-from services.dense_worker.model.parameters import tensors_by_name
+from services.dense_worker.model.operations import Operations
+from services.dense_worker.model.parameters import tensors_by_name, with_tensors
 from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
-from services.dense_worker.model.traced_segment import TracedSegment
+from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.tensorrt.onnx_lowering import CODE_DTYPES, ONNX_DTYPES, Lowering
 from services.dense_worker.tensorrt.quantized.exported_products import ExportedOperations, check_exportable
@@ -89,6 +91,29 @@ def export_networks(config: ModelConfig, dtype: torch.dtype) -> dict[str, bytes]
         name: export_segment(name, config, dtype).SerializeToString(deterministic=True)
         for name in segment_names(config)
     }
+
+
+class TracedSegment(nn.Module):
+    """A segment whose weights are inputs, for torch.export, ONNX and TensorRT.
+
+    Owns no parameters: forward takes the activations, then the weights in the order of `weight_names`.
+    """
+
+    def __init__(self, segment: First | Middle | Last, operations: Operations | None = None) -> None:
+        """`segment` gives the parts. Its tensors are not used and may be on the meta device.
+
+        `operations` are those that are recorded; None: torch's own.
+        """
+        super().__init__()
+        self._segment = segment
+        self._operations = operations or TorchOperations()
+        self.weight_names = tuple(tensors_by_name(segment))
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Runs `forward` of the segment with the given weights."""
+        num_activations = len(inputs) - len(self.weight_names)
+        weights = dict(zip(self.weight_names, inputs[num_activations:], strict=True))
+        return with_tensors(self._segment, weights).forward(self._operations, *inputs[:num_activations])
 
 
 def code_dtypes(network: bytes) -> set[torch.dtype]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attn_worker.answers import describe_opened
 from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.servicer import describe_opened
 from services.common.errors import CapacityError, InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment

@@ -8,8 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attn_worker.answers import describe_opened
 from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.servicer import describe_opened
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus

@@ -15,8 +15,8 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.segments import bind_weights, segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
-from services.dense_worker.model.traced_segment import TracedSegment
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.tensorrt.onnx_segments import TracedSegment
 from tests.support.models import FAMILIES, make_model_dir
 
 torch.set_num_threads(1)

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.sampling.editors import EDITORS
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
-from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.sampling.sampler import EDITORS, Sampler
 
 VOCAB_SIZE = 11
 STOP = [3, 5, VOCAB_SIZE + 7]  # the last one is beyond the vocabulary

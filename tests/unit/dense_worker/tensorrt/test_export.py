@@ -25,12 +25,11 @@ from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBacken
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import bind_weights, segments_of
-from services.dense_worker.model.traced_segment import TracedSegment
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.tensorrt import build, export
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy, load_hugging_face
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
-from services.dense_worker.tensorrt.onnx_segments import export_networks, export_segment
+from services.dense_worker.tensorrt.onnx_segments import TracedSegment, export_networks, export_segment
 from tests.support.dense.steps import make_noisy, relative_error
 from tests.support.model_configs import VARIANTS, small_config, write_config
 from tests.support.models import make_model_dir
