@@ -82,8 +82,8 @@ class GatewaySection(Section):
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
     strict_max_tokens: bool = False  # whether max_tokens beyond the rest of the context is an error; else it is lowered
     max_answers: Count = 256  # maximum number of answers to all prompts of one HTTP request
-    # maximum number of log-probabilities in all answers to one request: tokens times (1 + most likely tokens for
-    # each); 128 k tokens with 20 most likely tokens each make 2.8 million
+    # maximum number of log-probabilities in all answers to one request: tokens times (1 + most likely, named or all
+    # tokens for each); 128 k tokens with 20 most likely tokens each make 2.8 million
     max_request_logprobs: Count = 4_000_000
     # memory for logits that open requests ask for, all together; a row has 4 bytes for each token of the vocabulary
     max_logits_bytes: Count = 256 * 2**20

@@ -10,7 +10,14 @@ from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.common.structured_output import FIELD_NAME, Constraint, StructuredOutput
 from services.pb import sampling_pb2
 
-_COMPOUND = ("logit_bias", "bad_words", "allowed_token_ids", "structured_output", "reasoning_limit")
+_COMPOUND = (
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_output",
+    "reasoning_limit",
+    "logprob_token_ids",
+)
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOUND)
 
 
@@ -23,6 +30,7 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
         allowed_token_ids=params.allowed_token_ids,
         structured_output=_encode_structured_output(params.structured_output),
         reasoning_limit=_encode_reasoning_limit(params.reasoning_limit),
+        logprob_token_ids=params.logprob_token_ids,
     )
 
 
@@ -38,6 +46,8 @@ def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> Sa
         given["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
     if message.allowed_token_ids:
         given["allowed_token_ids"] = tuple(sorted(set(message.allowed_token_ids)))
+    if message.logprob_token_ids:
+        given["logprob_token_ids"] = tuple(dict.fromkeys(message.logprob_token_ids))
     if message.HasField("structured_output"):
         given["structured_output"] = _decode_structured_output(message.structured_output)
     if message.HasField("reasoning_limit"):

@@ -23,6 +23,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
 MAX_ALLOWED_TOKENS = 1024
+MAX_LOGPROB_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     structured_output: StructuredOutput | None = None  # the form of the output's text; None: any text
     reasoning_limit: ReasoningLimit | None = None  # None: reasoning is not limited
+    # Tokens whose log-probabilities are reported wherever any are; no effect on what is sampled. No token twice.
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -99,6 +102,7 @@ class SamplingParams:
         for i, word in enumerate(self.bad_words):
             _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
         _check_count("allowed_token_ids", "tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
+        _check_count("logprob_token_ids", "tokens", len(self.logprob_token_ids), 0, MAX_LOGPROB_TOKENS)
         if self.structured_output is not None:
             self.structured_output.validate()
 
@@ -110,6 +114,7 @@ class SamplingParams:
         for i, word in enumerate(self.bad_words):
             _check_token_ids(f"bad_words[{i}]", word, vocab_size)
         _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids, vocab_size)
         if self.reasoning_limit is not None:
             markers = (self.reasoning_limit.end_token_id, self.reasoning_limit.begin_token_id or 0)
             _check_token_ids("reasoning_limit", markers, vocab_size)

@@ -12,7 +12,8 @@ class TokenLogprobs:
     """Natural logarithms of the model's own probabilities, before any sampling option."""
 
     logprob: float  # of the sampled token, or of the prompt's token
-    top: tuple[tuple[int, float], ...]  # (token_id, logprob) of the most likely tokens, most likely first
+    # (token_id, logprob) of the most likely tokens, most likely first; then of `SamplingParams.logprob_token_ids`
+    top: tuple[tuple[int, float], ...]
     rank: int | None = None  # how many tokens are at least as likely as this one, itself included; None: not counted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 import grpc
@@ -38,6 +38,7 @@ _REASONS = {
     FinishReason.ERROR: dense_pb2.SequenceEnd.ERROR,
 }
 
+MAX_LOGPROBS = 2**17  # of prompts in one message: about a megabyte
 MAX_LOGITS_BYTES = 4 * 2**20  # of one message, which must fit into peers.max_message_bytes
 
 _POLL_S = 0.005
@@ -175,9 +176,15 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_us=round(1e6 * (sequence.started_s - sequence.arrival_s)),
                 )
+        num_values = defaultdict[_Outbox, int](int)
         for sequence, logprobs in report.prompt_logprobs:
             if outbox := self._outbox_of(sequence):
-                messages[outbox].prompt_logprobs.append(encode_prompt_logprobs(logprobs))
+                for part in encode_prompt_logprobs(logprobs):
+                    messages[outbox].prompt_logprobs.append(part)
+                    num_values[outbox] += len(part.tokens) * (1 + len(part.tokens[0].top_token_ids))
+                    if num_values[outbox] >= MAX_LOGPROBS:
+                        outbox.put_nowait(messages.pop(outbox))
+                        num_values[outbox] = 0
         for output in report.outputs:
             if outbox := self._outbox_of(output.sequence):
                 _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id, ()))
@@ -308,13 +315,16 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
     )
 
 
-def encode_prompt_logprobs(logprobs: PromptLogprobs) -> dense_pb2.PromptLogprobs:
-    """One message per step and prompt."""
-    return dense_pb2.PromptLogprobs(
-        seq_id=logprobs.seq_id,
-        start=logprobs.start,
-        tokens=[encode_logprobs(token) for token in logprobs.tokens],
-    )
+def encode_prompt_logprobs(logprobs: PromptLogprobs) -> Iterator[dense_pb2.PromptLogprobs]:
+    """Messages of at most about `MAX_LOGPROBS` values, or one token; nearly always one."""
+    tokens = logprobs.tokens
+    size = max(1, MAX_LOGPROBS // (1 + len(tokens[0].top)))
+    for first in range(0, len(tokens), size):
+        yield dense_pb2.PromptLogprobs(
+            seq_id=logprobs.seq_id,
+            start=logprobs.start + first,
+            tokens=[encode_logprobs(token) for token in tokens[first : first + size]],
+        )
 
 
 def encode_logits(logits: Logits) -> list[dense_pb2.Logits]:

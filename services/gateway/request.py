@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 from services.common.beams.options import BeamSearchOptions
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling
-from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, SamplingParams
+from services.common.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKENS,
+    SamplingParams,
+)
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
 from services.gateway.beam_request import decode_beams, greedy_for_beams, read_widths
@@ -119,8 +124,9 @@ class GenerationRequest:
     @property
     def max_num_logprobs(self) -> int:
         """Those of its answers, each of which may show the prompt's, too; of a search, those of all its beams."""
-        of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs)
-        return self.best_of * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs))
+        num_named = len(self.sampling.logprob_token_ids)
+        of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs, num_named)
+        return self.best_of * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs, num_named))
 
 
 async def read_request(
@@ -276,6 +282,7 @@ def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequ
             ("bad_words", "words", sampling.bad_words, MAX_BAD_TOKEN_SEQUENCES),
             ("logit_bias", "tokens", sampling.logit_bias, MAX_LOGIT_BIASES),
             ("allowed_token_ids", "tokens", sampling.allowed_token_ids, MAX_ALLOWED_TOKENS),
+            ("logprob_token_ids", "tokens", sampling.logprob_token_ids, MAX_LOGPROB_TOKENS),
         ]
     for field, what, elements, most in counted:
         if len(elements) > most:
@@ -326,7 +333,12 @@ def _check_logprobs(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -
             f"logprobs is {message.logprobs}{is_all}, must be from 0 to {limits.max_logprobs} (gateway.max_logprobs)",
             "logprobs",
         )
-    _check_range("prompt_logprobs", message.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
+    if message.prompt_logprobs > MAX_PROMPT_LOGPROBS and message.prompt_logprobs != limits.vocab_size:
+        raise InvalidRequest(
+            f"prompt_logprobs is {message.prompt_logprobs}, must be from 0 to {MAX_PROMPT_LOGPROBS}, or -1 for all "
+            f"{limits.vocab_size} tokens of the vocabulary",
+            "prompt_logprobs",
+        )
 
 
 def check_num_logprobs(num_logprobs: int, most: int) -> None:
@@ -334,13 +346,13 @@ def check_num_logprobs(num_logprobs: int, most: int) -> None:
     if num_logprobs > most:
         raise InvalidRequest(
             f"all answers together may have {num_logprobs} log-probabilities, gateway.max_request_logprobs is {most}: "
-            "ask for fewer by max_tokens, logprobs, prompt_logprobs, n or best_of",
+            "ask for fewer by max_tokens, logprobs, prompt_logprobs, logprob_token_ids, n or best_of",
             "logprobs",
         )
 
 
-def _num_logprobs(num_tokens: int, num_likeliest: int | None) -> int:
-    return 0 if num_likeliest is None else num_tokens * (1 + num_likeliest)
+def _num_logprobs(num_tokens: int, num_likeliest: int | None, num_named: int) -> int:
+    return 0 if num_likeliest is None else num_tokens * (1 + num_likeliest + num_named)
 
 
 def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int, int]:

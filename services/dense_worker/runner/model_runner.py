@@ -274,7 +274,7 @@ class ModelRunner:
             self._guessing.keep(entries, sequences, token_ids)
         logits = PendingLogits(wanted, kept_logits, prompt_logits) if wanted.sampled or wanted.prompts else None
         return PendingTokens(
-            entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked, logits, token_ids
+            entries, sequences, host_token_ids, num_logprobs, ranked, prompt_ranked, logits, token_ids
         )
 
     def with_guesses(self, tokens: PendingTokens, num_guesses: int) -> PendingTokens:

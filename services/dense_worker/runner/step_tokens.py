@@ -13,7 +13,7 @@ from services.dense_worker.runner.guesses import PendingGuesses
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
-from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
+from services.dense_worker.sampling.prompt_logprobs import RankedSpans
 from services.grammar.matcher import GrammarMatcher
 from services.step import Logits, PlanEntries, RaggedTokens, StepResult
 
@@ -27,8 +27,7 @@ class PendingTokens:
     token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan needs
     num_logprobs: Mapping[int, int]  # most likely tokens to report with the sampled one, by index in `token_ids`
     ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
-    spans: SequenceOf[PromptSpan]
-    prompt_ranked: RankedTokens | None  # one row for each token of `spans`; None if these are empty
+    prompt_ranked: RankedSpans | None  # of the step's spans of prompts; None if there are none
     logits: PendingLogits | None = None  # that are reported; None: none
     sampled: torch.Tensor | None = None  # `token_ids` on the device; None: the step samples no token
     guesses: PendingGuesses | None = None  # of the tokens after these; None: nobody asks for any
@@ -59,7 +58,7 @@ class PendingTokens:
                 found = self.logits.read_sampled(entry.seq_id, start, first, len(accepted))
                 logits += () if found is None else (found,)
             first += entry.num_logits
-        prompt_logprobs = [] if self.prompt_ranked is None else read_prompt_logprobs(self.spans, self.prompt_ranked)
+        prompt_logprobs = [] if self.prompt_ranked is None else self.prompt_ranked.read()
         prompt_logits = [] if self.logits is None else self.logits.read_prompts()
         ended = _follow(formed) if formed else {}
         guesses = {} if self.guesses is None else self.guesses.read()

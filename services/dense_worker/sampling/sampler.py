@@ -89,6 +89,7 @@ class Sampler:
         self._options = np.zeros(max_num_seqs, dtype=_OPTIONS)
         self._editors = [editor(max_num_seqs, vocab_size, self._device) for editor in editors]
         self._needs = np.zeros((len(editors), max_num_seqs), dtype=np.bool_)  # which slots need which editor
+        self._named: dict[int, tuple[int, ...]] = {}  # token ids whose log-probabilities are reported, by slot
         self._needed: list[tuple[LogitsEditor, np.ndarray]] = []  # editors that any slot needs: bool [max_num_seqs]
         self._draw_tokens = gumbel.draw
         if self._device.type == "cuda":
@@ -110,7 +111,8 @@ class Sampler:
         """Gives `slot` to a new sequence, or to a resumed one with its earlier tokens.
 
         `params` are valid; prompt and output ids are in [0, vocab_size). `min_tokens` forbids `stop_token_ids`
-        (including EOS). `num_logprobs`: report log-probabilities of the sampled token and this many most likely ones.
+        (including EOS). `num_logprobs`: report log-probabilities of the sampled token, this many most likely ones, and
+        `params.logprob_token_ids`.
         `grammar` follows the output: before each call of `sample` it has consumed all tokens before the sampled one.
         """
         assert not self._options[slot]["is_used"], f"slot {slot} is taken"
@@ -129,11 +131,14 @@ class Sampler:
         self.last_token[slot].fill_(last[-1] if last else 0)  # a prompt of vectors alone has no tokens
         sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids, grammar)
         self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
+        if params.logprob_token_ids:
+            self._named[slot] = params.logprob_token_ids
 
     def remove(self, slot: int) -> None:
         """Frees `slot`; a later `add` starts it anew."""
         assert self._options[slot]["is_used"], f"slot {slot} is free"
         self._options[slot]["is_used"] = False
+        self._named.pop(slot, None)
         self._note_needs(slot, [False] * len(self._editors))
 
     @torch.inference_mode()
@@ -170,7 +175,8 @@ class Sampler:
         if model_logits is None:
             return SampledTokens(token_ids, {}, None)
         num_logprobs = options["num_logprobs"][reported]
-        ranked = rank_tokens(model_logits, token_ids[self._upload(reported)], int(num_logprobs.max()))
+        named = [self._named.get(slot, ()) for slot in slots[reported].tolist()] if self._named else None
+        ranked = rank_tokens(model_logits, token_ids[self._upload(reported)], int(num_logprobs.max()), named)
         wanted = dict(zip(reported.tolist(), num_logprobs.tolist(), strict=True))
         return SampledTokens(token_ids, wanted, ranked)
 

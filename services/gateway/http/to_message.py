@@ -28,7 +28,6 @@ SAME_FIELDS = (
     "model",
     "n",
     "priority",
-    "prompt_logprobs",
     "skip_special_tokens",
     "user",
 )
@@ -50,7 +49,7 @@ def completion_messages(
 
     Raises `InvalidRequest` for more log-probabilities than an echoed prompt can have.
     """
-    common = _common_message(body)
+    common = _common_message(body, limits)
     if body.max_tokens is None:
         common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
     else:
@@ -59,7 +58,7 @@ def completion_messages(
     if body.suffix:
         common.suffix = body.suffix
     if body.logprobs is not None:
-        common.logprobs = limits.vocab_size if body.logprobs == ALL else body.logprobs
+        common.logprobs = _count(body.logprobs, body, limits)
         if body.echo and body.prompt_logprobs is None:
             if common.logprobs > MAX_PROMPT_LOGPROBS:
                 message = f"logprobs is {common.logprobs}, with echo it must be from 0 to {MAX_PROMPT_LOGPROBS}"
@@ -84,7 +83,7 @@ def completion_messages(
 
 def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
     """The message of a chat."""
-    message = _common_message(body)
+    message = _common_message(body, limits)
     message.request_id = request_id
     message.chat.CopyFrom(chat_of(body))
     message.chat.tool_choice = choice_text(body.tool_choice)
@@ -98,7 +97,7 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     if max_tokens is not None:
         message.max_tokens = max_tokens
     if body.logprobs:
-        message.logprobs = limits.vocab_size if body.top_logprobs == ALL else body.top_logprobs or 0
+        message.logprobs = _count(body.top_logprobs or 0, body, limits)
     return message
 
 
@@ -138,7 +137,14 @@ def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
     )
 
 
-def _common_message(body: GenerationFields) -> gateway_pb2.GenerateRequest:
+def _count(num_logprobs: int, body: GenerationFields, limits: ModelLimits) -> int:
+    """The number of most likely tokens to report; as in vLLM, tokens that the request names take their place."""
+    if body.logprob_token_ids:
+        return 0
+    return limits.vocab_size if num_logprobs == ALL else num_logprobs
+
+
+def _common_message(body: GenerationFields, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
     sampling = _given(body, SAME_SAMPLING_FIELDS)
     if body.top_k is not None and body.top_k not in (0, -1):
         sampling["top_k"] = body.top_k
@@ -148,6 +154,8 @@ def _common_message(body: GenerationFields) -> gateway_pb2.GenerateRequest:
         sampling["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
     if body.allowed_token_ids:
         sampling["allowed_token_ids"] = body.allowed_token_ids
+    if body.logprob_token_ids:
+        sampling["logprob_token_ids"] = body.logprob_token_ids
     if (form := form_of(body)) is not None:
         sampling["structured_output"] = form
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
@@ -157,6 +165,7 @@ def _common_message(body: GenerationFields) -> gateway_pb2.GenerateRequest:
         stop_token_ids=body.stop_token_ids,
         bad_words=body.bad_words,
         truncate_prompt_tokens=0 if body.truncate_prompt_tokens == ALL else body.truncate_prompt_tokens,
+        prompt_logprobs=limits.vocab_size if body.prompt_logprobs == ALL else body.prompt_logprobs,
         beam_search=_beam_search_of(body),
         **_given(body, SAME_FIELDS),
     )

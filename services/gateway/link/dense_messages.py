@@ -35,7 +35,7 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
 }
 
 MAX_PART_BYTES = 2**20  # of a prompt table in one message: about a millisecond
-MAX_DECODED_TOKENS = 512  # prompt tokens with log-probabilities in one iteration of the event loop: about 3 ms
+MAX_DECODED_LOGPROBS = 2**13  # of prompts in one iteration of the event loop: 3 ms; a token costs as much as 16
 
 
 def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
@@ -115,11 +115,12 @@ def _group_id(entry: JournalEntry) -> int:
 async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense_pb2.PromptLogprobs]) -> None:
     """Adds prompt log-probabilities in small parts: decoding all of a step would delay other streams."""
     for span in spans:
-        for first in range(0, len(span.tokens), MAX_DECODED_TOKENS):
+        size = max(1, MAX_DECODED_LOGPROBS // (16 + len(span.tokens[0].top_token_ids))) if span.tokens else 1
+        for first in range(0, len(span.tokens), size):
             entry = sequences.get(span.seq_id)
             if entry is None:
                 break
-            tokens = span.tokens[first : first + MAX_DECODED_TOKENS]
+            tokens = span.tokens[first : first + size]
             entry.set_prompt_logprobs(span.start + first, [decode_logprobs(token) for token in tokens])
             await asyncio.sleep(0)
 

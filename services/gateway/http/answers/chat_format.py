@@ -98,7 +98,9 @@ class ChatFormat:
             return ()  # the token is an incomplete character, or a part of a marker
         objects = [self._object(each, chunk.num_output_tokens) for each in choices]
         if has_prompt_logprobs:
-            objects[0]["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
+            objects[0]["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
+            )
         return objects
 
     def closing(self) -> Sequence[ChatChunkObject]:
@@ -121,7 +123,9 @@ class ChatFormat:
             "prompt_logprobs": None,
         }
         if prompt is not None and prompt.logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
+            whole["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
+            )
         if self._body.return_token_ids:
             whole["prompt_token_ids"] = self._prompt
         return whole

@@ -131,4 +131,6 @@ class CompletionFormat:
         return builder.append(token_ids, logprobs)
 
     def _prompt_logprobs(self, prompt: Prompt) -> Any:
-        return None if prompt.logprobs is None else prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
+        return None if prompt.logprobs is None else prompt_logprobs(
+            self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
+        )

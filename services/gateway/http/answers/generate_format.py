@@ -17,6 +17,7 @@ from services.gateway.link.journal_entry import FinishReason
 # would take a number of bytes that grows with its square.
 MAX_REPEATS = 1024
 PARAM_NAMES = {
+    "logprob_token_ids": "token_ids_logprob",
     "logprobs": "top_logprobs_num",
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -86,22 +87,32 @@ class GenerateFormat:
             about |= {"cached_tokens": finish.num_cached_tokens, "e2e_latency": finish.timings.total_s}
         if self._body.return_logprob:
             start = self._body.logprob_start_len
-            about |= self._logprobs("output", answer.token_ids, answer.logprobs)
+            named = self._body.named_tokens(prompt_index)
+            about |= self._logprobs("output", answer.token_ids, answer.logprobs, named)
             shown = prompt is not None and prompt.logprobs is not None and start not in (None, -1)
             token_ids = prompt.token_ids[start:] if shown else []
-            about |= self._logprobs("input", token_ids, [None, *prompt.logprobs][start:] if shown else [])
+            about |= self._logprobs("input", token_ids, [None, *prompt.logprobs][start:] if shown else [], named)
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
 
     def _logprobs(
-        self, kind: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+        self,
+        kind: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        named: Sequence[int],
     ) -> dict[str, Any]:
-        """Log-probabilities as lists of [log-probability, token id, text], and those of the most likely tokens."""
+        """Lists of [log-probability, token id, text]: of the tokens, of the most likely ones, and of those `named`."""
         pairs = zip(token_ids, logprobs, strict=False)  # tokens after a stop were not asked for
         own = [(token_id, None if each is None else each.logprob) for token_id, each in pairs]
         found: dict[str, Any] = {f"{kind}_token_logprobs": self._triples(own)}
         if self._body.top_logprobs_num:
             found[f"{kind}_top_logprobs"] = [
                 None if each is None else self._triples(each.top[: self._body.top_logprobs_num]) for each in logprobs
+            ]
+        if named:
+            found[f"{kind}_token_ids_logprobs"] = [
+                None if each is None else self._triples([(token_id, dict(each.top)[token_id]) for token_id in named])
+                for each in logprobs
             ]
         return found
 

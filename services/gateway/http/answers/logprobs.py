@@ -97,13 +97,19 @@ class LegacyLogprobsBuilder:
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_named: int = 0
 ) -> PromptLogprobs:
-    """The log-probabilities of a prompt in vLLM's format: by token id, the prompt's own token first, with ranks."""
+    """The log-probabilities of a prompt in vLLM's format: by token id, the prompt's own token first, with ranks.
+
+    The last `num_named` tokens of each position, which the request names, have no rank.
+    """
     entries: PromptLogprobs = [None]
     for token_id, each in zip(token_ids[1:], logprobs, strict=True):
         ranked = {token_id: (each.logprob, each.rank)}  # where it is one of the most likely, it keeps its place
-        ranked.update((other_id, (logprob, rank)) for rank, (other_id, logprob) in enumerate(each.top, start=1))
+        num_top = len(each.top) - num_named
+        ranked.update((other_id, (logprob, rank)) for rank, (other_id, logprob) in enumerate(each.top[:num_top], 1))
+        for other_id, logprob in each.top[num_top:]:
+            ranked.setdefault(other_id, (logprob, None))
         entries.append(
             {
                 str(other_id): {

@@ -44,9 +44,12 @@ def generate_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         answer_format = GenerateFormat(frontend, body, request_id)
         with client_field_names(answer_format.param_names):
             check_prompts(completion, section.max_prompts, limits.max_model_len)
+        messages = completion_messages(completion, request_id, limits)
+        for prompt_index, message in enumerate(messages):
+            message.sampling.logprob_token_ids.extend(body.named_tokens(prompt_index))
         return Answer(
             frontend,
-            traced(completion_messages(completion, request_id, limits), request),
+            traced(messages, request),
             answer_format,
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,

@@ -34,7 +34,7 @@ class UsageObject(TypedDict):
 class PromptLogprob(TypedDict):
     """A token of the prompt, or another token at the same position; `rank` 1 is the most likely.
 
-    The rank of a prompt's token counts all tokens of the vocabulary; null only if a dense worker has not counted them.
+    The rank of a prompt's token counts all tokens of the vocabulary; null for tokens of logprob_token_ids.
     """
 
     logprob: float

@@ -6,16 +6,25 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import pydantic
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
+from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.http.schemas.base import CountOrAll, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.completions import CompletionRequest, Prompt
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
 OWN_FIELDS = ("no_stop_trim",)  # of SGLang, which a completion has under another name
+
+
+_Named = Annotated[list[UInt32], at_most(MAX_LOGPROB_TOKENS)]
+NamedTokens = Annotated[
+    Annotated[_Named, Tag("<token_ids>")]
+    | Annotated[list[_Named | None], at_most(MAX_PROMPTS), Tag("<lists>")],
+    Discriminator(lambda value: "<token_ids>" if not value or type(value[0]) is int else "<lists>"),
+]
 
 
 class GenerateSampling(CompletionRequest):
@@ -24,6 +33,7 @@ class GenerateSampling(CompletionRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: values for name, values in CompletionRequest.unsupported.items() if name not in OWN_FIELDS},
         # they belong into the body, or are known under another name
+        "logprob_token_ids": ([],),
         "logprobs": (),
         "max_tokens": (),
         "prompt": (),
@@ -45,7 +55,6 @@ class GenerateBody(RequestModel):
         "video_data": ([],),
         "input_embeds": (),
         "return_hidden_states": (False,),
-        "token_ids_logprob": ([],),
         "session_params": ({},),
         "custom_logit_processor": ("",),
     }
@@ -56,6 +65,11 @@ class GenerateBody(RequestModel):
     stream: bool | None = Field(None, description="Send events, each with the whole text so far")
     return_logprob: bool | None = Field(None, description="Give the log-probability of each token; not with stream")
     top_logprobs_num: UInt32 | None = Field(None, description="And of this many most likely tokens")
+    token_ids_logprob: NamedTokens | None = Field(
+        None,
+        description="With return_logprob: give the log-probabilities of these tokens at each position; for several "
+        "prompts also a list for each",
+    )
     logprob_start_len: CountOrAll | None = Field(
         None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
     )
@@ -74,9 +88,27 @@ class GenerateBody(RequestModel):
             raise PydanticCustomError("prompt", "exactly one of text and input_ids is required", {"field": "text"})
         if isinstance(self.input_ids, str) or (self.input_ids and isinstance(self.input_ids[0], str)):
             raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
+        if self.token_ids_logprob:
+            self._check_named_tokens(self.token_ids_logprob)
         if self.stream and self.return_logprob:
             raise PydanticCustomError("stream", "cannot be used with stream", {"field": "return_logprob"})
         return self
+
+    def _check_named_tokens(self, given: list[int] | list[list[int] | None]) -> None:
+        prompt = self.text if self.input_ids is None else self.input_ids
+        num_prompts = len(prompt) if self.is_batch else 1
+        if not self.return_logprob:
+            raise PydanticCustomError("named", "has an effect only with return_logprob", {"field": "token_ids_logprob"})
+        if not isinstance(given[0], int) and (not self.is_batch or len(given) != num_prompts):
+            context = {"count": len(given), "prompts": num_prompts, "field": "token_ids_logprob"}
+            raise PydanticCustomError("named", "has {count} lists for {prompts} prompts", context)
+
+    def named_tokens(self, prompt_index: int) -> list[int]:
+        """The tokens of `token_ids_logprob` for one of the prompts."""
+        given = self.token_ids_logprob
+        if not given or isinstance(given[0], int):
+            return given or []  # type: ignore[return-value]
+        return given[prompt_index] or []  # type: ignore[return-value]
 
     @property
     def is_batch(self) -> bool:
@@ -133,6 +165,8 @@ class MetaInfo(TypedDict):
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     input_token_logprobs: NotRequired[list[LogprobTriple]]
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    output_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    input_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
 
 
 class GenerateObject(TypedDict):

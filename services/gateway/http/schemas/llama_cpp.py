@@ -92,6 +92,7 @@ class LlamaCppBody(CompletionRequest):
         # fields of completions whose results the answer has no place for
         "best_of": (1,),
         "echo": (False,),
+        "logprob_token_ids": ([],),
         "prompt_embeds": (),
         "prompt_logprobs": (),
         "return_token_ids": (False,),

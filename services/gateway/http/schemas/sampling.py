@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROB_TOKENS
 from services.gateway.http.schemas.base import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.other_servers import LLAMA_CPP, SGLANG, TGI, VLLM
 from services.gateway.http.schemas.structured_output import (
@@ -112,10 +112,15 @@ class GenerationFields(RequestModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: UInt32 | None = Field(
+    prompt_logprobs: CountOrAll | None = Field(
         None,
-        description="Give the log-probability of each prompt token, and of this many most likely tokens; "
-        "gateway.max_request_logprobs counts them once per answer",
+        description="Give the log-probability of each prompt token, and of this many most likely tokens, at most 20; "
+        "-1: of all of the vocabulary. gateway.max_request_logprobs counts them once per answer",
+    )
+    logprob_token_ids: Annotated[list[UInt32] | None, at_most(MAX_LOGPROB_TOKENS)] = Field(
+        None,
+        description="With logprobs: give the log-probabilities of these tokens at every position, in place of the most "
+        "likely ones",
     )
     add_special_tokens: bool | None = Field(
         None,
@@ -144,6 +149,11 @@ class GenerationFields(RequestModel):
     store: bool | None = Field(None, description=IGNORED)
     verbosity: _Label | None = Field(None, description=IGNORED)
 
+    @property
+    def num_named(self) -> int:
+        """How many tokens the request names in `logprob_token_ids`."""
+        return len(set(self.logprob_token_ids or ()))
+
     @pydantic.field_validator("truncate_prompt_tokens")
     @classmethod
     def _check_kept_tokens(cls, count: int | None) -> int | None:
@@ -159,6 +169,13 @@ class GenerationFields(RequestModel):
                 shown = f"{key:.20}"
                 raise PydanticCustomError("token_id", "the key {key} is not a token id", {"key": repr(shown)})
         return bias
+
+    @pydantic.model_validator(mode="after")
+    def _check_named_tokens(self) -> GenerationFields:
+        given = getattr(self, "logprobs", None)  # completions have a count there, chats a switch
+        if self.logprob_token_ids and (given is None or given is False):
+            raise PydanticCustomError("logprobs", "has an effect only with logprobs", {"field": "logprob_token_ids"})
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_beam_search(self) -> GenerationFields:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
-from services.dense_worker.sampling.prompt_logprobs import find_span, rank_prompt_tokens, read_prompt_logprobs
+from services.dense_worker.sampling.prompt_logprobs import find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, PlanEntry
 
@@ -135,7 +137,7 @@ def test_chunks_report_every_prompt_token_except_the_first_once(
         if span := find_span(entry, sequence, first_row):
             backend = RowBackend(first_row + num_tokens)
             ranked = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), [span], max_num_rows)
-            [found] = read_prompt_logprobs([span], ranked)
+            [found] = ranked.read()
             assert max(backend.asked) <= max_num_rows
             expected = exact_logprobs(backend.logits)
             for index, token in enumerate(found.tokens, found.start):
@@ -154,8 +156,65 @@ def test_each_prompt_of_a_step_has_its_own_number_of_top_tokens() -> None:
         find_span(PlanEntry(2, 2, 3, num_logits=0), second, 6),
     ]
     backend = RowBackend(9)
-    found = read_prompt_logprobs(spans, rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, 256))
+    found = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, 256).read()
     assert [(each.seq_id, each.start, len(each.tokens)) for each in found] == [(1, 1, 3), (2, 3, 3)]
     assert [len(token.top) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
     expected = exact_logprobs(backend.logits)
     assert found[1].tokens[2].logprob == pytest.approx(expected[8, second.token_ids[5]], abs=TOLERANCE)
+
+
+def test_named_tokens_are_reported_behind_the_most_likely_ones_of_their_own_row() -> None:
+    """Rows with other tokens, more of them, none, and no log-probabilities at all, in one step."""
+    logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 3.0
+    expected = exact_logprobs(logits)
+    wanted: list[tuple[int | None, tuple[int, ...]]] = [
+        (0, (7,)),
+        (None, (8, 9)),
+        (3, (40, 2, 11)),
+        (2, ()),
+        (1, (49, 0)),
+    ]
+    sampler = Sampler(5, VOCAB_SIZE, "cpu")
+    for slot, (num_logprobs, named) in enumerate(wanted):
+        params = SamplingParams(seed=slot, logit_bias=((7, -90.0),), logprob_token_ids=named)
+        sampler.add(slot, params, [1], [], [], num_logprobs)
+    for _ in range(2):  # the second time in slots that others have left
+        sampled = sampler.sample(logits.clone(), range(5), np.full(5, 1), np.full(5, 0))
+        assert sampled.ranked is not None
+        values = sampled.ranked.to_host().read(list(sampled.num_logprobs.values()))
+        found = dict(zip(sampled.num_logprobs, values, strict=True))
+        assert list(found) == [0, 2, 3, 4]
+        for row, token in found.items():
+            num_top, named = wanted[row]
+            assert [each for each, _ in token.top] == [*np.argsort(-expected[row])[:num_top].tolist(), *named]
+            np.testing.assert_allclose(
+                [value for _, value in token.top], expected[row, [each for each, _ in token.top]], atol=TOLERANCE
+            )
+        for slot, (num_logprobs, named) in enumerate(wanted):
+            sampler.remove(slot)
+            sampler.add(slot, SamplingParams(seed=slot, logprob_token_ids=named), [1], [], [], num_logprobs)
+
+
+def test_prompts_have_named_tokens_and_one_with_the_whole_vocabulary_widens_no_other() -> None:
+    named = SamplingParams(logprob_token_ids=(30, 4))
+    sequences = [
+        dataclasses.replace(prompt_sequence(4, 2, seq_id=1), sampling=named),
+        prompt_sequence(5, VOCAB_SIZE, seq_id=2),
+        prompt_sequence(6, 0, seq_id=3),
+    ]
+    spans, first_row = [], 0
+    for each in sequences:
+        spans.append(find_span(PlanEntry(each.seq_id, 0, each.num_prompt_tokens, num_logits=1), each, first_row))
+        first_row += each.num_prompt_tokens
+    backend = RowBackend(first_row)
+    ranked = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, max_num_rows=3)
+    assert [part.top_logprobs.shape for _, part in ranked.parts] == [(8, 2), (4, VOCAB_SIZE)]
+    expected = exact_logprobs(backend.logits)
+    found = {each.seq_id: each for each in ranked.to_host().read()}
+    assert {seq_id: len(each.tokens) for seq_id, each in found.items()} == {1: 3, 2: 4, 3: 5}
+    for row, token in enumerate(found[1].tokens):
+        assert [each for each, _ in token.top] == [*np.argsort(-expected[row])[:2].tolist(), 30, 4]
+        assert token.top[3][1] == pytest.approx(expected[row, 4], abs=TOLERANCE)
+    for row, token in enumerate(found[2].tokens, 4):
+        assert [each for each, _ in token.top] == np.argsort(-expected[row]).tolist()
+    assert all(token.top == () for token in found[3].tokens)
