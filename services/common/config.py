@@ -80,6 +80,7 @@ class GatewaySection(Section):
     # maximum number of most likely tokens whose log-probabilities a request may get for each output token; an answer
     # keeps about 120 bytes for each of them until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
+    request_metrics: bool = False  # whether completions and chats tell how long they took, in vLLM's field `metrics`
     strict_max_tokens: bool = False  # whether max_tokens beyond the rest of the context is an error; else it is lowered
     max_answers: Count = 256  # maximum number of answers to all prompts of one HTTP request
     # maximum number of log-probabilities in all answers to one request: tokens times (1 + most likely, named or all

@@ -10,14 +10,15 @@ from services.common.token_logprobs import TokenLogprobs
 from services.gateway.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.logprobs import LEAST_LOGPROB
+from services.gateway.http.answers.timings import timings, timings_so_far
 from services.gateway.http.errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.schemas.answers import TimingsObject
 from services.gateway.http.schemas.llama_cpp import (
     ALL,
     SAMPLERS,
     LlamaCppBody,
     LlamaCppObject,
-    LlamaCppTimings,
     TokenProbability,
 )
 from services.gateway.link.journal_entry import FinishReason
@@ -146,17 +147,17 @@ class LlamaCppFormat:
             "truncated": finish.reason is FinishReason.LENGTH and num_tokens >= self._max_model_len,
             "stop_type": _stop_type(finish),
             "stopping_word": finish.stop_string or "",
-            "timings": _timings(finish),
+            "timings": timings(finish),
         }
         if logprobs is not None:
             last["completion_probabilities"] = self._probabilities(*logprobs)
         names = self._body.response_fields
         return _chosen(last, names) if names else last  # type: ignore[return-value]
 
-    def _timings_so_far(self, index: int, num_tokens: int) -> LlamaCppTimings:
+    def _timings_so_far(self, index: int, num_tokens: int) -> TimingsObject:
         now = time.monotonic()
         first_at = self._first_at.setdefault(index, now)
-        return {"prompt_ms": 1e3 * (first_at - self._begun_at), **_rates("predicted", num_tokens, now - first_at)}
+        return timings_so_far(first_at - self._begun_at, num_tokens, now - first_at)
 
     def _probabilities(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
@@ -219,26 +220,6 @@ def _stop_type(finish: Finish) -> Literal["none", "eos", "limit", "word"]:
     if finish.reason is FinishReason.STOP:
         return "eos" if finish.stop_string is None else "word"
     return "limit" if finish.reason is FinishReason.LENGTH else "none"
-
-
-def _timings(finish: Finish) -> LlamaCppTimings:
-    times = finish.timings
-    first_token_s = times.total_s if times.first_token_s is None else times.first_token_s
-    num_new = finish.num_prompt_tokens - finish.num_cached_tokens
-    return {  # type: ignore[return-value]
-        "cache_n": finish.num_cached_tokens,
-        **_rates("prompt", num_new, first_token_s - (times.queue_s or 0.0)),
-        **_rates("predicted", finish.num_output_tokens, times.total_s - first_token_s),
-    }
-
-
-def _rates(name: str, count: int, seconds: float) -> Any:
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": 1e3 * seconds,
-        f"{name}_per_token_ms": 1e3 * seconds / count if count else 0.0,
-        f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
-    }
 
 
 def _chosen(last: LlamaCppObject, names: Sequence[str]) -> dict[str, Any]:

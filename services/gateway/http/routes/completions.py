@@ -17,6 +17,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.answers.answer import Answer
 from services.gateway.http.answers.chat_format import ChatFormat
 from services.gateway.http.answers.completion_format import CompletionFormat
+from services.gateway.http.answers.measured_format import measured
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 from services.gateway.http.schemas.chat import ChatObject, ChatRequest
@@ -68,7 +69,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         return Answer(
             frontend,
             traced(completion_messages(body, request_id, limits, await _read_embeds(body, frontend)), request),
-            CompletionFormat(frontend, body, request_id),
+            measured(CompletionFormat(frontend, body, request_id), body, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
             repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
@@ -88,7 +89,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         return Answer(
             frontend,
             traced([chat_message(body, request_id, frontend.limits)], request),
-            ChatFormat(frontend, body, request_id),
+            measured(ChatFormat(frontend, body, request_id), body, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )

@@ -31,6 +31,30 @@ class UsageObject(TypedDict):
     completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
+class TimingsObject(TypedDict):
+    """Counts of tokens, and times, as in llama.cpp. Only the last event of an answer knows what was cached."""
+
+    cache_n: NotRequired[int]
+    prompt_n: NotRequired[int]
+    prompt_ms: float
+    prompt_per_token_ms: NotRequired[float]
+    prompt_per_second: NotRequired[float]
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class RequestMetrics(TypedDict):
+    """How long a request took, as in vLLM, with gateway.request_metrics; null where there is nothing to measure."""
+
+    time_to_first_token_ms: float | None  # from the first step
+    generation_time_ms: float | None  # from the first token to the last
+    queue_time_ms: float | None  # before the first step
+    mean_itl_ms: float | None  # from one token to the next
+    tokens_per_second: float | None  # from the first step to the last token
+
+
 class PromptLogprob(TypedDict):
     """A token of the prompt, or another token at the same position; `rank` 1 is the most likely.
 

@@ -10,7 +10,13 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
+from services.gateway.http.schemas.answers import (
+    FinishReasonName,
+    PromptLogprobs,
+    RequestMetrics,
+    TimingsObject,
+    UsageObject,
+)
 from services.gateway.http.schemas.base import CountOrAll, Int64, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
 from services.gateway.http.schemas.tools import (
@@ -258,6 +264,7 @@ class ChatChoice(TypedDict):
     stop_reason: str | int | None
     beam_score: NotRequired[float]  # with use_beam_search
     token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsObject]  # where there are several
 
 
 class ChunkChoice(TypedDict):
@@ -284,6 +291,8 @@ class ChatObject(TypedDict):
     usage: UsageObject
     prompt_logprobs: NotRequired[PromptLogprobs | None]
     prompt_token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsObject]
+    metrics: NotRequired[RequestMetrics]
 
 
 class ChatChunkObject(TypedDict):
@@ -298,3 +307,5 @@ class ChatChunkObject(TypedDict):
     usage: NotRequired[UsageObject | None]
     prompt_logprobs: NotRequired[PromptLogprobs | None]
     prompt_token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsObject]
+    metrics: NotRequired[RequestMetrics]

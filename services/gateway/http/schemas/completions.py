@@ -10,7 +10,13 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
-from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
+from services.gateway.http.schemas.answers import (
+    FinishReasonName,
+    PromptLogprobs,
+    RequestMetrics,
+    TimingsObject,
+    UsageObject,
+)
 from services.gateway.http.schemas.base import CountOrAll, TokenIdList, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
 
@@ -114,6 +120,7 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs | None]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsObject]  # where there are several answers
 
 
 class CompletionObject(TypedDict):
@@ -126,3 +133,5 @@ class CompletionObject(TypedDict):
     system_fingerprint: NotRequired[str]
     choices: list[CompletionChoice]
     usage: NotRequired[UsageObject | None]
+    timings: NotRequired[TimingsObject]
+    metrics: NotRequired[RequestMetrics]

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
+from services.gateway.http.schemas.answers import TimingsObject
 from services.gateway.http.schemas.base import MAX_INT64, MIN_INT64, CountOrAll, Int64, TokenIdList, UInt32, at_most
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.request import MAX_STRING_CHARACTERS
@@ -123,7 +124,6 @@ class LlamaCppBody(CompletionRequest):
     )
     cache_prompt: bool | None = Field(None, description="false: compute the prompt without the prefix cache")
     return_tokens: bool | None = Field(None, description="Give the token ids of the answer; streams always do")
-    timings_per_token: bool | None = Field(None, description="Give each event of a stream the timings so far")
     response_fields: Annotated[list[str] | None, at_most(MAX_RESPONSE_FIELDS)] = Field(
         None, description="Give only these fields; a/b gives the field b of a under the name a/b"
     )
@@ -240,20 +240,6 @@ class TokenProbability(TypedDict):
     top_logprobs: NotRequired[list[dict[str, Any]]]  # of tokens of the answer
 
 
-class LlamaCppTimings(TypedDict):
-    """Counts of tokens, and times. An event before the last one does not know how much of the prompt was cached."""
-
-    cache_n: NotRequired[int]
-    prompt_n: NotRequired[int]
-    prompt_ms: float
-    prompt_per_token_ms: NotRequired[float]
-    prompt_per_second: NotRequired[float]
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-
-
 class LlamaCppObject(TypedDict):
     """An answer, or one event of a streamed one; only the last event has all fields."""
 
@@ -272,5 +258,5 @@ class LlamaCppObject(TypedDict):
     truncated: NotRequired[bool]  # whether the context was full
     stop_type: NotRequired[Literal["none", "eos", "limit", "word"]]  # none: the request was aborted
     stopping_word: NotRequired[str]
-    timings: NotRequired[LlamaCppTimings]
+    timings: NotRequired[TimingsObject]
     completion_probabilities: NotRequired[list[TokenProbability]]

@@ -136,6 +136,9 @@ class GenerationFields(RequestModel):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="In log-probabilities, name tokens token_id:ID instead of by their text"
     )
+    timings_per_token: bool | None = Field(
+        None, description="Give llama.cpp's timings: in every event of a stream, else in the answer"
+    )
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
     cache_salt: str | None = Field(
         None, description="Only requests with the same salt share prompt prefixes; at most 256 characters"
