@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.common.config import Config, ModelSection
+from services.common.config import Config, ModelSection, SchedulerSection
 from services.common.errors import ConfigError, ModelError
 from services.common.families.names import NAMES
 from services.common.gpu import naming_what_needs_memory
@@ -68,7 +68,7 @@ class LoadedModel:
     gated_delta: RecurrenceWeights  # of the layers with a recurrence, by layer; empty: there are none
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
 
-    def describe(self, attachment: Attachment, epoch: int, max_beam_width: int) -> dense_pb2.DenseInfo:
+    def describe(self, attachment: Attachment, epoch: int, scheduler: SchedulerSection) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
         model, config = self.resolved, self.resolved.config
         return dense_pb2.DenseInfo(
@@ -81,7 +81,9 @@ class LoadedModel:
             backend=self.backend,
             device=str(model.device),
             epoch=epoch,
-            max_beam_width=max_beam_width,
+            max_beam_width=min(scheduler.max_beam_width, scheduler.max_num_seqs),
+            max_num_seqs=scheduler.max_num_seqs,
+            hidden_size=config.hidden_size if self.runner.gives_hidden_states else 0,
         )
 
 

@@ -90,9 +90,8 @@ class DenseWorker:
         """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
         servicer, epoch = self._servicer, secrets.randbits(64)
         scheduler = self._config.scheduler
-        max_beam_width = min(scheduler.max_beam_width, scheduler.max_num_seqs)
         readiness = Readiness(
-            servicer, self._server, lambda attachment: self._model.describe(attachment, epoch, max_beam_width)
+            servicer, self._server, lambda attachment: self._model.describe(attachment, epoch, scheduler)
         )
         try:
             await run_together(

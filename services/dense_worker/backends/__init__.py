@@ -22,6 +22,7 @@ class DenseBackend(Protocol):
     """
 
     takes_given_rows: bool  # whether `first` may be given vectors in place of embeddings
+    gives_hidden_states: bool  # whether `last` may be given `hidden_out`
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.
@@ -52,8 +53,8 @@ class DenseBackend(Protocol):
     ) -> torch.Tensor:
         """rows int64 [r] of the step's tokens -> logits float32 [r, vocab], which the caller owns.
 
-        The rows' hidden states after the final norm are written to hidden_out [r, hidden], if that is given; TensorRT
-        has none.
+        The rows' hidden states after the final norm are written to hidden_out [r, hidden], if that is given: see
+        `gives_hidden_states`.
         Does not change the residual. It is not called if no token of the step needs logits, and called several times if
         more rows need logits than fit into one call.
         """

@@ -48,6 +48,7 @@ class CudaBackend:
     """
 
     takes_given_rows = True
+    gives_hidden_states = True
 
     def __init__(
         self, weights: ModelWeights, config: ModelConfig, max_num_tokens: int, lora: CudaLora | None = None

@@ -21,6 +21,7 @@ class OnnxRuntimeBackend:
     """
 
     takes_given_rows = False  # the network looks the embeddings up
+    gives_hidden_states = False
 
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:
         if weights.dtype == torch.bfloat16:

@@ -20,6 +20,7 @@ class TorchBackend:
     """
 
     takes_given_rows = True
+    gives_hidden_states = True
 
     def __init__(self, weights: ModelWeights, lora: LoraStore | None = None) -> None:
         self._segments = segments_of(weights)

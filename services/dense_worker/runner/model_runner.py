@@ -112,6 +112,11 @@ class ModelRunner:
         """Whether sequences may have vectors in place of some of their prompt tokens."""
         return self._backend.takes_given_rows
 
+    @property
+    def gives_hidden_states(self) -> bool:
+        """Whether sequences may ask for their hidden states."""
+        return self._backend.gives_hidden_states
+
     def attach(self, channels: Iterable[Channel]) -> None:
         """Makes later steps run on these channels only; forgets all sequences."""
         for slot in list(self._used_slots):

@@ -30,6 +30,7 @@ class TensorRTBackend:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
         self.takes_given_rows = by_torch is not None
+        self.gives_hidden_states = False
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Both backends prepare, for they may take turns within the step."""

@@ -38,6 +38,7 @@ class TensorRTSegments:
     """
 
     takes_given_rows = False  # the engine looks the embeddings up
+    gives_hidden_states = False
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 LLAMA_CPP_TYPES = {**TYPES, 404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
-LLAMA_CPP_PATHS = frozenset({"/completion", "/completions", "/infill"})
+LLAMA_CPP_PATHS = frozenset({"/completion", "/completions", "/infill", "/props", "/slots"})
 
 
 class ErrorObject(TypedDict):

@@ -23,6 +23,8 @@ class ServedModel:
     max_model_len: int  # tokens of prompt and output together
     weights_hash: str  # hexadecimal
     max_beam_width: int = 0  # beams of a search; 0: there are no searches
+    max_num_seqs: int = 0  # sequences that run at once
+    hidden_size: int = 0  # values of a hidden state; 0: there are none to be had
 
 
 def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
@@ -35,6 +37,8 @@ def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
         max_model_len=info.max_model_len,
         weights_hash=info.weights_hash,
         max_beam_width=info.max_beam_width,
+        max_num_seqs=info.max_num_seqs,
+        hidden_size=info.hidden_size,
     )
 
 

@@ -36,6 +36,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             backend="fake",
             device="cpu",
             max_beam_width=16,
+            max_num_seqs=4,
+            hidden_size=8,
         )
         self.errors: dict[str, tuple[grpc.StatusCode, str]] = {}
         self.num_cached_tokens = 0  # reported for every sequence

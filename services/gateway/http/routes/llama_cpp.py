@@ -8,15 +8,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
+from services.common.errors import PeerError
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.answer import Answer
 from services.gateway.http.answers.llama_cpp_format import LlamaCppFormat
+from services.gateway.http.answers.llama_cpp_server import server_props, server_slots
 from services.gateway.http.conversions.llama_cpp import llama_cpp_messages
 from services.gateway.http.errors import LLAMA_CPP_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 from services.gateway.http.routes.completions import STREAM_CONTENT, check_prompts, traced
-from services.gateway.http.schemas.llama_cpp import InfillBody, LlamaCppBody, LlamaCppObject
+from services.gateway.http.schemas.llama_cpp import InfillBody, LlamaCppBody, LlamaCppObject, Props, Slot
 
 
 def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
@@ -66,5 +68,18 @@ def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )
+
+    @router.get("/props", responses={200: {"model": Props}})
+    async def props() -> Props:
+        """llama.cpp's properties of the server: its model, context, defaults and number of slots."""
+        return server_props(frontend)
+
+    @router.get("/slots", responses={200: {"model": list[Slot]}})
+    async def slots(request: Request, fail_on_no_slot: bool = False) -> list[Slot]:
+        """The places for sequences, with those of this gateway process. fail_on_no_slot=1: a 503 if all are taken."""
+        found = server_slots(frontend, request.state.caller.name)
+        if fail_on_no_slot and all(slot["is_processing"] for slot in found):
+            raise PeerError(f"no slot is free: all {len(found)} are in use")
+        return found
 
     return router

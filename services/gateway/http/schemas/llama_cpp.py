@@ -260,3 +260,38 @@ class LlamaCppObject(TypedDict):
     stopping_word: NotRequired[str]
     timings: NotRequired[TimingsObject]
     completion_probabilities: NotRequired[list[TokenProbability]]
+
+
+class DefaultSettings(TypedDict):
+    """The context in tokens, and the options of /completion with their defaults."""
+
+    n_ctx: int
+    params: dict[str, Any]
+
+
+class Props(TypedDict):
+    """The properties of the server."""
+
+    default_generation_settings: DefaultSettings
+    total_slots: int  # sequences that run at once
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str  # empty: the model has none
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool
+
+
+class Slot(TypedDict, total=False):
+    """A place for a sequence. The last three fields are those of sequences of the caller."""
+
+    id: int
+    id_task: int  # -1: it is free
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+    params: dict[str, Any]
+    n_prompt_tokens: int
+    next_token: dict[str, int | bool]
