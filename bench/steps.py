@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.servicer import describe_opened
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
@@ -39,7 +39,7 @@ WARM_UP = 20
 
 def measure(batch: int, num_steps: int) -> dict[str, float]:
     """Median microseconds of each part of a decode step of `batch` sequences."""
-    cache = KVCache(batch * 300, BLOCK_SIZE, PROMPT_LEN + MAX_TOKENS)
+    cache = build_cache(batch * 300, BLOCK_SIZE, PROMPT_LEN + MAX_TOKENS)
     limits = SchedulerLimits(batch, batch + PROMPT_LEN, PROMPT_LEN + MAX_TOKENS, batch, "guaranteed_no_evict")
     scheduler = Scheduler(limits)
     counts = (BLOCK_SIZE, cache.num_blocks, cache.num_free_blocks)

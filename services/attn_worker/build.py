@@ -12,9 +12,8 @@ from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.backends.gated.layered_attention import layered_torch_attention
 from services.attn_worker.backends.select import select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.window_group import WindowGroup
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
@@ -59,7 +58,7 @@ def build_engine(
     max_model_len = min(model.max_model_len, room)
     if room < model.max_model_len:
         log.warning("the KV cache bounds a sequence", num_tokens=room, max_model_len=model.max_model_len)
-    cache = KVCache(
+    cache = build_cache(
         spec.num_blocks,
         spec.block_size,
         max_model_len,
@@ -67,7 +66,7 @@ def build_engine(
         length_dependent_beyond=length_dependent_beyond(config.rope),
         window=window,
         num_sink_tokens=num_sinks,
-        window_group=spec.window_group,
+        window_blocks=spec.window_blocks,
         num_state_slots=spec.num_state_slots or None,
     )
     engine = AttentionEngine(cache, _build_runner(section, model, limits, spec, max_model_len), metrics)
@@ -107,7 +106,7 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         raise CapacityError(
             f"{spec.num_blocks} blocks{_states_of(spec)} need {spec.num_bytes} bytes, {source} is {room}"
         )
-    of_windows = {} if spec.window_group is None else {"num_window_blocks": spec.window_group.num_blocks}
+    of_windows = {} if spec.window_blocks is None else {"num_window_blocks": spec.window_blocks.num_blocks}
     of_states = {}
     if spec.gated_delta:
         of_states = {"num_state_slots": spec.num_state_slots, "bytes_per_state": spec.state_bytes}
@@ -156,7 +155,7 @@ def _with_window_group(spec: KVCacheSpec, limits: StepLimits, room: int | None) 
         return spec
     window = max(window for layer in layers if (window := spec.windows[layer]) is not None)
     num_own = Retention(spec.block_size, window).pool_blocks(limits.max_num_seqs, limits.max_num_tokens)
-    grouped = replace(spec, window_group=WindowGroup(window, num_own))
+    grouped = replace(spec, window_blocks=WindowBlocks(window, num_own))
     if room is not None:
         num_left = room - num_own * spec.block_size * grouped.group_token_bytes(1)
         grouped = replace(grouped, num_blocks=num_left // (spec.block_size * grouped.group_token_bytes(0)))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.cache.kv_cache import KVCache, OpenResult, PlannedStep
+from services.attn_worker.cache.cached_sequence import OpenResult, PlannedStep
+from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
@@ -138,7 +139,7 @@ class AttentionEngine:
             request_ids[fork.child_seq_id] = request_ids.get(fork.parent_seq_id, "")
         attachment.launching = plan if plan.entries else None
         try:
-            for group, copies in enumerate((step.block_copies, step.window_block_copies)):
+            for group, copies in enumerate(step.block_copies):
                 if copies:
                     self._runner.copy_blocks(copies, group)
             running = self._launch(step, channel, start_s) if plan.entries else FinishedStep()

@@ -6,7 +6,7 @@ when a scraper asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -27,8 +27,7 @@ class BlockCounts(Protocol):
 class CacheCounts(BlockCounts, Protocol):
     """Counts of the `KVCache`."""
 
-    window_pool: BlockCounts | None  # blocks of the layers with a window, if they have their own
-    state_pool: BlockCounts | None  # slots of the states of gated delta layers, if the model has them
+    pools: Mapping[str, BlockCounts]  # of each group of layers that the model has, by its name
     num_sequences: int
     num_recovered_sequences: int
     num_recovered_tokens: int
@@ -97,12 +96,12 @@ class _CountsCollector:
         yield _count_blocks(
             "kv_window_blocks",
             "The same for the layers with a window, if they have blocks of their own; otherwise 0.",
-            cache.window_pool,
+            cache.pools.get("windows"),
         )
         yield _count_blocks(
             "state_slots",
             "Slots for the states of gated delta layers, which a sequence needs whatever its length; otherwise 0.",
-            cache.state_pool,
+            cache.pools.get("states"),
         )
         yield GaugeMetricFamily("twostroke_attention_sequences", "Open sequences.", cache.num_sequences)
         counters = {

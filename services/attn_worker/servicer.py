@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from services.attn_worker.attach_request import read_gated_delta, read_scales, read_sinks
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
-from services.attn_worker.cache.kv_cache import OpenResult
+from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
@@ -145,7 +145,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             window=cache.retention.window,
             num_sink_tokens=cache.retention.num_sink_tokens,
             max_model_len=cache.max_model_len,
-            layer_window=cache.window_group and cache.window_group.window,
+            layer_window=cache.uncounted_window,
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from services.attn_worker.cache.window_group import WindowGroup
+from services.attn_worker.cache.build_cache import WindowBlocks
 from services.common.kv_cache.retention import Retention
 from services.step import Fork, PlanEntries, PlanEntry, StepPlan, TokenColumns
 
@@ -43,8 +43,8 @@ def plan_of(step_id: int, *entries: PlanEntry, **columns: Any) -> StepPlan:
 
 def make_window_group(
     window: int | None, block_size: int, max_num_seqs: int, max_num_step_tokens: int
-) -> WindowGroup | None:
+) -> WindowBlocks | None:
     """Blocks for the layers with a window, as many as these sequences and steps may need; None: without a window."""
     if window is None:
         return None
-    return WindowGroup(window, Retention(block_size, window).pool_blocks(max_num_seqs, max_num_step_tokens))
+    return WindowBlocks(window, Retention(block_size, window).pool_blocks(max_num_seqs, max_num_step_tokens))

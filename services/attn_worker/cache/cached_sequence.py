@@ -1,9 +1,11 @@
-"""The records of the KV cache about sequences and steps, and the results of its calls. Part of `kv_cache.py`."""
+"""The records of the KV cache about sequences and steps, and the results of its calls."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import TwostrokeError
@@ -24,35 +26,26 @@ class PlannedStep:
     """A step that is ready to run, and the errors of sequences that cannot take part."""
 
     metadata: StepMetadata
-    block_copies: list[tuple[int, int]]  # (from, to); copy before the layers run and after all earlier steps
-    window_block_copies: list[tuple[int, int]]  # the same for blocks of `StepMetadata.windows`
-    num_freed_blocks: int  # blocks freed by the sequences that this step closes, and dropped behind windows
+    # By group: (from, to) of each; copied before the layers run and after all earlier steps.
+    block_copies: list[list[tuple[int, int]]]
+    num_freed_blocks: int  # blocks freed by the sequences that this step closes, and evicted behind windows
     errors: dict[int, TwostrokeError]  # by seq_id; these sequences do not advance, or were not forked
 
 
-@dataclass(slots=True, eq=False)
-class Checkpoint:
-    """A state of gated delta layers within a step's tokens, for the prefix cache alone. See `SequenceStates`."""
-
-    row: int  # of its sequence
-    length: int  # the tokens it is the state of, full blocks
-    slot: int | None  # None: given up since
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InFlight:
     """A planned step that may still be running; some of its sequences may have been closed since."""
 
-    sequences: list[CachedSequence]
-    lengths: list[int]  # of each sequence, including the step's tokens but not its drafts, which may be rejected
-    checkpoints: list[Checkpoint] = field(default_factory=list)  # findable once the step is committed
+    rows: np.ndarray  # int64 [num_sequences]
+    generations: np.ndarray  # int64 [num_sequences], of the rows then: one that was freed since has another
+    lengths: np.ndarray  # int64 [num_sequences], including the step's tokens but not its drafts
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """The cache's record of a sequence, in addition to its row of the block tables."""
+    """The cache's record of a sequence, in addition to its row."""
 
-    row: int  # of the block tables
+    row: int  # in all groups
     root: bytes
     token_ids: array[int]  # uint32; all known tokens; may be fewer than the computed ones
     digests: list[bytes]  # of its leading full blocks

@@ -9,93 +9,79 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import compress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from services.attn_worker.cache.block_group import BlockGroup
 from services.attn_worker.cache.block_pool import BlockPool, root_digest
 from services.attn_worker.cache.cached_sequence import CachedSequence, InFlight, OpenResult, PlannedStep
-from services.attn_worker.cache.layer_groups import LayerGroups
-from services.attn_worker.cache.plan_errors import find_errors
+from services.attn_worker.cache.group import Batch, CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.rollback import Rollback
-from services.attn_worker.cache.sequence_rows import NO_SEQUENCE
-from services.attn_worker.cache.sequence_states import SequenceStates
-from services.attn_worker.cache.window_group import WindowGroup
+from services.attn_worker.cache.sequence_rows import NO_SEQUENCE, SequenceRows
+from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
-from services.common.kv_cache.retention import Retention
-from services.step import Fork, PlanEntries, StepPlan
+from services.step import Fork, StepPlan
 
 
 class KVCache:
-    """Block tables and lengths of all sequences, one numpy row each. Sequences share prefixes in full blocks.
+    """Lengths of all sequences, one numpy row each, and the groups with what layers keep of them.
 
-    `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length
-    (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length. `window`: no layer reads
-    further back, except to the first `num_sink_tokens`, so sequences drop blocks between when a plan says so.
-    `window_group`: some layers have a window and blocks of their own, which are dropped in every plan. All counts of
-    blocks are about the other layers. `num_state_slots`: the model has gated delta layers, whose states have so many
-    slots; it has no window then. None: it has no such layers.
+    Sequences share prefixes in full blocks. `main`: the group whose blocks the scheduler counts; `others`: those of
+    further layers. `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length (see
+    `rope.length_dependent_beyond`) and share blocks only with prompts of equal length.
     """
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        main: BlockGroup,
+        others: Sequence[CacheGroup],
         max_model_len: int,
         *,
         enable_prefix_cache: bool = True,
         length_dependent_beyond: int | None = None,
-        window: int | None = None,
-        num_sink_tokens: int = 0,
-        window_group: WindowGroup | None = None,
-        num_state_slots: int | None = None,
     ) -> None:
-        self.block_size = block_size
-        self.retention = Retention(block_size, window, num_sink_tokens)
-        self.window_group = window_group
+        self.retention = main.retention
+        self.block_size = main.retention.block_size
         self.max_model_len = max_model_len
-        self.num_blocks = num_blocks  # also the index of the null block
+        self.num_blocks = main.pool.num_blocks  # also the index of the null block
         self.num_recovered_sequences = 0  # total number of sequences continued after their dense worker died
         self.num_recovered_tokens = 0  # total number of their tokens that were kept
         self._weights_hash = b""
         self._length_dependent_beyond = length_dependent_beyond
         self._sequences: dict[int, CachedSequence] = {}
-        self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
-        self._groups = LayerGroups(num_blocks, self.retention, window_group, -(-max_model_len // block_size))
-        self._rows = self._groups.rows
-        assert num_state_slots is None or (window is None and window_group is None), "states cannot drop tokens"
-        self._states = None if num_state_slots is None else SequenceStates(num_state_slots, block_size)
-        self._rollback = Rollback(self._groups, self._states, block_size)
-        self._prefixes = PrefixCache(
-            self._rows, self._groups.tables, self._states, block_size, is_enabled=enable_prefix_cache
-        )
         self._sequence_of_row: dict[int, CachedSequence] = {}
+        self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
+        self._main = main
+        self._groups: tuple[CacheGroup, ...] = (main, *others)
+        self._rows = SequenceRows()
+        self._rollback = Rollback(self._rows, self._groups, self.block_size)
+        self._prefixes = PrefixCache(self._rows, self._groups, self.block_size, is_enabled=enable_prefix_cache)
+        self._add_rows()
 
     @property
     def num_free_blocks(self) -> int:
-        return self._groups.main.pool.num_free_blocks
+        return self._main.pool.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:
         """Free blocks whose content a new sequence can still reuse."""
-        return self._groups.main.pool.num_cached_blocks
+        return self._main.pool.num_cached_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        return self._groups.main.pool.num_used_blocks
+        return self._main.pool.num_used_blocks
 
     @property
-    def window_pool(self) -> BlockPool | None:
-        """The blocks of the layers with a window, if these are a group."""
-        return None if self._groups.windows is None else self._groups.windows.pool
+    def pools(self) -> Mapping[str, BlockPool]:
+        """The blocks of each group, by its name."""
+        return {group.name: group.pool for group in self._groups}
 
     @property
-    def state_pool(self) -> BlockPool | None:
-        """The slots of the states of gated delta layers, if the model has any; cached ones are checkpoints."""
-        return None if self._states is None else self._states.pool
+    def uncounted_window(self) -> int | None:
+        """The shortest window of layers whose blocks are evicted without the scheduler; None: there are none such."""
+        return min((group.window for group in self._groups[1:] if group.window is not None), default=None)
 
     @property
     def num_sequences(self) -> int:
@@ -104,7 +90,7 @@ class KVCache:
     @property
     def held_blocks(self) -> dict[int, int]:
         """Number of blocks of every sequence, by seq_id; shared blocks count for each sequence."""
-        num_held = self._groups.main.num_held_blocks.tolist()
+        num_held = self._main.num_held_blocks.tolist()
         return {seq_id: num_held[sequence.row] for seq_id, sequence in self._sequences.items()}
 
     def use_weights(self, weights_hash: bytes) -> None:
@@ -152,11 +138,11 @@ class KVCache:
             num_pinned = 0 if ignores_prefix_cache else self._prefixes.pin_longest(sequence)
         row = sequence.row
         self._rows.num_prompt_tokens[row] = num_prompt_tokens
-        num_cached, num_held = int(self._rows.num_computed[row]), int(self._groups.main.num_held_blocks[row])
+        num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
         return OpenResult(num_cached, num_pinned, num_held, num_freed)
 
     def plan_step(self, plan: StepPlan) -> PlannedStep:
-        """Confirms tokens, closes, forks, rolls back, drops and allocates blocks for all entries, in this order.
+        """Confirms tokens, closes, forks, rolls back, evicts and allocates blocks for all entries, in this order.
 
         A sequence that cannot run is reported in `errors` and not changed. Tokens of unknown sequences are ignored.
         Raises InvalidRequest, and changes nothing, for an entry of no token or of more than max_model_len.
@@ -170,68 +156,66 @@ class KVCache:
             )
         self._add_tokens(plan.confirmed)
         num_freed = self.close_sequences(plan.close_seq_ids)
-        self._groups.drop_behind_windows()
+        for group in self._groups:
+            group.evict(self._rows)
         errors: dict[int, TwostrokeError] = {}
-        copies = [pairs for fork in plan.forks if (pairs := self._fork(fork, errors))]
+        forks = [self._fork(fork, errors) for fork in plan.forks]
         self._add_tokens(plan.chosen)
 
         seq_ids, num_tokens, positions = entries.seq_ids.tolist(), entries.num_tokens, entries.positions
         lengths = positions + num_tokens
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
-        num_held = self._rows.num_computed[rows]
-        found = find_errors(seq_ids, rows, num_held, num_tokens, positions, self.max_model_len)
-        errors = found | errors  # a fork that failed says why its child is not open
+        errors = self._find_errors(seq_ids, rows, positions, num_tokens) | errors  # a failed fork says more
         self._roll_back(seq_ids, rows, positions, errors)
         if plan.drops_blocks:
-            pairs = zip(seq_ids, positions.tolist(), strict=True)
-            num_freed += sum(self._drop_blocks(*pair) for pair in pairs if pair[0] not in errors)
-        if self._states is not None:
-            slots = self._states.take(seq_ids, rows, positions, self._rows.num_committed, self._orphans(), errors)
-        self._allocate_blocks(seq_ids, rows, lengths, errors)
+            num_freed += self._evict_blocks(seq_ids, rows, positions, errors)
+        self._allocate_blocks(seq_ids, rows, positions, lengths, errors)
 
-        has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
-        running = rows[~has_failed]
-        self._rows.num_computed[running] = lengths[~has_failed]
-        in_flight = self._note_in_flight(entries, seq_ids, lengths, errors)
-        self._in_flight.append(in_flight)
-        metadata = self._groups.metadata(rows, num_tokens, has_failed)
-        if self._states is not None:
-            states, checkpoints = self._states.begin_step(rows, positions, num_tokens, slots, has_failed)
-            in_flight.checkpoints.extend(checkpoints)
-            metadata = replace(metadata, states=states)
-        return PlannedStep(
-            metadata,
-            [main for main, *_ in copies],
-            [pair for _, *windows in copies for pair in windows],
-            num_freed,
-            errors,
-        )
+        has_failed = np.zeros(len(entries), bool)
+        running, kept_lengths = rows, lengths
+        if entries.drafts:
+            kept_lengths = lengths.copy()
+            for index, drafts in entries.drafts.items():
+                kept_lengths[index] -= len(drafts)
+        if errors:
+            has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
+            running, lengths, kept_lengths = rows[~has_failed], lengths[~has_failed], kept_lengths[~has_failed]
+        self._rows.num_computed[running] = lengths
+        self._in_flight.append(InFlight(running, self._rows.generations[running], kept_lengths))
+        batch = Batch(rows, positions, num_tokens, has_failed)
+        metadata: StepMetadata | None = None
+        for group in self._groups:
+            metadata = group.describe(batch, self._rows, metadata)
+        assert metadata is not None, "there is at least one group"
+        copies = [[pair for fork in forks for pair in fork[group]] for group in range(len(self._groups))]
+        return PlannedStep(metadata, copies, num_freed, errors)
 
     def commit_step(self) -> None:
         """Commits the tokens of the oldest planned step, which has run; makes full blocks of known tokens findable."""
         step = self._in_flight.popleft()
-        pairs = zip(step.sequences, step.lengths, strict=True)
-        open_pairs = [(each.row, length) for each, length in pairs if self._sequence_of_row.get(each.row) is each]
-        if open_pairs:
-            open_rows, lengths = np.array(open_pairs, np.int64).T
-            self._rows.num_committed[open_rows] = lengths
-        rows = np.flatnonzero(self._rows.num_committed // self.block_size > self._rows.num_hashed_blocks)
-        for row in rows.tolist():
+        is_open = self._rows.generations[step.rows] == step.generations
+        rows = step.rows[is_open]
+        self._rows.num_committed[rows] = step.lengths[is_open]
+        has_full_block = self._rows.num_committed // self.block_size > self._rows.num_hashed_blocks
+        for row in np.flatnonzero(has_full_block).tolist():
             self._prefixes.register(self._sequence_of_row[row])
-        if self._states is not None:
-            self._states.commit(step, self._sequence_of_row, self._rows.num_committed)
+        step_rows = rows.tolist()
+        for group in self._groups:
+            group.commit(step_rows, self._rows, self._sequence_of_row)
 
     def abort_steps(self) -> int:
         """Drops all planned steps and returns to the last committed lengths. Returns num_freed_blocks.
 
         Forgets sequences that have dropped blocks that they would need again. The others wait for a dense worker.
         """
-        planned = {id(sequence) for step in self._in_flight for sequence in step.sequences}
-        if self._states is not None:
-            self._states.drop([each for step in self._in_flight for each in step.checkpoints])
+        planned: set[int] = set()
+        for step in self._in_flight:
+            planned.update(step.rows[self._rows.generations[step.rows] == step.generations].tolist())
         self._in_flight.clear()
+        for group in self._groups:
+            group.abort()
         num_freed = 0
-        for seq_id, sequence in [each for each in self._sequences.items() if id(each[1]) in planned]:
+        for seq_id, sequence in [each for each in self._sequences.items() if each[1].row in planned]:
             length = self._rollback.kept_length(sequence, self.max_model_len)
             num_freed += self._drop(seq_id) if length is None else self._rollback.truncate(sequence, length)
         for sequence in self._sequences.values():
@@ -257,11 +241,8 @@ class KVCache:
             num_hashed = int(self._rows.num_hashed_blocks[sequence.row])
             assert num_hashed * self.block_size <= self._rows.num_committed[sequence.row]
             assert sequence.digests == [self._prefixes.digest(sequence, index) for index in range(num_hashed)]
-        if self._states is not None:
-            lengths = {row: int(self._rows.num_computed[row]) for row in used_rows}
-            self._states.check_integrity(lengths, [each for step in self._in_flight for each in step.checkpoints])
-            for row, sequence in self._sequence_of_row.items():
-                assert sequence.is_orphan or self._states.has(row, lengths[row])
+        for group in self._groups:
+            group.check_integrity(self._sequence_of_row, self._rows)
 
     # Opening a sequence
 
@@ -271,6 +252,8 @@ class KVCache:
         return root_digest(self._weights_hash, cache_salt, num_prompt_tokens if is_length_dependent else None)
 
     def _new_sequence(self, root: bytes, token_ids: array[int]) -> CachedSequence:
+        if self._rows.num_to_add:
+            self._add_rows()
         sequence = CachedSequence(self._rows.take(), root, token_ids, digests=[])
         self._sequence_of_row[sequence.row] = sequence
         return sequence
@@ -282,9 +265,15 @@ class KVCache:
 
     def _free_row(self, row: int) -> int:
         del self._sequence_of_row[row]
-        if self._states is not None:
-            self._states.free(row)
-        return self._rows.free(row)
+        num_freed, *_ = [group.free_row(row) for group in self._groups]
+        self._rows.free_row(row)
+        return num_freed
+
+    def _add_rows(self) -> None:
+        num_new = self._rows.num_to_add
+        self._rows.add_rows(num_new)
+        for group in self._groups:
+            group.add_rows(num_new)
 
     # Planning a step
 
@@ -293,58 +282,68 @@ class KVCache:
             if (sequence := self._sequences.get(seq_id)) is not None:
                 sequence.token_ids.append(token_id)
 
-    def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> list[tuple[int, int]]:
-        """Creates a sequence with another's first tokens; returns the copies, by group, of a last, partial block."""
-        parent, child_id = self._sequences.get(fork.parent_seq_id), fork.child_seq_id
+    def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> list[list[tuple[int, int]]]:
+        """Creates a sequence with another's first tokens; returns the blocks to copy, by group."""
+        parent, child_id, position = self._sequences.get(fork.parent_seq_id), fork.child_seq_id, fork.position
+        no_copies: list[list[tuple[int, int]]] = [[] for _ in self._groups]
         if parent is None:
             errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
-            return []
-        groups, rows = self._groups, self._rows
-        num_computed = int(rows.num_computed[parent.row])
-        has_position = 1 <= fork.position <= num_computed and groups.can_return(parent.row, fork.position)
-        if self._states is not None:
-            has_position = has_position and self._states.has(parent.row, fork.position)
-        if child_id in self._sequences or not has_position:
+            return no_copies
+        rows, num_computed = self._rows, int(self._rows.num_computed[parent.row])
+        reasons = [group.lack_at(parent.row, position) for group in self._groups]
+        reason = next((each for each in reasons if each is not None), None)
+        if not 1 <= position <= num_computed:
+            reason = f"it has {num_computed} tokens"
+        if child_id in self._sequences:
+            reason = "the other one is open"
+        if reason is not None:
             errors[child_id] = RequestAborted(
-                f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {fork.position}: it has"
-                f" {num_computed} tokens, {groups.num_dropped_tokens(parent.row)} of them dropped, or no state there,"
-                " and the other one must be new"
+                f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {position}: {reason}"
             )
-            return []
-        child = self._new_sequence(parent.root, parent.token_ids[: fork.position])
-        row = child.row
-        num_full, num_left = divmod(fork.position, self.block_size)
-        groups.share_blocks(parent.row, row, num_full)
+            return no_copies
         try:
-            self._add_blocks(row, [int(num_left > 0)] * len(groups.tables))
+            for group in self._groups:
+                group.make_room(group.num_to_fork(position), rows, self._orphans_beside(np.array([parent.row])))
         except CapacityError as error:
-            self._free_row(row)
             errors[child_id] = error
-            return []
-        if self._states is not None:
-            self._states.fork(parent.row, row, fork.position)
-        self._sequences[child_id] = child
-        child.digests = parent.digests[:num_full]
+            return no_copies
+        child = self._sequences[child_id] = self._new_sequence(parent.root, parent.token_ids[:position])
+        row = child.row
+        copies = [group.fork(parent.row, row, position) for group in self._groups]
+        child.digests = parent.digests[: position // self.block_size]
         rows.num_prompt_tokens[row] = rows.num_prompt_tokens[parent.row]
-        rows.num_computed[row] = fork.position
-        rows.num_committed[row] = min(fork.position, int(rows.num_committed[parent.row]))
+        rows.num_computed[row] = position
+        rows.num_committed[row] = min(position, int(rows.num_committed[parent.row]))
         rows.num_hashed_blocks[row] = len(child.digests)
         for step in self._in_flight:  # steps that the parent waits for also concern the child
-            if parent in step.sequences:
-                step.lengths.append(min(fork.position, step.lengths[step.sequences.index(parent)]))
-                step.sequences.append(child)
-        return groups.last_blocks(parent.row, row, num_full) if num_left else []
+            is_parent = (step.rows == parent.row) & (step.generations == rows.generations[parent.row])
+            if is_parent.any():
+                step.rows = np.append(step.rows, row)
+                step.generations = np.append(step.generations, rows.generations[row])
+                step.lengths = np.append(step.lengths, min(position, int(step.lengths[is_parent][0])))
+        return copies
 
-    def _note_in_flight(
-        self, entries: PlanEntries, seq_ids: list[int], lengths: np.ndarray, errors: Collection[int]
-    ) -> InFlight:
-        num_kept = lengths.tolist()
-        for index, drafts in entries.drafts.items():
-            num_kept[index] -= len(drafts)
-        if errors:
-            has_run = [seq_id not in errors for seq_id in seq_ids]
-            seq_ids, num_kept = list(compress(seq_ids, has_run)), list(compress(num_kept, has_run))
-        return InFlight([self._sequences[seq_id] for seq_id in seq_ids], num_kept)
+    def _find_errors(
+        self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, num_tokens: np.ndarray
+    ) -> dict[int, TwostrokeError]:
+        """The entries that contradict the cache, found by one vectorised check; messages are built only on failure."""
+        num_computed = self._rows.num_computed[rows]
+        is_wrong = (rows == NO_SEQUENCE) | (num_computed < positions)
+        is_wrong |= positions + num_tokens > self.max_model_len
+        if len(set(seq_ids)) < len(seq_ids):
+            is_wrong |= np.array([seq_ids.count(seq_id) > 1 for seq_id in seq_ids])
+        errors: dict[int, TwostrokeError] = {}
+        for index in np.flatnonzero(is_wrong).tolist():
+            seq_id = seq_ids[index]
+            if rows[index] == NO_SEQUENCE:
+                errors.setdefault(seq_id, NotFound(f"sequence {seq_id} is not open"))
+            else:
+                errors[seq_id] = RequestAborted(
+                    f"{seq_ids.count(seq_id)} entries of a step plan {num_tokens[index]} tokens after"
+                    f" {positions[index]} for sequence {seq_id}; it has {num_computed[index]} tokens,"
+                    f" max_model_len is {self.max_model_len}"
+                )
+        return errors
 
     def _row(self, seq_id: int) -> int:
         sequence = self._sequences.get(seq_id)
@@ -366,35 +365,57 @@ class KVCache:
             except RequestAborted as error:
                 errors[seq_ids[index]] = error
 
-    def _drop_blocks(self, seq_id: int, position: int) -> int:
-        """Drops the blocks that no token from `position` on reads; returns how many became free."""
-        return self._groups.main.drop_blocks(
-            self._sequences[seq_id].row, self.retention.num_dropped_blocks(position)
-        )
+    def _evict_blocks(
+        self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, errors: Mapping[int, TwostrokeError]
+    ) -> int:
+        """Evicts the blocks that the entries' tokens and later ones do not read; returns how many became free."""
+        num_freed = 0
+        for seq_id, row, position in zip(seq_ids, rows.tolist(), positions.tolist(), strict=True):
+            if seq_id not in errors:
+                of_groups = [group.evict_before(row, position) for group in self._groups]
+                num_freed += of_groups[0]
+        return num_freed
 
     def _allocate_blocks(
-        self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
+        self,
+        seq_ids: list[int],
+        rows: np.ndarray,
+        positions: np.ndarray,
+        lengths: np.ndarray,
+        errors: dict[int, TwostrokeError],
     ) -> None:
-        """Gives each sequence the blocks for `lengths` tokens; sequences that do not fit are added to `errors`."""
-        for index, num_blocks in self._groups.missing_blocks(rows, lengths):
+        """Gives each sequence the blocks for `lengths` tokens in all groups.
+
+        Sequences that do not fit get none, and are added to `errors`.
+        """
+        for group in self._groups:
+            for index in group.lacking(rows, positions):
+                seq_id, position = seq_ids[index], int(positions[index])
+                if seq_id not in errors:
+                    reason = group.lack_at(int(rows[index]), position)
+                    errors[seq_id] = RequestAborted(f"sequence {seq_id} cannot go on from token {position}: {reason}")
+        num_missing = [group.num_missing(rows, lengths) for group in self._groups]
+        is_short = num_missing[0] > 0
+        for each in num_missing[1:]:
+            is_short |= each > 0
+        for index in np.flatnonzero(is_short).tolist():
             if seq_ids[index] in errors:
                 continue
+            row, needed = int(rows[index]), [max(0, int(each[index])) for each in num_missing]
             try:
-                self._add_blocks(int(rows[index]), num_blocks)
+                for group, num_blocks in zip(self._groups, needed, strict=True):
+                    group.make_room(num_blocks, self._rows, self._orphans_beside(rows))
             except CapacityError as error:
                 errors[seq_ids[index]] = error
+                continue
+            for group, num_blocks in zip(self._groups, needed, strict=True):
+                if num_blocks:
+                    group.take(row, num_blocks)
 
-    def _add_blocks(self, row: int, num_blocks: list[int]) -> None:
-        """Adds blocks of each group to a row, in the second one at the cost of orphans, if there are too few.
-
-        That group has room for all sequences but these; one that a dense worker claims after that begins anew.
-        """
-        if self.window_group is not None:
-            self._groups.drop_windows((each.row for each in self._orphans()), num_blocks[-1])
-        self._groups.add_blocks(row, num_blocks)
-
-    def _orphans(self) -> Iterator[CachedSequence]:
-        return (each for each in self._sequences.values() if each.is_orphan)
+    def _orphans_beside(self, rows: np.ndarray) -> Iterator[int]:
+        """The rows of sequences that nobody has claimed, without these."""
+        used = set(rows.tolist())
+        yield from (each.row for each in self._sequences.values() if each.is_orphan and each.row not in used)
 
 
 def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:

@@ -6,21 +6,20 @@ returns to committed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from services.attn_worker.cache.cached_sequence import CachedSequence
-from services.attn_worker.cache.layer_groups import LayerGroups
-from services.attn_worker.cache.sequence_states import SequenceStates
+from services.attn_worker.cache.group import CacheGroup
+from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.common.errors import RequestAborted
 
 
 class Rollback:
-    """Works on the rows and groups of a `KVCache`, and on the states of a model with gated delta layers."""
+    """Works on the rows and groups of a `KVCache`."""
 
-    def __init__(self, groups: LayerGroups, states: SequenceStates | None, block_size: int) -> None:
+    def __init__(self, rows: SequenceRows, groups: Sequence[CacheGroup], block_size: int) -> None:
         self._groups = groups
-        self._rows = groups.rows
-        self._states = states
+        self._rows = rows
         self._block_size = block_size
 
     def go_back(self, sequence: CachedSequence, seq_id: int, position: int) -> None:
@@ -29,58 +28,43 @@ class Rollback:
         Raises RequestAborted, and changes nothing, if it lacks something that is read from there on, or if others may
         still read the blocks that would be overwritten.
         """
-        row, first = sequence.row, position // self._block_size
-        if not self._groups.can_return(row, position):
-            raise RequestAborted(
-                f"sequence {seq_id} cannot go back to token {position}: it has dropped"
-                f" {self._groups.num_dropped_tokens(row)} tokens that are read from there"
-            )
-        if self._states is not None and not self._states.has(row, position):
-            raise RequestAborted(f"sequence {seq_id} cannot go back to token {position}: it has no state there")
-        if self._groups.shares_blocks(row, first):
-            raise RequestAborted(
-                f"sequence {seq_id} cannot go back to token {position}: it shares blocks from there on"
-            )
-        self._groups.unregister_blocks(row, first, len(sequence.digests))
+        row = sequence.row
+        for group in self._groups:
+            reason = group.lack_at(row, position)
+            if reason is None and group.is_shared(row, position):
+                reason = "it shares blocks from there on"
+            if reason is not None:
+                raise RequestAborted(f"sequence {seq_id} cannot go back to token {position}: {reason}")
+        for group in self._groups:
+            group.go_back(row, position, len(sequence.digests))
         self._set_length(sequence, position, min(position, int(self._rows.num_committed[row])))
 
     def kept_length(self, sequence: CachedSequence, max_tokens: int) -> int | None:
-        """The length that the sequence can go back to: its committed tokens, at most `max_tokens`.
+        """The length that the sequence can go back to in all groups: of its committed tokens, at most `max_tokens`.
 
-        The block that is written next must be neither findable nor shared. If others share it, the whole block is given
-        up: recomputing a few tokens is cheaper than copying a block in every layer. With gated delta layers it is the
-        greatest length that has a state. None: the next token would read blocks that the sequence has dropped, or there
-        is no state.
+        None: there is none.
         """
         row = sequence.row
-        num_tokens = min(int(self._rows.num_committed[row]), max_tokens)
-        for length in self._lengths(row, num_tokens):
-            index, offset = divmod(length, self._block_size)
-            if offset and index < len(sequence.digests) and self._groups.shares_blocks(row, index, index + 1):
-                if self._states is not None:
-                    continue
-                length -= offset
-            return length if self._groups.can_return(row, length) else None
-        return None
+        length = min(int(self._rows.num_committed[row]), max_tokens)
+        while True:
+            kept: int | None = length
+            for group in self._groups:
+                kept = group.kept_length(row, kept, len(sequence.digests))
+                if kept is None:
+                    return None
+            if kept == length:
+                return length
+            length = kept
 
-    def truncate(self, sequence: CachedSequence, num_tokens: int) -> int:
-        """Goes back to `kept_length` tokens; returns how many blocks became free."""
-        row, index, num_blocks = sequence.row, num_tokens // self._block_size, -(-num_tokens // self._block_size)
-        self._groups.unregister_blocks(row, index, min(num_blocks, len(sequence.digests)))
-        self._set_length(sequence, num_tokens, num_tokens)
-        return self._groups.release_blocks(row, num_blocks)
-
-    def _lengths(self, row: int, num_tokens: int) -> Iterator[int]:
-        """The lengths up to `num_tokens` that might do, greatest first."""
-        if self._states is None:
-            yield num_tokens
-        else:
-            yield from self._states.lengths(row, num_tokens)
+    def truncate(self, sequence: CachedSequence, length: int) -> int:
+        """Goes back to a `kept_length`; returns how many blocks became free."""
+        num_hashed_blocks = len(sequence.digests)
+        num_freed, *_ = [group.truncate(sequence.row, length, num_hashed_blocks) for group in self._groups]
+        self._set_length(sequence, length, length)
+        return num_freed
 
     def _set_length(self, sequence: CachedSequence, num_computed: int, num_committed: int) -> None:
         row = sequence.row
         del sequence.digests[num_computed // self._block_size :]
         self._rows.num_hashed_blocks[row] = len(sequence.digests)
         self._rows.num_computed[row], self._rows.num_committed[row] = num_computed, num_committed
-        if self._states is not None:
-            self._states.truncate(row, num_computed)

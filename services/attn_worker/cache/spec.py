@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from services.attn_worker.cache.window_group import WindowGroup
+from services.attn_worker.cache.build_cache import WindowBlocks
 from services.common.families.shape import GatedDelta
 from services.common.model_config import LayerHeads, ModelConfig
 
@@ -36,7 +36,7 @@ class KVCacheSpec:
     exceptions: Mapping[int, torch.dtype] = field(default_factory=dict)  # layers with another dtype, from 0
     layer_heads: tuple[LayerHeads, ...] = ()  # per layer, if they differ, or if some read the keys of others
     has_values: bool = True  # False: a token's values are a part of its keys, and nothing else is stored
-    window_group: WindowGroup | None = None  # of the `window_layers`; `num_blocks` are then those of the others
+    window_blocks: WindowBlocks | None = None  # of the `window_layers`; `num_blocks` are then those of the others
     # For sequences, in gated delta layers, which have no blocks; two more slots serve the backend (see `StepStates`).
     num_state_slots: int = 0
 
@@ -119,17 +119,17 @@ class KVCacheSpec:
         return frozenset(layer for layer in range(self.num_layers) if self.kv_layer(layer) in limited)
 
     def group_of(self, layer: int) -> int:
-        """1: the layer's keys and values are in the blocks of the `window_group`; 0: in all others."""
-        return int(self.window_group is not None and layer in self.window_layers)
+        """1: the layer's keys and values are in the blocks of the `window_blocks`; 0: in all others."""
+        return int(self.window_blocks is not None and layer in self.window_layers)
 
     @property
     def num_groups(self) -> int:
         """Of layers."""
-        return 1 if self.window_group is None else 2
+        return 1 if self.window_blocks is None else 2
 
     def num_blocks_of(self, group: int) -> int:
         """Number of blocks of a group; this is also the index of its null block."""
-        return self.num_blocks if self.window_group is None or group == 0 else self.window_group.num_blocks
+        return self.num_blocks if self.window_blocks is None or group == 0 else self.window_blocks.num_blocks
 
     @property
     def storing_layers(self) -> list[int]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from services.attn_worker.backends.torch_attention import TorchAttention
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
-from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.channel import rows_of_layer
@@ -52,9 +52,9 @@ class GroupPair:
         self.config, self.dtype, self.device = config, dtype, kernels.device
         plain = KVCacheSpec.of_model(config, cache_dtype or torch.float32, NUM_BLOCKS, BLOCK_SIZE)
         group = make_window_group(WINDOW, BLOCK_SIZE, MAX_NUM_SEQS, MAX_STEP_TOKENS)
-        grouped = replace(plain, dtype=cache_dtype or dtype, window_group=group)
-        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, window_group=group, enable_prefix_cache=False)
-        self.reference_cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, enable_prefix_cache=False)
+        grouped = replace(plain, dtype=cache_dtype or dtype, window_blocks=group)
+        self.cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, window_blocks=group, enable_prefix_cache=False)
+        self.reference_cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, enable_prefix_cache=False)
         self.reference = TorchAttention(config, plain, torch.float32, self.device, MAX_MODEL_LEN)
         limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_STEP_TOKENS}
         self.kernels = kernels.make(config, grouped, dtype, self.device, MAX_MODEL_LEN, **limits)
@@ -85,9 +85,9 @@ class GroupPair:
     def begin(self, plan: StepPlan, padded_num_seqs: int | None = None) -> PlannedStep:
         planned, expected = self.cache.plan_step(plan), self.reference_cache.plan_step(plan)
         assert planned.errors == expected.errors == {}
-        self.kernels.copy_blocks(planned.block_copies)
-        self.kernels.copy_blocks(planned.window_block_copies, 1)
-        self.reference.copy_blocks(expected.block_copies)
+        self.kernels.copy_blocks(planned.block_copies[0])
+        self.kernels.copy_blocks(planned.block_copies[1], 1)
+        self.reference.copy_blocks(expected.block_copies[0])
         self.kernels.begin_step(planned.metadata, padded_num_seqs)
         self.reference.begin_step(expected.metadata)
         for cache in (self.cache, self.reference_cache):
@@ -131,7 +131,7 @@ def check_all_kinds_of_steps(pair: GroupPair, tolerance: float | None = None) ->
     pair.check({3: 1, 5: 1, 1: 1}, fork=(3, 5), tolerance=tolerance)
     pair.check({5: 40, 3: 2, 2: 1}, tolerance=tolerance)
     pair.check({5: 1, 3: 1, 1: 1, 4: 1}, padded_num_seqs=8, tolerance=tolerance)
-    assert pair.cache.window_pool.num_used_blocks < pair.cache.num_used_blocks
+    assert pair.cache.pools["windows"].num_used_blocks < pair.cache.num_used_blocks
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,9 +17,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from services.attn_worker.backends.torch_attention import TorchAttention
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.window_group import WindowGroup
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, load_model_config
 from tests.support.plans import make_plan
@@ -50,7 +49,7 @@ class Harness:
         exceptions: Mapping[int, torch.dtype] | None = None,
         scales: KVScales | None = None,
         sinks: torch.Tensor | None = None,  # learned ones, [num_layers, num_heads]
-        window_group: WindowGroup | None = None,
+        window_blocks: WindowBlocks | None = None,
         **overrides: Any,
     ) -> None:
         num_heads, num_kv_heads = heads
@@ -77,8 +76,8 @@ class Harness:
         if windows is not None:
             self.spec = dataclasses.replace(self.spec, windows=windows)
         kept = {"window": self.spec.window, "num_sink_tokens": num_sink_tokens}
-        self.spec = dataclasses.replace(self.spec, window_group=window_group)
-        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, **kept, window_group=window_group)
+        self.spec = dataclasses.replace(self.spec, window_blocks=window_blocks)
+        self.cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, **kept, window_blocks=window_blocks)
         self.backend = TorchAttention(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN)
         self.scales = scales or KVScales.ones(self.config.num_layers)
         self.backend.use_scales(self.scales)
@@ -112,7 +111,7 @@ class Harness:
         entries = [(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]
         planned = self.cache.plan_step(dataclasses.replace(make_plan(entries, forks=forks), drops_blocks=True))
         assert planned.errors == {}
-        for group, copies in enumerate((planned.block_copies, planned.window_block_copies)):
+        for group, copies in enumerate(planned.block_copies):
             if copies:
                 self.backend.copy_blocks(copies, group)
         self.backend.begin_step(planned.metadata)

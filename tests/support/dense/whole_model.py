@@ -11,9 +11,9 @@ import torch
 from services.attn_worker.backends import AttentionBackend
 from services.attn_worker.backends.gated.layered_attention import layered_torch_attention
 from services.attn_worker.backends.torch_attention import TorchAttention
-from services.attn_worker.cache.kv_cache import KVCache, PlannedStep
+from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
+from services.attn_worker.cache.kv_cache import PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.window_group import WindowGroup
 from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend
@@ -53,15 +53,15 @@ class WholeModel:
         spec = KVCacheSpec.of_model(self.config, dtype, NUM_BLOCKS, BLOCK_SIZE)
         if num_window_blocks is not None:
             window = max(each for each in spec.windows if each is not None)
-            spec = replace(spec, window_group=WindowGroup(window, num_window_blocks))
+            spec = replace(spec, window_blocks=WindowBlocks(window, num_window_blocks))
         if spec.gated_delta:
             spec = replace(spec, num_state_slots=NUM_STATE_SLOTS)
-        self.cache = KVCache(
+        self.cache = build_cache(
             NUM_BLOCKS,
             BLOCK_SIZE,
             max_model_len,
             length_dependent_beyond=beyond,
-            window_group=spec.window_group,
+            window_blocks=spec.window_blocks,
             num_state_slots=spec.num_state_slots or None,
         )
         if make_attention is None:
@@ -132,7 +132,7 @@ class WholeModel:
                 known = given.take(self._tables[seq_id], known, len(token_ids))
             token_ids += known
         self.dense.begin_step(plan, num_rows or len(token_ids))
-        for group, copies in enumerate((planned.block_copies, planned.window_block_copies)):
+        for group, copies in enumerate(planned.block_copies):
             if copies:
                 self.attention.copy_blocks(copies, group)
         return planned, token_ids, given

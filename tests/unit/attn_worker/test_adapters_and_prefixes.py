@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
@@ -30,7 +30,7 @@ class Worker:
         runner: Any = SimpleNamespace(
             attach=lambda channels, scales, sinks, gated_delta: None, launch=lambda metadata, channel: FinishedStep()
         )
-        self.cache = KVCache(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64)
+        self.cache = build_cache(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64)
         self._engine = AttentionEngine(self.cache, runner, AttentionMetrics(CollectorRegistry(), lambda: None))
         channel: Any = SimpleNamespace(waited_s=None, close=lambda: None, abort=lambda: None)
         self._attachment = Attachment(1, {0: channel}, max_num_tokens=64)

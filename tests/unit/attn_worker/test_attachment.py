@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
@@ -66,7 +66,7 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
 
     runner: Any = SimpleNamespace(attach=lambda channels, scales, sinks, gated_delta: None, launch=launch)
     metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
-    engine = AttentionEngine(KVCache(8, 4, max_model_len=32), runner, metrics)
+    engine = AttentionEngine(build_cache(8, 4, max_model_len=32), runner, metrics)
     attachment = Attachment(7, channels, max_num_tokens=16)
     engine.attach(attachment, "00", KVScales.ones(NUM_LAYERS), (), {})
     engine.open_sequence(attachment, NewSequence(5, "named", (1, 2, 3), 3))
@@ -83,7 +83,7 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
         launch=lambda step, channel: FinishedStep(),
     )
     engine = AttentionEngine(
-        KVCache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
+        build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
     )
     channel: Any = SimpleNamespace(waited_s=None, close=lambda: None)
     ones, others = KVScales.ones(2), KVScales((1.0, 1.0), (1.0, 1.5))
@@ -112,7 +112,7 @@ def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
         attach=lambda channels, scales, sinks, gated_delta: None, launch=lambda step, channel: FinishedStep()
     )
     engine = AttentionEngine(
-        KVCache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
+        build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
     )
     channel: Any = SimpleNamespace(waited_s=None, close=lambda: None)
     new = NewSequence(1, "", tuple(range(7)), 7)

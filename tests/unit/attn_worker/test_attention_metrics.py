@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.window_group import WindowGroup
 from services.attn_worker.metrics import AttentionMetrics
 from tests.support.plans import make_plan
 
@@ -18,7 +18,7 @@ class CountingEngine:
 
 
 def test_every_block_is_used_cached_or_free() -> None:
-    cache, registry = KVCache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
+    cache, registry = build_cache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
     cache.use_weights(b"w")
     AttentionMetrics(registry, lambda: CountingEngine(cache))
 
@@ -37,7 +37,7 @@ def test_every_block_is_used_cached_or_free() -> None:
 
 
 def test_blocks_of_layers_with_a_window_are_counted_by_themselves() -> None:
-    cache, registry = KVCache(10, 4, 40, window_group=WindowGroup(6, 8)), CollectorRegistry()
+    cache, registry = build_cache(10, 4, 40, window_blocks=WindowBlocks(6, 8)), CollectorRegistry()
     AttentionMetrics(registry, lambda: CountingEngine(cache))
     cache.open_sequence(1, list(range(17)), 17)
     for entry in ((1, 17, 0), (1, 1, 17)):
@@ -50,7 +50,7 @@ def test_blocks_of_layers_with_a_window_are_counted_by_themselves() -> None:
 
 
 def test_slots_of_states_are_counted() -> None:
-    cache, registry = KVCache(10, 4, 40, num_state_slots=9), CollectorRegistry()
+    cache, registry = build_cache(10, 4, 40, num_state_slots=9), CollectorRegistry()
     AttentionMetrics(registry, lambda: CountingEngine(cache))
     cache.open_sequence(1, list(range(9)), 9)
     for entry in ((1, 9, 0), (1, 1, 9)):
@@ -62,7 +62,7 @@ def test_slots_of_states_are_counted() -> None:
 
 
 def test_a_recovered_sequence_is_counted_with_its_kept_tokens() -> None:
-    cache, registry = KVCache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
+    cache, registry = build_cache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
     cache.use_weights(b"w")
     AttentionMetrics(registry, lambda: CountingEngine(cache))
     cache.open_sequence(1, list(range(9)), 9)

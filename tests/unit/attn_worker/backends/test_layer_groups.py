@@ -24,18 +24,18 @@ def check_all_kinds_of_steps(harness: Harness) -> None:
     harness.check((2, 1), (3, 1), fork=(2, 3))
     for _ in range(9):
         harness.check((1, 5), (3, 1), (2, 1))
-    assert harness.cache.window_pool.num_used_blocks < harness.cache.num_used_blocks
+    assert harness.cache.pools["windows"].num_used_blocks < harness.cache.num_used_blocks
     harness.cache.check_integrity()
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_every_format_and_layers_with_another_one(tmp_path: Path, cache_dtype: torch.dtype | None) -> None:
     exceptions = {} if cache_dtype is None else {2: torch.float32}
-    options = {"windows": WINDOWS, "window_group": GROUP, "num_hidden_layers": len(WINDOWS)}
+    options = {"windows": WINDOWS, "window_blocks": GROUP, "num_hidden_layers": len(WINDOWS)}
     check_all_kinds_of_steps(Harness(tmp_path, cache_dtype=cache_dtype, exceptions=exceptions, **options))
 
 
 def test_learned_sinks(tmp_path: Path) -> None:
     sinks = torch.randn(len(WINDOWS), 8, generator=torch.Generator().manual_seed(2))
-    options = {"windows": WINDOWS, "window_group": GROUP, "num_hidden_layers": len(WINDOWS)}
+    options = {"windows": WINDOWS, "window_blocks": GROUP, "num_hidden_layers": len(WINDOWS)}
     check_all_kinds_of_steps(Harness(tmp_path, sinks=sinks, **options))

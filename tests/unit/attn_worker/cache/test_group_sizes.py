@@ -10,8 +10,8 @@ import torch
 
 from services.attn_worker.build import StepLimits, make_cache_spec
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.build_cache import WindowBlocks
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.window_group import WindowGroup
 from services.common.config import AttentionSection, ModelSection
 from services.common.model_config import AttentionOptions, LayerHeads
 from services.common.resolve import ResolvedModel, resolve_model
@@ -56,7 +56,7 @@ def test_published_models_hold_several_times_as_many_tokens(
     # Each sequence: the tokens before the last one that a window has, rounded up, and three blocks. Three steps.
     num_own = 64 * (-(-(window - 1) // BLOCK_SIZE) + 3) + -(-(3 * 8192 + 2 * 64) // BLOCK_SIZE)
     num_left = (room - num_own * num_windows * layer_bytes) // (num_others * layer_bytes)
-    assert spec.window_group == WindowGroup(window, num_own) and spec.num_blocks == num_left
+    assert spec.window_blocks == WindowBlocks(window, num_own) and spec.num_blocks == num_left
     assert spec.num_bytes == (num_own * num_windows + num_left * num_others) * layer_bytes <= room
     assert gain[0] < spec.num_blocks / before.num_blocks < gain[1]
     [event] = events
@@ -76,7 +76,7 @@ def test_a_given_number_of_blocks_is_that_of_the_other_layers(
     section = AttentionSection(block_size=BLOCK_SIZE, num_blocks=num_blocks)
     spec = make_cache_spec(section, model_of(embedded, GPT_OSS_20B), StepLimits(8, 592))
     assert spec.num_blocks == num_blocks
-    assert spec.window_group == (WindowGroup(128, 8 * 11 + 112) if has_group else None)
+    assert spec.window_blocks == (WindowBlocks(128, 8 * 11 + 112) if has_group else None)
 
 
 @pytest.mark.parametrize("windows", [(None, None), (64, 64), (64, 128)])
@@ -101,7 +101,7 @@ def test_each_layer_has_the_blocks_of_its_group_and_copies_stay_in_it() -> None:
     heads = (*[LayerHeads(4, 2, 16)] * 3, LayerHeads(4, 2, 16, kv_layer=0), LayerHeads(4, 2, 16, kv_layer=2))
     spec = KVCacheSpec(
         9, 4, 2, 16, torch.int8, (6, None, 6, 12, None), exceptions={0: torch.float16}, layer_heads=heads,
-        window_group=WindowGroup(12, 5),
+        window_blocks=WindowBlocks(12, 5),
     )  # fmt: skip
     assert spec.window_layers == {0, 3} and [spec.group_of(layer) for layer in range(5)] == [1, 0, 0, 1, 0]
     storage = BlockStorage(spec, spec.head_major_block, torch.device("cpu"))

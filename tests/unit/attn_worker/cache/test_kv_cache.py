@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.attn_worker.cache.kv_cache import KVCache, OpenResult
+from services.attn_worker.cache.build_cache import build_cache
+from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.cache.kv_cache import KVCache
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted
 from tests.support.plans import make_plan
 
@@ -13,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def make_cache(num_blocks: int = 16, max_model_len: int = 64, **options: object) -> KVCache:
-    return KVCache(num_blocks, BLOCK_SIZE, max_model_len, **options)
+    return build_cache(num_blocks, BLOCK_SIZE, max_model_len, **options)
 
 
 def run(cache: KVCache, *entries: tuple[int, int, int], **options: object) -> int:

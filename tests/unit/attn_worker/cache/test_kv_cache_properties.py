@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
-from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, NotFound, RequestAborted
 from tests.support.plans import make_plan
@@ -64,7 +64,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_sinks: int,
     ) -> None:
         num_sinks = num_sinks if window is not None else 0
-        self.cache = KVCache(
+        self.cache = build_cache(
             num_blocks,
             block_size,
             MAX_MODEL_LEN,
@@ -214,7 +214,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self, forks: list[tuple[int, int, int]], planned: PlannedStep, chosen: list[tuple[int, int]]
     ) -> None:
         """Copies the blocks in the simulated memory. Without a free block only the child must fail."""
-        copies = list(planned.block_copies)
+        [copies] = planned.block_copies
         for parent_id, child_id, position in forks:
             has_part = position % self.block_size > 0
             if has_part and self.num_free == 0:

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import RequestAborted
 from tests.support.plans import make_plan, make_window_group
@@ -54,8 +54,8 @@ class TwoGroups(RuleBasedStateMachine):
     @initialize(block_size=st.sampled_from([1, 2, 4]), window=st.integers(1, 9), has_prefix_cache=st.booleans())
     def start(self, block_size: int, window: int, has_prefix_cache: bool) -> None:
         group = make_window_group(window, block_size, MAX_NUM_SEQS, MAX_STEP_TOKENS)
-        self.cache = KVCache(
-            NUM_BLOCKS, block_size, MAX_MODEL_LEN, window_group=group, enable_prefix_cache=has_prefix_cache
+        self.cache = build_cache(
+            NUM_BLOCKS, block_size, MAX_MODEL_LEN, window_blocks=group, enable_prefix_cache=has_prefix_cache
         )
         self.block_size, self.window = block_size, window
         self.memories: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})
@@ -111,7 +111,7 @@ class TwoGroups(RuleBasedStateMachine):
             if num_left and (entry := self.draw_entry(data, seq_id, num_left, step)) is not None:
                 entries.append(entry)
         planned = self.cache.plan_step(make_plan(entries, closed, confirmed, forks, step.drafts))
-        copies = (list(planned.block_copies), list(planned.window_block_copies))
+        copies = tuple(map(list, planned.block_copies))
         for parent_id, child_id, position in forks:
             if child_id in planned.errors:
                 assert isinstance(planned.errors[child_id], RequestAborted)
@@ -178,7 +178,7 @@ class TwoGroups(RuleBasedStateMachine):
         """Writes every row's tokens to its slot, then checks all slots that each sequence reads."""
         memory, size, row = self.memories[group], self.block_size, 0
         contents = {seq_id: (*self.sequences[seq_id].tokens, *step.drafts.get(seq_id, ())) for seq_id, *_ in entries}
-        null_block = self.cache.num_blocks if group == 0 else self.cache.window_pool.num_blocks
+        null_block = self.cache.num_blocks if group == 0 else self.cache.pools["windows"].num_blocks
         for seq_id, num_tokens, position in entries:
             for place in range(position, position + num_tokens):
                 assert part.positions[row] == place and part.slot_mapping[row] < null_block * size
@@ -222,13 +222,13 @@ class TwoGroups(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             self.cache.check_integrity()
             assert self.cache.held_blocks.keys() == self.sequences.keys()
-            assert self.cache.window_pool.num_used_blocks <= self.cache.window_pool.num_blocks
+            assert self.cache.pools["windows"].num_used_blocks <= self.cache.pools["windows"].num_blocks
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
             self.cache.close_sequences(list(self.sequences))
             self.cache.check_integrity()
-            assert self.cache.num_free_blocks == NUM_BLOCKS and self.cache.window_pool.num_used_blocks == 0
+            assert self.cache.num_free_blocks == NUM_BLOCKS and self.cache.pools["windows"].num_used_blocks == 0
 
 
 TestTwoGroups = TwoGroups.TestCase

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.window_group import WindowGroup
 from services.common.errors import CapacityError, RequestAborted
 from tests.support.plans import make_plan, make_window_group
 
@@ -14,7 +14,7 @@ BLOCK_SIZE, WINDOW = 4, 10
 
 
 def make_cache(num_window_blocks: int = 40, **options: object) -> KVCache:
-    return KVCache(100, BLOCK_SIZE, 200, window_group=WindowGroup(WINDOW, num_window_blocks), **options)
+    return build_cache(100, BLOCK_SIZE, 200, window_blocks=WindowBlocks(WINDOW, num_window_blocks), **options)
 
 
 def run(cache: KVCache, *entries: tuple[int, int, int], **options: object) -> PlannedStep:
@@ -37,10 +37,10 @@ def prefill(cache: KVCache, seq_id: int, num_tokens: int, first_token: int = 0) 
 def test_the_next_plan_drops_what_no_token_after_the_committed_ones_reads_except_one_block() -> None:
     cache = make_cache()
     prefill(cache, 1, 41)
-    assert (cache.num_used_blocks, cache.window_pool.num_used_blocks) == (11, 11)
+    assert (cache.num_used_blocks, cache.pools["windows"].num_used_blocks) == (11, 11)
     # Token 41 reads from token 32 on: blocks 8, 9 and 10, and one before them is kept.
     step = run(cache, (1, 1, 41))
-    assert (cache.num_used_blocks, cache.window_pool.num_used_blocks) == (11, 4)
+    assert (cache.num_used_blocks, cache.pools["windows"].num_used_blocks) == (11, 4)
     assert step.num_freed_blocks == 0, "only blocks of the other layers are counted"
     assert step.metadata.context_lens.tolist() == [42] and step.metadata.block_tables.tolist() == [list(range(11))]
     windows = step.metadata.windows
@@ -53,7 +53,7 @@ def test_a_sequence_that_has_no_part_in_a_step_drops_blocks_all_the_same() -> No
     cache = make_cache()
     prefill(cache, 1, 41)
     prefill(cache, 2, 5, first_token=50)
-    assert cache.window_pool.num_used_blocks == 4 + 2
+    assert cache.pools["windows"].num_used_blocks == 4 + 2
 
 
 def test_a_step_that_is_lost_finds_the_blocks_of_its_first_token() -> None:
@@ -87,19 +87,19 @@ def test_a_fork_shares_both_groups_and_copies_the_partial_block_of_each() -> Non
     cache = make_cache()
     prefill(cache, 1, 41)
     run(cache, (1, 1, 41))
-    used = cache.num_used_blocks, cache.window_pool.num_used_blocks
+    used = cache.num_used_blocks, cache.pools["windows"].num_used_blocks
     step = run(cache, (2, 1, 42), forks=[(1, 2, 42)])
-    assert (len(step.block_copies), len(step.window_block_copies)) == (1, 1)
-    assert (cache.num_used_blocks, cache.window_pool.num_used_blocks) == (used[0] + 1, used[1] + 1)
+    assert list(map(len, step.block_copies)) == [1, 1]
+    assert (cache.num_used_blocks, cache.pools["windows"].num_used_blocks) == (used[0] + 1, used[1] + 1)
     run(cache, close_seq_ids=[1])
-    assert cache.window_pool.num_used_blocks == used[1], "the other one still reads its window"
+    assert cache.pools["windows"].num_used_blocks == used[1], "the other one still reads its window"
 
 
 def test_a_fork_behind_a_dropped_window_names_what_is_gone() -> None:
     cache = make_cache()
     prefill(cache, 1, 41)
     error = cache.plan_step(make_plan(forks=[(1, 2, 20)])).errors[2]
-    assert isinstance(error, RequestAborted) and "it has 41 tokens, 28 of them dropped" in str(error)
+    assert isinstance(error, RequestAborted) and "at token 20: it has dropped 28 tokens" in str(error)
 
 
 @pytest.mark.parametrize("num_too_few", [0, 1])
@@ -110,7 +110,7 @@ def test_a_sequence_that_lacks_blocks_of_one_group_takes_none_of_the_other(num_t
     if num_too_few:
         assert isinstance(step.errors[1], CapacityError) and "5 KV blocks are needed, 4 of 4" in str(step.errors[1])
     assert len(step.errors) == num_too_few
-    assert cache.num_used_blocks == cache.window_pool.num_used_blocks == 5 * (not num_too_few)
+    assert cache.num_used_blocks == cache.pools["windows"].num_used_blocks == 5 * (not num_too_few)
     cache.check_integrity()
 
 
@@ -119,7 +119,7 @@ def test_the_windows_of_as_many_sequences_as_may_be_open_always_have_room(block_
     """Three steps under way at a time, each full, while the sequences of a dead dense worker hold their windows."""
     max_num_seqs, max_step_tokens, length = 5, 24, 330
     group = make_window_group(window, block_size, max_num_seqs, max_step_tokens)
-    cache = KVCache(5000, block_size, 400, window_group=group)
+    cache = build_cache(5000, block_size, 400, window_blocks=group)
     most = 0
     for generation in range(3):
         seq_ids = [generation * 10 + index for index in range(max_num_seqs)]
@@ -137,7 +137,7 @@ def test_the_windows_of_as_many_sequences_as_may_be_open_always_have_room(block_
             for seq_id, count, position in entries:
                 positions[seq_id] = position + count
             num_in_flight, num_planned = num_in_flight + 1, num_planned + 1
-            most = max(most, cache.window_pool.num_used_blocks)
+            most = max(most, cache.pools["windows"].num_used_blocks)
             if num_in_flight == 3:
                 cache.commit_step()
                 num_in_flight -= 1
@@ -164,5 +164,5 @@ def test_other_weights_empty_both_groups_and_find_nothing() -> None:
     cache.use_weights(b"one")
     prefill(cache, 1, 41)
     cache.use_weights(b"other")
-    assert cache.num_used_blocks == cache.window_pool.num_used_blocks == cache.num_sequences == 0
+    assert cache.num_used_blocks == cache.pools["windows"].num_used_blocks == cache.num_sequences == 0
     assert prefill(cache, 2, 41) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.runner.step_states import StepStates, zero_slot
 from services.common.errors import CapacityError, RequestAborted
@@ -12,7 +13,7 @@ PROMPT = list(range(10, 20))  # two full blocks and two tokens
 
 
 def make_cache(num_slots: int = 20, **options: bool) -> KVCache:
-    return KVCache(50, BLOCK_SIZE, 64, num_state_slots=num_slots, **options)
+    return build_cache(50, BLOCK_SIZE, 64, num_state_slots=num_slots, **options)
 
 
 def run(cache: KVCache, *entries: tuple[int, int, int], **parts: list[tuple[int, ...]]) -> StepStates:
@@ -25,8 +26,7 @@ def run(cache: KVCache, *entries: tuple[int, int, int], **parts: list[tuple[int,
 
 
 def num_used(cache: KVCache) -> int:
-    assert cache.state_pool is not None
-    return cache.state_pool.num_used_blocks
+    return cache.pools["states"].num_used_blocks
 
 
 def test_a_decoding_sequence_has_its_state_and_the_one_before() -> None:
@@ -96,7 +96,7 @@ def test_while_a_sequence_decodes_its_last_full_block_replaces_the_one_before() 
     for position in range(10, 18):
         run(cache, (1, 1, position), confirmed=[(1, position)])
     cache.close_sequences([1])
-    assert cache.state_pool.num_cached_blocks == 2
+    assert cache.pools["states"].num_cached_blocks == 2
     text = [*PROMPT, *range(10, 18), 1, 2, 3]
     assert cache.open_sequence(2, text, len(text)).num_cached_tokens == 16
     assert cache.open_sequence(3, text[:15], 15).num_cached_tokens == 8, "that of the prompt stays"
@@ -115,7 +115,7 @@ def test_a_prompt_step_may_end_where_its_state_stays() -> None:
 def test_the_beginning_of_many_prompts_is_found_while_all_places_are_taken() -> None:
     """With the six slots for each place that the worker makes if memory allows, and the next step always planned."""
     num_places, num_tokens = 8, 30
-    cache = KVCache(500, BLOCK_SIZE, 64, num_state_slots=6 * num_places)
+    cache = build_cache(500, BLOCK_SIZE, 64, num_state_slots=6 * num_places)
     texts: dict[int, list[int]] = {}
     cached, num_pending, num_opened = [], 0, 0
     lengths: dict[int, int] = {}
@@ -175,7 +175,7 @@ def test_without_a_prefix_cache_no_step_is_cut() -> None:
     assert len(run(cache, (1, 10, 0)).waves) == 1
     assert cache.open_sequence(2, PROMPT, 10).num_cached_tokens == 0
     cache.close_sequences([1, 2])
-    assert cache.state_pool.num_cached_blocks == 0
+    assert cache.pools["states"].num_cached_blocks == 0
 
 
 def test_other_weights_find_no_states() -> None:
@@ -245,7 +245,7 @@ def test_too_few_slots_for_the_sequences_of_a_plan_are_an_error_of_the_last() ->
 
 
 def test_a_sequence_without_blocks_gives_its_slot_back() -> None:
-    cache = KVCache(2, BLOCK_SIZE, 64, num_state_slots=10)
+    cache = build_cache(2, BLOCK_SIZE, 64, num_state_slots=10)
     cache.open_sequence(1, PROMPT, 10)
     planned = cache.plan_step(make_plan([(1, 10, 0)]))
     assert isinstance(planned.errors[1], CapacityError) and num_used(cache) == 0

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
-from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.runner.step_states import null_slot, zero_slot
 from tests.support.plans import make_plan
 
@@ -50,7 +50,7 @@ class StateMachine(RuleBasedStateMachine):
         self.is_ample = num_more == 60
         self.has_cache = has_cache
         self.block_size = block_size
-        self.cache = KVCache(
+        self.cache = build_cache(
             NUM_BLOCKS, block_size, MAX_MODEL_LEN, enable_prefix_cache=has_cache, num_state_slots=self.num_slots
         )
         self.memory: dict[int, tuple[int, ...]] = {zero_slot(self.num_slots): ()}
@@ -197,7 +197,7 @@ class StateMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if hasattr(self, "cache"):
             self.cache.check_integrity()
-            pool = self.cache.state_pool
+            pool = self.cache.pools["states"]
             assert pool is not None and pool.num_free_blocks + pool.num_used_blocks == self.num_slots
             assert self.cache.held_blocks.keys() == self.sequences.keys()
 
@@ -206,7 +206,7 @@ class StateMachine(RuleBasedStateMachine):
             self.cache.abort_steps()
             self.cache.close_sequences(list(self.sequences))
             self.cache.check_integrity()
-            assert self.cache.num_free_blocks == NUM_BLOCKS and self.cache.state_pool.num_used_blocks == 0
+            assert self.cache.num_free_blocks == NUM_BLOCKS and self.cache.pools["states"].num_used_blocks == 0
 
 
 TestStates = StateMachine.TestCase

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.servicer import describe_opened
 from services.common.errors import CapacityError, InvalidRequest
@@ -55,7 +56,7 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 def new_session(cache: KVCache) -> Session:
     """A new attachment to this cache."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
-    kept = cache.retention.window, cache.retention.num_sink_tokens, cache.window_group and cache.window_group.window
+    kept = cache.retention.window, cache.retention.num_sink_tokens, cache.uncounted_window
     return Session(Attachment(1, 1, {}, *counts, cache.held_blocks, cache.max_model_len, *kept))
 
 
@@ -91,7 +92,7 @@ class Cluster:
     ) -> None:
         kept = {"window": window, "num_sink_tokens": num_sink_tokens, "enable_prefix_cache": enable_prefix_cache}
         group = make_window_group(layer_window, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
-        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, **kept, window_group=group)
+        self.cache = build_cache(num_blocks, BLOCK_SIZE, max_model_len, **kept, window_blocks=group)
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
@@ -172,7 +173,7 @@ class Cluster:
         self.cache.check_integrity()
         assert self.cache.num_sequences == 0
         assert self.cache.num_free_blocks == self.cache.num_blocks
-        assert self.cache.window_pool is None or self.cache.window_pool.num_used_blocks == 0
+        assert all(pool.num_used_blocks == 0 for pool in self.cache.pools.values())
         assert self.scheduler.session.ledger.num_free_blocks == self.cache.num_blocks
         assert self.scheduler.session.ledger.num_reserved_blocks == 0
 

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.servicer import describe_opened
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
@@ -31,7 +31,7 @@ class Cluster:
     """A scheduler and a KV cache, connected by two streams. Messages arrive in order, but at random times."""
 
     def __init__(self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int, random: Random) -> None:
-        self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
+        self.cache = build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
         limits = SchedulerLimits(max_num_seqs, budget, MAX_MODEL_LEN, 1000, policy)
         self.scheduler = Scheduler(limits)
         self.scheduler.begin(new_session(self.cache))
