@@ -130,6 +130,13 @@ class GatewaySection(Section):
     # whether clients may send prompts as embeddings (docs/prompt-embeddings.md), not with dense.backend="tensorrt"
     enable_prompt_embeds: bool = False
     max_prompt_embeds_bytes: Count = 256 * 2**20  # embeddings of all open requests together
+    # whether answers of /v1/responses are kept, in the memory of the one gateway process, for previous_response_id and
+    # GET /v1/responses/{id}, unless a request has "store": false; not with several launch.gateway_processes
+    store_responses: bool = False
+    # most responses of one API key, or without keys of one address; then the least recently used ones are dropped
+    max_stored_responses: Count = 1024
+    max_stored_response_bytes: Count = 32 * 2**20  # of one API key or address; each has its whole conversation
+    max_all_stored_response_bytes: Count = 256 * 2**20  # of all together
     num_dense_streams: Count = 1  # streams to dense workers; at most this many replicas are used
 
 
@@ -304,6 +311,11 @@ class Config(Section):
             raise ValueError("gateway.lora_modules and gateway.lora_directory need dense.max_loras of at least 1")
         if self.gateway.enable_prompt_embeds and self.dense.backend == "tensorrt":
             raise ValueError("gateway.enable_prompt_embeds: TensorRT takes no embeddings: set dense.backend to torch")
+        if self.gateway.store_responses and self.launch.gateway_processes > 1:
+            raise ValueError(
+                f"gateway.store_responses: launch.gateway_processes is {self.launch.gateway_processes}, must be 1, for "
+                "a gateway would not find what another one has stored"
+            )
         if self.gateway.lora_directory is not None and not self.gateway.lora_directory.is_dir():
             raise ValueError(f"gateway.lora_directory {str(self.gateway.lora_directory)!r} is not a directory")
         if not model.path.is_dir():

@@ -21,10 +21,12 @@ from services.gateway.http.routes.metrics import metrics_routes
 from services.gateway.http.routes.page import page_routes
 from services.gateway.http.routes.responses import responses_routes
 from services.gateway.http.routes.server import server_routes
+from services.gateway.http.routes.stored_responses import stored_response_routes
 from services.gateway.http.routes.tokens import token_routes
 from services.gateway.http.routes.triton import triton_routes
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.siblings import Siblings
+from services.gateway.stored_responses.response_store import ResponseStore
 from services.gateway.triton.inference import Triton
 
 
@@ -47,7 +49,9 @@ def build_app(
     app.include_router(generate_routes(frontend, section))
     app.include_router(llama_cpp_routes(frontend, section))
     app.include_router(messages_routes(frontend, section))
-    app.include_router(responses_routes(frontend, section))
+    store = _response_store(section)
+    app.include_router(responses_routes(frontend, section, store))
+    app.include_router(stored_response_routes(frontend, section, store))
     app.include_router(token_routes(frontend, section))
     app.include_router(server_routes(frontend))
     app.include_router(adapter_routes(frontend, section, siblings))
@@ -56,3 +60,11 @@ def build_app(
     app.include_router(page_routes(frontend, worker_load))
     add_document(app)
     return app
+
+
+def _response_store(section: GatewaySection) -> ResponseStore | None:
+    if not section.store_responses:
+        return None
+    return ResponseStore(
+        section.max_stored_responses, section.max_stored_response_bytes, section.max_all_stored_response_bytes
+    )

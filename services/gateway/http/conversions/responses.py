@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -25,13 +26,13 @@ ROLES = {"developer": SYSTEM}
 
 
 def responses_message(
-    body: ResponsesRequest, request_id: str, offered: dict[str, OfferedTool]
+    body: ResponsesRequest, request_id: str, offered: dict[str, OfferedTool], earlier: Sequence[Any] = ()
 ) -> gateway_pb2.GenerateRequest:
-    """The message of a request. `offered`: its tools. Raises `InvalidRequest`."""
+    """The message of a request. `offered`: its tools; `earlier`: items before its own. Raises `InvalidRequest`."""
     message = gateway_pb2.GenerateRequest(
         request_id=request_id,
         model=body.model,
-        chat=_chat_of(body, offered),
+        chat=_chat_of(body, offered, earlier),
         sampling=_sampling_of(body),
         max_tokens=body.max_output_tokens,
         user=body.user or "",
@@ -60,10 +61,14 @@ def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(**sampling)
 
 
-def _chat_of(body: ResponsesRequest, offered: dict[str, OfferedTool]) -> gateway_pb2.Chat:
+def _chat_of(
+    body: ResponsesRequest, offered: dict[str, OfferedTool], earlier: Sequence[Any]
+) -> gateway_pb2.Chat:
     conversation = Conversation()
     if body.instructions:
         conversation.add_text(SYSTEM, body.instructions, "instructions")
+    for item in earlier:
+        _add(conversation, item, "previous_response_id")
     if isinstance(body.input, str):
         conversation.add_text("user", body.input, "input")
     else:

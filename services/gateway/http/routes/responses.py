@@ -1,4 +1,4 @@
-"""OpenAI's POST /v1/responses, without a store: each request has the whole conversation."""
+"""OpenAI's POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
-from services.common.errors import InvalidRequest, NotFound
-from services.common.shorten import quote
+from services.common.errors import InvalidRequest
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.answer import Answer
 from services.gateway.http.answers.responses.responses_format import ResponsesFormat
@@ -20,12 +19,12 @@ from services.gateway.http.json_route import json_route
 from services.gateway.http.routes.completions import NAMED_STREAM_CONTENT, traced
 from services.gateway.http.schemas.responses.answers import ResponseObject
 from services.gateway.http.schemas.responses.request import ResponsesRequest
+from services.gateway.stored_responses.record import ResponseRecord, owner_of
+from services.gateway.stored_responses.response_store import ResponseStore
 
-STORED = "/v1/responses/{response_id}"
 
-
-def responses_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
-    """The routes of one gateway."""
+def responses_routes(frontend: Frontend, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
+    """The route of one gateway. `store`: keeps answers; None: each request has the whole conversation."""
     route_class = json_route(section.max_body_values)
     router = APIRouter(route_class=route_class, tags=["Responses"], responses=ERROR_RESPONSES)
 
@@ -45,22 +44,23 @@ def responses_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
                 "top_logprobs",
             )
         tools = offered_tools(body)
-        message = responses_message(body, request_id, tools)
+        record = None
+        if store is not None:
+            record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)
+            await record.read_earlier(section.max_body_bytes, section.max_body_values)
+        elif body.previous_response_id is not None:
+            raise InvalidRequest(
+                "previous_response_id cannot be used here: this server stores no responses (gateway.store_responses)",
+                "previous_response_id",
+            )
+        message = responses_message(body, request_id, tools, () if record is None else record.earlier)
         await asyncio.sleep(0)
         return Answer(
             frontend,
             traced([message], request),
-            ResponsesFormat(frontend, body, request_id, tools),
+            ResponsesFormat(frontend, body, request_id, tools, record),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )
-
-    @router.get(STORED)
-    @router.delete(STORED)
-    @router.post(STORED + "/cancel")
-    @router.get(STORED + "/input_items")
-    async def find_response(response_id: str) -> Response:
-        """A 404: no response is stored."""
-        raise NotFound(f"there is no response {quote(response_id)}: this server stores none", "response_id")
 
     return router

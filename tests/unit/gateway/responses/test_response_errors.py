@@ -25,7 +25,8 @@ def part(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 WRONG: list[tuple[dict[str, Any], str | None, tuple[str, ...]]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", ("not supported",)),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", ("gateway.store_responses",)),
+    ({"previous_response_id": "r" * 257}, "previous_response_id", ("256",)),
     ({"conversation": "conv_1"}, "conversation", ("not supported",)),
     ({"background": True}, "background", ("not supported",)),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", ("not supported",)),

@@ -17,6 +17,7 @@ from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.responses.answers import ResponseError, ResponseObject, ResponseUsage
 from services.gateway.http.schemas.responses.request import ResponsesRequest
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.stored_responses.record import ResponseRecord
 
 PARAM_NAMES = {
     "chat": "input",
@@ -36,9 +37,14 @@ class ResponsesFormat:
     end_of_stream = b""
 
     def __init__(
-        self, frontend: Frontend, body: ResponsesRequest, request_id: str, tools: Mapping[str, OfferedTool]
+        self,
+        frontend: Frontend,
+        body: ResponsesRequest,
+        request_id: str,
+        tools: Mapping[str, OfferedTool],
+        record: ResponseRecord | None = None,
     ) -> None:
-        """`tools`: those of the request, by the name that the model sees."""
+        """`tools`: those of the request, by the name that the model sees. `record`: keeps the response."""
         paths = {f"tools[{i}].function": tool.path for i, tool in enumerate(tools.values())}
         self.param_names: Mapping[str, str] = PARAM_NAMES | paths
         self._tokenizer = frontend.tokenizer
@@ -47,7 +53,8 @@ class ResponsesFormat:
         self._finish: Finish | None = None
         self._error: ResponseError | None = None
         self._num_events = 0
-        self._head = _head(frontend, body, request_id)
+        self._record = record
+        self._head = _head(frontend, body, request_id, is_stored=record is not None and body.store is not False)
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         """The token ids of the prompt are not needed."""
@@ -64,7 +71,7 @@ class ResponsesFormat:
     def closing(self) -> Sequence[Event]:
         status = self._end_status()
         events = self._items.end(is_cut=status == "incomplete")
-        return self._numbered([*events, {"type": f"response.{status}", "response": self._response(status)}])
+        return self._numbered([*events, {"type": f"response.{status}", "response": self._kept(status)}])
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ResponseObject:
         [([completion], _)] = answers
@@ -72,7 +79,7 @@ class ResponsesFormat:
         self._items.add(completion_deltas(completion), self._logprobs(completion))
         status = self._end_status()
         self._items.end(is_cut=status == "incomplete")
-        return self._response(status)
+        return self._kept(status)
 
     def failure(self, error: Exception) -> Sequence[Event]:
         """The response has failed; the items that were complete remain."""
@@ -96,6 +103,13 @@ class ResponsesFormat:
             self._num_events += 1
         return events
 
+    def _kept(self, status: Any) -> ResponseObject:
+        """The response at its end, which is kept where responses are stored."""
+        response = self._response(status)
+        if self._record is not None:
+            self._record.keep(response)
+        return response
+
     def _response(self, status: Any) -> ResponseObject:
         is_open = status == "in_progress"
         return {
@@ -109,7 +123,7 @@ class ResponsesFormat:
         }
 
 
-def _head(frontend: Frontend, body: ResponsesRequest, request_id: str) -> dict[str, Any]:
+def _head(frontend: Frontend, body: ResponsesRequest, request_id: str, *, is_stored: bool) -> dict[str, Any]:
     """The fields that do not change while the answer grows."""
 
     def given(value: Any) -> Any:
@@ -126,9 +140,9 @@ def _head(frontend: Frontend, body: ResponsesRequest, request_id: str) -> dict[s
         "metadata": body.metadata or {},
         "model": body.model or frontend.names.first,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
-        "store": False,
+        "store": is_stored,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": given(text.format) if text is not None and text.format is not None else {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else given(body.tool_choice),

@@ -16,6 +16,7 @@ from services.gateway.http.schemas.sampling import IGNORED, MAX_LABEL_CHARACTERS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+MAX_ID_CHARACTERS = 256  # of a response
 LOGPROBS = "message.output_text.logprobs"
 
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
@@ -58,12 +59,11 @@ class ResponseStreamOptions(RequestModel):
 
 
 class ResponsesRequest(RequestModel):
-    """The conversation so far, and the options of the answer. The server stores nothing."""
+    """The conversation so far, or what follows an earlier response, and the options of the answer."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
         "conversation": (),
-        "previous_response_id": (),
         "prompt": (),
     }
     model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
@@ -89,7 +89,12 @@ class ResponsesRequest(RequestModel):
     include: Annotated[list[_Label] | None, at_most(MAX_METADATA)] = Field(
         None, description=f"{LOGPROBS}, or values without an effect here"
     )
-    store: bool | None = Field(None, description="Accepted; nothing is stored, and the answer says so")
+    store: bool | None = Field(
+        None, description="false: do not keep the answer. None is kept without gateway.store_responses"
+    )
+    previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | None = Field(
+        None, description="A stored response: its conversation precedes the input. Only with gateway.store_responses"
+    )
     user: str | None = Field(None, description="Name of the end user, for logs only")
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = Field(None, description="The answer repeats it")
     cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")

@@ -1,0 +1,173 @@
+"""`store` and `previous_response_id` of /v1/responses with the official client."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from services.common.config import Config, GatewaySection, LaunchSection
+from services.common.errors import InvalidRequest
+from services.gateway.http.schemas.responses.request import ResponsesRequest
+from services.gateway.stored_responses.record import ResponseRecord
+from services.gateway.stored_responses.response_store import ResponseStore, StoredResponse
+from tests.support.chats.chat_models import prompt_text, with_chat_model
+from tests.support.clients.gateway_calls import EOS, ids
+from tests.support.clients.http_gateway import MODEL
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
+from tests.unit.gateway.access.test_callers import bearer, keys_file
+from tests.unit.gateway.anthropic.test_messages import prompt_of
+from tests.unit.gateway.responses.test_responses import with_api
+
+TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+
+
+def answering(*texts: str) -> FakeDense:
+    """Gives each request the next text."""
+    left = list(texts)
+    return FakeDense(lambda submit: [*ids(left.pop(0)), EOS])
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_continued_with_its_whole_conversation(tmp_path: Path, stream: bool) -> None:
+    async def ask(api: openai.AsyncOpenAI, **options: Any) -> Any:
+        if not stream:
+            return await api.responses.create(model=MODEL, **options)
+        return [event async for event in await api.responses.create(model=MODEL, stream=True, **options)][-1].response
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        first = await ask(api, input="Hi", instructions="Be brief.")
+        second = await ask(api, input=[user("And"), user("then?")], previous_response_id=first.id)
+        assert (first.previous_response_id, second.previous_response_id) == (None, first.id)
+        assert first.to_dict()["store"] is second.to_dict()["store"] is True
+        third = await ask(api, input="Why?", previous_response_id=second.id)
+        branch = await ask(api, input="No.", previous_response_id=first.id, store=False)
+        assert branch.to_dict()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.retrieve(branch.id)
+        assert (await api.responses.retrieve(third.id)).to_dict() == third.to_dict()
+        await api.responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.retrieve(second.id)
+        for gone in (second.id, "resp_of_nobody"):
+            with pytest.raises(openai.BadRequestError, match="there is no response") as refused:
+                await ask(api, input="Why?", previous_response_id=gone)
+            assert refused.value.param == "previous_response_id"
+        await ask(api, input="So?", previous_response_id=third.id)
+
+    dense = answering(" one", " two", " three", " four", " five")
+    with_api(tmp_path, dense, test, store_responses=True)
+    begun = [user("Hi"), assistant(" one"), user("And\nthen?"), assistant(" two"), user("Why?")]
+    chats = [
+        [{"role": "system", "content": "Be brief."}, *begun[:1]],
+        begun[:3],  # as with OpenAI, instructions hold for one response
+        begun,
+        [*begun[:2], user("No.")],
+        [*begun, assistant(" three"), user("So?")],
+    ]
+    assert [list(submit.prompt_token_ids) for submit in dense.submits] == list(map(prompt_of, chats))
+
+
+def test_results_of_calls_follow_a_stored_response(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        first = await api.responses.create(model="model", input="How is it?", tools=[TOOL])
+        [call] = first.output
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        options: Any = {"model": "model", "tools": [TOOL]}
+        short = await api.responses.create(input=[output], previous_response_id=first.id, **options)
+        whole = await api.responses.create(input=[user("How is it?"), call.to_dict(), output], store=False, **options)
+        assert short.output_text == whole.output_text == "It is sunny."
+
+    dense = with_chat_model(tmp_path, "hermes", [CALL, "It is sunny."], test, store_responses=True)
+    _, short, whole = dense.submits
+    assert list(short.prompt_token_ids) == list(whole.prompt_token_ids)
+    assert "sunny" in prompt_text(short)
+
+
+def test_input_items_are_those_that_the_model_was_given(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        first = await api.responses.create(model=MODEL, input="Hi")
+        second = await api.responses.create(
+            model=MODEL, input=[user("And"), {**user("then?"), "id": "msg_mine"}], previous_response_id=first.id
+        )
+        items = [item async for item in api.responses.input_items.list(second.id, order="asc")]
+        texts = [(item.role, item.content[0].text) for item in items]
+        assert texts == [("user", "Hi"), ("assistant", " one"), ("user", "And"), ("user", "then?")]
+        assert (items[1].id, items[3].id) == (first.output[0].id, "msg_mine")
+        assert len({item.id for item in items}) == 4
+        paged = [item.id async for item in api.responses.input_items.list(second.id, limit=1)]
+        assert paged == [item.id for item in reversed(items)]
+        with pytest.raises(openai.BadRequestError, match="id of no item"):
+            await api.responses.input_items.list(second.id, after="msg_none")
+
+    with_api(tmp_path, answering(" one", " two"), test, store_responses=True)
+
+
+def test_an_api_key_finds_its_own_responses_only(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        ann, bob = ({"extra_headers": {"authorization": bearer(name)}} for name in ("ann", "bob"))
+        mine = await api.responses.create(model=MODEL, input="Hi", **ann)
+        for call in (api.responses.retrieve, api.responses.delete, api.responses.cancel):
+            with pytest.raises(openai.NotFoundError, match="of this client"):
+                await call(mine.id, **bob)
+        with pytest.raises(openai.NotFoundError, match="of this client"):
+            await api.responses.input_items.list(mine.id, **bob)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            await api.responses.create(model=MODEL, input="Go on", previous_response_id=mine.id, **bob)
+        same = {"extra_headers": {"authorization": bearer("bob"), "x-request-id": mine.id.removeprefix("resp_")}}
+        assert (await api.responses.create(model=MODEL, input="Bob", **same)).id == mine.id
+        assert (await api.responses.retrieve(mine.id, **ann)).output_text == " one"
+        assert (await api.responses.retrieve(mine.id, **bob)).output_text == " two"
+
+    options: Any = {"store_responses": True, "api_keys_file": keys_file(tmp_path)}
+    with_api(tmp_path, answering(" one", " two"), test, **options)
+
+
+def test_a_conversation_may_be_as_large_as_a_body(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        first = await api.responses.create(model=MODEL, input="Hi " * 500, max_output_tokens=2)
+        with pytest.raises(openai.BadRequestError, match=r"has \d+ bytes .*max_body_bytes is 2500") as refused:
+            await api.responses.create(model=MODEL, input="Hi " * 300, previous_response_id=first.id)
+        assert refused.value.param == "previous_response_id"
+
+    with_api(tmp_path, answering(" one", " two"), test, store_responses=True, max_body_bytes=2500)
+
+
+def test_nothing_is_stored_by_default(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        response = await api.responses.create(model=MODEL, input="Hi", store=True)
+        assert response.to_dict()["store"] is False
+        with pytest.raises(openai.NotFoundError, match=r"gateway\.store_responses"):
+            await api.responses.retrieve(response.id)
+        with pytest.raises(openai.BadRequestError, match=r"gateway\.store_responses"):
+            await api.responses.create(model=MODEL, input="Go on", previous_response_id=response.id)
+
+    with_api(tmp_path, answering(" one"), test)
+
+
+def test_several_gateway_processes_store_nothing() -> None:
+    with pytest.raises(ValueError, match=r"store_responses: launch\.gateway_processes is 2, must be 1"):
+        Config(gateway=GatewaySection(store_responses=True), launch=LaunchSection(gateway_processes=2))
+
+
+def test_an_answer_that_no_request_may_repeat_is_an_error_of_the_request() -> None:
+    store = ResponseStore(1, 10**6, 10**6)
+    output = b'[{"type": "function_call", "call_id": "c", "name": "get weather", "arguments": "{}"}]'
+    store.put("ann", "resp_1", StoredResponse(b"{}", (b'[{"role": "user", "content": "Hi"}]',), output))
+    body = ResponsesRequest(input="Go on", previous_response_id="resp_1")
+    with pytest.raises(InvalidRequest, match="cannot be continued") as refused:
+        asyncio.run(ResponseRecord(store, "ann", "r", body).read_earlier(10**6, 10**6))
+    assert refused.value.param == "previous_response_id"
