@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.chaos.chaos import LONG, POLICIES, arena, run
+from tests.chaos.chaos import LONG, POLICIES, SHORT, arena, run
 
 RUNS_PER_CLUSTER = 5
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.chaos", description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="number of runs, %(default)s by default")
     parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="of the first run; the next adds 1")
+    parser.add_argument("--short", action="store_true", help="runs of a third of the streams and actions")
     parser.add_argument("--speculation", choices=[*POLICIES], help="of all runs; by default, they take turns")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = Path(tempfile.mkdtemp(prefix="chaos-"))
         seed = None
         try:
-            with arena(directory, speculation, LONG) as where:
+            with arena(directory, speculation, SHORT if arguments.short else LONG) as where:
                 for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
                     start = time.monotonic()
                     actions = run(where, seed)
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()
             print(f"FAILED: seed {seed}, {speculation}; again: python -m tests.chaos --first-seed {seed} --seeds 1 "
-                  f"--speculation {speculation}\n"
+                  f"--speculation {speculation}{' --short' * arguments.short}\n"
                   f"logs: {directory}", file=sys.stderr)
             return 1
         shutil.rmtree(directory)

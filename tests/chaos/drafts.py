@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
+from tests.chaos.cases import KNOWN_PROMPT
 from tests.support.dense.eagle_head import head_that_knows
 from tests.support.dense.medusa_heads import heads_that_know
+from tests.support.reference import reference_tokens
 
-NOISE = 0.3  # of a draft model's weights, as a part of their own deviation
+NOISE = 0.15  # of a draft model's weights, as a part of their own deviation
 NUM_KNOWN_TOKENS = 60
 NUM_GUESSES = 3
 
@@ -25,8 +27,8 @@ def speculation_settings(speculation: str, directory: Path) -> list[str]:
         settings.append(f"scheduler.draft_model={make_noisy_model(directory / 'draft')}")
     elif speculation in ("medusa", "eagle3"):
         make = heads_that_know if speculation == "medusa" else head_that_knows
-        prompt, answer = known_text()
-        settings.append(f"scheduler.speculation_model={make(directory / 'heads', prompt, answer, NUM_GUESSES)}")
+        path = make(directory / "heads", KNOWN_PROMPT, known_answer(), NUM_GUESSES)
+        settings.append(f"scheduler.speculation_model={path}")
         settings.append(f"scheduler.num_speculative_tokens={NUM_GUESSES}")
     return settings
 
@@ -44,9 +46,7 @@ def make_noisy_model(path: Path) -> Path:
     return path
 
 
-def known_text() -> tuple[str, list[int]]:
-    """The beginning of the documents, with which many prompts begin, too, and what follows in them."""
-    text = (EMBEDDED_MODEL / "documents.txt").read_text()
-    tokens = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).encode(text[:1200], add_special_tokens=False)
-    prompt = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).decode(tokens[:10])
-    return prompt, tokens[10 : 10 + NUM_KNOWN_TOKENS]
+def known_answer() -> list[int]:
+    """How the embedded model goes on after KNOWN_PROMPT."""
+    prompt = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).encode(KNOWN_PROMPT)
+    return reference_tokens(EMBEDDED_MODEL, prompt, NUM_KNOWN_TOKENS)
