@@ -1,6 +1,6 @@
-"""Host time of a step, by batch: scheduler, plan, codec, KV cache and runner. Needs no GPU and no model.
+"""Host time of a step, by batch: scheduler, plan, codec, KV cache, runner and report. Needs no GPU and no model.
 
-    python bench/steps.py --batch 1 64 512
+    python bench/steps.py --batch 1 64 512 --clients 1 8
 
 Every sequence decodes one token per step. The backend does nothing, so the device's work is not included.
 """
@@ -8,91 +8,141 @@ Every sequence decodes one token per step. The backend does nothing, so the devi
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.servicer import describe_opened
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import Session
+from services.dense_worker.engine.session import InFlight, Session
+from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.servicer import DenseServicer
 from services.pb import step_pb2
-from services.step import RaggedTokens, StepResult
 from services.step.codec import decode_plan, encode_plan
 
-PARTS = ("schedule", "encode", "decode", "plan blocks", "commit", "prepare", "update")
+ENGINE = ("schedule", "prepare", "read", "update")  # the dense worker's engine thread
+LOOP = ("encode", "report")  # its event loop
+ATTENTION = ("decode", "plan blocks", "commit")
+PARTS = (*ENGINE, *LOOP, *ATTENTION)
 BLOCK_SIZE, PROMPT_LEN, MAX_TOKENS, VOCAB_SIZE = 16, 128, 4096, 512
 WARM_UP = 20
+TOKEN = 7
 
 
-def measure(batch: int, num_steps: int) -> dict[str, float]:
-    """Median microseconds of each part of a decode step of `batch` sequences."""
-    cache = build_cache(batch * 300, BLOCK_SIZE, PROMPT_LEN + MAX_TOKENS)
-    limits = SchedulerLimits(batch, batch + PROMPT_LEN, PROMPT_LEN + MAX_TOKENS, batch, "guaranteed_no_evict")
-    scheduler = Scheduler(limits)
-    counts = (BLOCK_SIZE, cache.num_blocks, cache.num_free_blocks)
-    scheduler.begin(Session(Attachment(1, 1, {}, *counts, {}, cache.max_model_len)))
-    runner = ModelRunner(None, Sampler(batch, VOCAB_SIZE, "cpu"), 1, batch)  # type: ignore[arg-type]
-    runner.attach(())
-    for seq_id in range(1, batch + 1):
-        scheduler.add(Sequence(seq_id, f"r{seq_id}", list(range(PROMPT_LEN)), SamplingParams(), MAX_TOKENS))
-    for sequence in scheduler.next_to_open():
-        new = sequence.describe()
-        opened = cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens)
-        scheduler.opened(describe_opened(new.seq_id, opened))
-        runner.open(new)
+class Steps:
+    """An engine, a KV cache and a servicer with one gateway's stream, joined by hand; `times` has seconds by part."""
 
-    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    def __init__(self, batch: int, num_clients: int) -> None:
+        self.batch = batch
+        self.times: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.cache = build_cache(batch * 300, BLOCK_SIZE, PROMPT_LEN + MAX_TOKENS)
+        limits = SchedulerLimits(batch, batch + PROMPT_LEN, PROMPT_LEN + MAX_TOKENS, 64 * batch, "guaranteed_no_evict")
+        self.runner = ModelRunner(None, Sampler(batch, VOCAB_SIZE, "cpu"), 1, batch)  # type: ignore[arg-type]
+        self.runner.attach(())
+        metrics = DenseMetrics(CollectorRegistry())
+        tracer: Any = SimpleNamespace(end=lambda *outcome: None)
+        self.servicer = DenseServicer(metrics, tracer, None)  # type: ignore[arg-type]
+        self.outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.report: Any = None
+        attention: Any = None
+        self.engine = Engine(limits, self.runner, attention, self.keep_report, 1.0, [metrics])
+        counts = (BLOCK_SIZE, self.cache.num_blocks, self.cache.num_free_blocks)
+        self.session = Session(Attachment(1, 1, {}, *counts, {}, self.cache.max_model_len))
+        self.scheduler = self.engine._scheduler
+        self.scheduler.begin(self.session)
+        for seq_id in range(1, batch + 1):
+            sequence = Sequence(seq_id, f"r{seq_id}", list(range(PROMPT_LEN)), SamplingParams(), MAX_TOKENS)
+            sequence.client, sequence.stop_token_ids = seq_id % num_clients, frozenset([2])
+            self.servicer._owned[seq_id] = sequence, self.outbox
+            self.scheduler.add(sequence)
+        for sequence in self.scheduler.next_to_open():
+            new = sequence.describe()
+            opened = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens)
+            self.scheduler.opened(describe_opened(new.seq_id, opened))
+            self.runner.open(new)
 
-    def timed(part: str, function: Callable[..., object], *arguments: object) -> object:
+    def keep_report(self, report: object) -> None:
+        self.report = report
+
+    def timed(self, part: str, function: Callable[..., Any], *arguments: object) -> Any:
         start = time.perf_counter()
         result = function(*arguments)
-        times[part].append(time.perf_counter() - start)
+        self.times[part].append(time.perf_counter() - start)
         return result
 
-    num_decodes = 0
-    while num_decodes < WARM_UP + num_steps:
-        published = timed("schedule", scheduler.schedule)
+    def run_step(self) -> bool:
+        """Runs a step; returns whether every sequence decoded a token."""
+        published = self.timed("schedule", self.scheduler.schedule)
         plan = published.plan
-        data = timed("encode", lambda plan=plan: encode_plan(plan).SerializeToString())
-        received = timed("decode", lambda data=data: decode_plan(step_pb2.StepPlan.FromString(data)))
-        timed("plan blocks", cache.plan_step, received)
-        timed("commit", cache.commit_step)
-        step = timed("prepare", lambda plan=plan: runner.prepare(runner.bind(plan)))
-        result = StepResult(RaggedTokens.of([7] * entry.num_logits for entry in plan.entries))
-        for sequence, tokens in zip(step.bound.sequences, result.token_ids.rows(), strict=True):
-            sequence.token_ids += tokens
-        timed("update", scheduler.update, published, result)
-        is_decode = plan.num_tokens == len(plan.entries) == batch
+        step = InFlight(published, None, time.monotonic())  # type: ignore[arg-type]
+        self.session.in_flight += (step,)
+        data = self.timed("encode", lambda: encode_plan(plan).SerializeToString())
+        received = self.timed("decode", lambda: decode_plan(step_pb2.StepPlan.FromString(data)))
+        self.timed("plan blocks", self.cache.plan_step, received)
+        self.timed("commit", self.cache.commit_step)
+        prepared = self.timed("prepare", lambda: self.runner.prepare(self.runner.bind(plan)))
+        tokens = torch.full((len(prepared.sampled_rows),), TOKEN)
+        pending = PendingTokens(prepared.bound, self.runner._rows, tokens, {}, None, None)
+        result = self.timed("read", pending.read)
+        self.timed("update", self.update, step, result)
+        self.timed("report", self.send_report)
+        return plan.num_tokens == len(plan.entries) == self.batch
+
+    def update(self, step: InFlight, result: object) -> None:
+        report = self.engine._update(self.session, step, result)  # type: ignore[arg-type]
+        self.engine._report(step, report)
+
+    def send_report(self) -> None:
+        self.servicer.deliver(self.report)
+        while not self.outbox.empty():
+            self.outbox.get_nowait().SerializeToString()
+
+
+def measure(batch: int, num_clients: int, num_steps: int) -> dict[str, float]:
+    """Median microseconds of each part of a decode step of `batch` sequences."""
+    steps, num_decodes = Steps(batch, num_clients), 0
+    while num_decodes < WARM_UP + num_steps:
+        is_decode = steps.run_step()
         num_decodes += is_decode
         if not is_decode or num_decodes <= WARM_UP:
-            for values in times.values():
+            for values in steps.times.values():
                 values.clear()
-    return {part: 1e6 * statistics.median(values) for part, values in times.items()}
+    return {part: 1e6 * statistics.median(values) for part, values in steps.times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 512], help="sequences in a step")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="clients that they belong to")
     parser.add_argument("--num-steps", type=int, default=200, help="number of steps; the median counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'microseconds':>14}" + "".join(f"{part:>13}" for part in PARTS) + f"{'sum':>10}")
+    sums = {"engine": ENGINE, "loop": LOOP, "sum": PARTS}
+    columns = (*PARTS, *sums)
+    print(f"{'microseconds':>14}{'clients':>9}" + "".join(f"{name:>12}" for name in columns))
     for batch in options.batch:
-        parts = measure(batch, options.num_steps)
-        print(f"{batch:>14}" + "".join(f"{parts[part]:>13.0f}" for part in PARTS) + f"{sum(parts.values()):>10.0f}")
+        for num_clients in options.clients:
+            found = measure(batch, num_clients, options.num_steps)
+            found |= {name: sum(found[part] for part in parts) for name, parts in sums.items()}
+            print(f"{batch:>14}{num_clients:>9}" + "".join(f"{found[name]:>12.0f}" for name in columns))
 
 
 if __name__ == "__main__":

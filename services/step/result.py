@@ -36,7 +36,7 @@ class RaggedTokens:
     counts: np.ndarray  # int64 [num_entries], tokens of each entry
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int]]) -> RaggedTokens:
+    def from_rows(cls, rows: Iterable[Sequence[int]]) -> RaggedTokens:
         """The columns of the tokens of each entry."""
         rows = list(rows)
         return cls(
@@ -46,6 +46,11 @@ class RaggedTokens:
     def __len__(self) -> int:
         return len(self.counts)
 
+    def of(self, index: int) -> list[int]:
+        """The tokens of one entry."""
+        first = int(self.counts[:index].sum())
+        return self.token_ids[first : first + self.counts.item(index)].tolist()
+
     def rows(self, first: int = 0) -> list[list[int]]:
         """The tokens of each entry from `first` on."""
         ends = np.cumsum(self.counts)[first:].tolist()
@@ -54,7 +59,7 @@ class RaggedTokens:
         return [token_ids[start:end] for start, end in zip([begin, *ends], ends, strict=False)]
 
 
-NO_ROWS = RaggedTokens.of(())
+NO_ROWS = RaggedTokens.from_rows(())
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class FakeStep:
         return True
 
     def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
-        return StepResult(RaggedTokens.of([9] * entry.num_logits for entry in self.plan.entries))
+        return StepResult(RaggedTokens.from_rows([9] * entry.num_logits for entry in self.plan.entries))
 
 
 @dataclass

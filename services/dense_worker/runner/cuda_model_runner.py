@@ -21,7 +21,8 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.runner.guesses import Guessing
-from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, StepInput, run_layers
+from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, run_layers
+from services.dense_worker.runner.step_input import StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NO_ROWS, StepPlan, StepResult
@@ -189,7 +190,7 @@ class CudaModelRunner(ModelRunner):
         # And vectors in place of embeddings are in no graph.
         is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual and step.given is None
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
-        has_adapters = any(each.adapter_slot is not None for each in step.bound.sequences)
+        has_adapters = step.bound.batch.has_adapters
         graph = self._find_graph(channel, num_rows, num_sampled, has_adapters) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids

@@ -2,14 +2,13 @@
 
 It runs on the engine thread and sees only plans: it keeps what a plan says about each sequence, and its tokens. A
 running sequence has a *slot*: its row in the sampler's state, where its last token stays on the device as the input of
-its next step.
+its next step, and its row of `BatchRows`, by which a step handles all its sequences at once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -21,47 +20,16 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows, RowFeature
 from services.dense_worker.runner.guesses import Guessing, KeptResiduals
 from services.dense_worker.runner.known_sequence import KnownSequence
-from services.dense_worker.runner.row_slots import row_slots
-from services.dense_worker.runner.step_logits import PendingLogits, WantedLogits, copy_prompts, copy_sampled
+from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
+from services.dense_worker.runner.step_logits import NO_LOGITS, PendingLogits, WantedLogits, copy_prompts, copy_sampled
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.grammar.matcher import GrammarMatcher
-from services.step import NO_ROWS, NewSequence, StepPlan, StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class BoundPlan:
-    """A plan with its sequences. Later sequences may have the same ids, so they are looked up early."""
-
-    plan: StepPlan
-    sequences: SequenceOf[KnownSequence]  # aligned with the plan's entries
-    closed: SequenceOf[KnownSequence]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """The input of a step besides the device's own state. Rows are the step's tokens, in batch order."""
-
-    bound: BoundPlan
-    token_ids: torch.Tensor  # int64 [num_tokens]; arbitrary in rows fed from the device
-    fed_rows: torch.Tensor  # int64 [num_fed]: rows whose token an earlier step leaves on the device
-    fed_slots: torch.Tensor  # int64 [num_fed]: slots that hold these tokens
-    sampled_rows: torch.Tensor  # int64 [num_sampled]: rows whose logits the plan needs
-    sampled_slots: np.ndarray  # int64 [num_sampled]
-    positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
-    output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
-    spans: list[PromptSpan]  # of prompts whose log-probabilities are requested
-    has_unknown_tokens: bool  # a sequence with a grammar lacks its last token, which the step before samples
-    wanted_logits: WantedLogits  # that are reported
-    given: GivenRows | None  # rows whose vectors are given, on the host; None: there are none
-
-    @property
-    def needs_residual(self) -> bool:
-        """Whether rows beyond the sampled ones need logits."""
-        return bool(self.spans or self.wanted_logits.prompts)
+from services.step import NO_ROWS, NewSequence, PlanEntries, PlanEntry, StepPlan, StepResult
 
 
 class RunningStep(Protocol):
@@ -104,8 +72,10 @@ class ModelRunner:
         self._guessing = guessing
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
+        self._rows = BatchRows(max_num_seqs)
         self._sequences: dict[int, KnownSequence] = {}  # by seq_id
-        self._used_slots: set[int] = set()
+        self._running: dict[int, KnownSequence] = {}  # by slot
+        self._batch: Batch | None = None  # of the newest plan; None: one of its ids may mean another sequence by now
 
     @property
     def takes_prompt_tables(self) -> bool:
@@ -119,9 +89,10 @@ class ModelRunner:
 
     def attach(self, channels: Iterable[Channel]) -> None:
         """Makes later steps run on these channels only; forgets all sequences."""
-        for slot in list(self._used_slots):
-            self._release_slot(slot)
+        for sequence in list(self._running.values()):
+            self._release_slot(sequence)
         self._sequences.clear()
+        self._batch = None
         if self._guessing is not None:
             self._guessing.forget_all()
 
@@ -135,6 +106,7 @@ class ModelRunner:
         """Adds a sequence, which later plans may name until one closes it. Its adapter stays in its slot meanwhile."""
         if grammar is not None:
             grammar.sync(new.token_ids[new.num_prompt_tokens :])
+        self._batch = None
         self._sequences[new.seq_id] = KnownSequence(
             new, list(new.token_ids), grammar, adapter_slot=adapter_slot, table=table
         )
@@ -151,7 +123,8 @@ class ModelRunner:
         closed = [self._sequences.pop(seq_id) for seq_id in plan.close_seq_ids if seq_id in self._sequences]
         for fork in plan.forks:
             if (answer := self._sequences.get(fork.child_seq_id)) is not None:
-                del answer.token_ids[fork.position :]  # it was opened because it has options of its own
+                assert answer.slot is None, "it was opened because it has options of its own, and has not run"
+                del answer.token_ids[fork.position :]
                 continue
             parent = self._sequences[fork.parent_seq_id]
             assert parent.grammar is None, "a fork would need a grammar of its own"
@@ -159,62 +132,129 @@ class ModelRunner:
                 parent.new, parent.token_ids[: fork.position], adapter_slot=parent.adapter_slot, table=parent.table
             )
         for seq_id, token_id in plan.chosen:
-            self._sequences[seq_id].token_ids.append(token_id)
-        return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
+            self._rows.extend(self._sequences[seq_id], (token_id,))
+        seq_ids, batch = plan.entries.seq_ids, self._batch
+        if batch is None or closed or plan.forks or not np.array_equal(batch.seq_ids, seq_ids):
+            sequences = [self._sequences[seq_id] for seq_id in seq_ids.tolist()]
+            batch = self._batch = Batch(seq_ids, sequences)
+        return BoundPlan(plan, batch, closed)
 
     def prepare(self, bound: BoundPlan) -> StepInput:
         """Assigns slots and builds the step's input from the tokens known on the host. Called in plan order."""
         for sequence in bound.closed:
             if sequence.slot is not None:  # otherwise it never ran
-                self._release_slot(sequence.slot)
+                self._release_slot(sequence)
         if self._guessing is not None and bound.closed:
             self._guessing.forget(bound.closed)
-        token_ids: list[int] = []
-        fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
-        spans: list[PromptSpan] = []
-        given = GivenRowsOfStep()
-        has_unknown_tokens = False
-        wanted_logits = WantedLogits()
-        for entry, sequence in zip(bound.plan.entries, bound.sequences, strict=True):
-            slot = sequence.slot
-            if slot is None:
-                slot = self._assign_slot(sequence)
-            new = sequence.new
-            if new.num_prompt_logprobs is not None and (span := find_span(entry, new, len(token_ids))):
-                spans.append(span)
-            if new.return_context_logits:
-                wanted_logits.add_prompt(entry, new, len(token_ids))
-            if new.return_generation_logits:
-                wanted_logits.sampled.extend(range(len(sampled_rows), len(sampled_rows) + entry.num_logits))
-            _, position, num_tokens, num_logits, drafts = entry
-            known = sequence.token_ids[position : position + num_tokens - len(drafts)]
-            if sequence.table is not None:
-                known = given.take(sequence.table, known, len(token_ids))
-            token_ids += known
-            if drafts:
-                assert len(known) + len(drafts) == num_tokens, "drafts follow tokens that are known"
-                token_ids += drafts
-            elif len(known) < num_tokens:
-                fed_rows.append(len(token_ids))
-                fed_slots.append(slot)
-                token_ids.append(0)
-            end, num_rows = position + num_tokens, len(token_ids)
-            if sequence.grammar is not None and num_logits and len(sequence.token_ids) < end - len(drafts):
-                has_unknown_tokens = True
-            for back in range(num_logits, 0, -1):
-                sampled_rows.append(num_rows - back)
-                sampled_slots.append(slot)
-                positions.append(end - back + 1)
-                output_lens.append(end - back + 1 - new.num_prompt_tokens)
+        batch = bound.batch
+        if len(batch.slots) < len(bound.plan.entries):
+            self._assign_slots(batch)
+        return self._prepare_newest(bound) or self._prepare_any(bound)
+
+    def _prepare_newest(self, bound: BoundPlan) -> StepInput | None:
+        """The input of a step that samples from the newest token of each sequence, as most steps do; None: another one.
+
+        Either the host knows all these tokens, or an earlier step leaves them on the device.
+        """
+        batch, entries = bound.batch, bound.plan.entries
+        num_rows, slots = len(entries), batch.slots
+        is_one_each = bound.plan.num_tokens == num_rows == np.count_nonzero(entries.num_logits)
+        if not num_rows or not is_one_each or batch.present & MORE_THAN_TOKENS:
+            return None
+        num_unknown = entries.positions - self._rows.num_known[slots] + 1
+        least, most = np.minimum.reduce(num_unknown), np.maximum.reduce(num_unknown)
+        if least != most or least < 0:
+            return None
+        positions = entries.positions + 1
+        num_fed = num_rows if most else 0
         return StepInput(
             bound,
-            *(torch.tensor(column, dtype=torch.int64) for column in (token_ids, fed_rows, fed_slots, sampled_rows)),
-            *(np.array(column, dtype=np.int64) for column in (sampled_slots, positions, output_lens)),
-            spans,
-            has_unknown_tokens,
-            wanted_logits,
+            torch.zeros(num_rows, dtype=torch.int64) if num_fed else torch.from_numpy(self._rows.last_token[slots]),
+            batch.every_row[:num_fed],
+            batch.slot_ids[:num_fed],
+            batch.every_row,
+            slots,
+            positions,
+            positions - batch.num_prompt_tokens,
+            [],
+            NO_LOGITS,
+            bool(num_fed and batch.present & RowFeature.GRAMMAR),
+            None,
+        )
+
+    def _prepare_any(self, bound: BoundPlan) -> StepInput:
+        """The input of any step."""
+        batch, entries, rows = bound.batch, bound.plan.entries, self._rows
+        slots, num_tokens = batch.slots, entries.num_tokens
+        ends = entries.positions + num_tokens
+        row_ends = np.cumsum(num_tokens)
+        num_known = rows.num_known[slots]
+        token_ids = np.zeros(bound.plan.num_tokens, np.int64)
+        given = GivenRowsOfStep()
+        # Most entries have one token, the newest one: the host knows it, or an earlier step leaves it in the slot.
+        is_newest = (num_tokens == 1) & (entries.positions >= num_known - 1)
+        is_newest[batch.with_feature(RowFeature.GIVEN_VECTORS)] = False
+        is_fed = is_newest & (ends > num_known)
+        others = np.flatnonzero(~is_newest)
+        if not is_fed.all():
+            token_ids[row_ends[is_newest] - 1] = rows.last_token[slots[is_newest]]
+        for index in others.tolist():
+            row_end = int(row_ends[index])
+            is_fed[index] = self._copy_known(entries[index], batch.sequences[index], row_end, token_ids, given)
+        fed = np.flatnonzero(is_fed)
+        sampled = SampledRows.of(entries, row_ends)
+        of_rows = slots[sampled.entries]
+        positions = ends[sampled.entries] - sampled.num_after
+        return StepInput(
+            bound,
+            torch.from_numpy(token_ids),
+            torch.from_numpy(row_ends[fed] - 1),
+            torch.from_numpy(slots[fed]),
+            torch.from_numpy(sampled.rows),
+            of_rows,
+            positions,
+            positions - batch.num_prompt_tokens[sampled.entries],
+            *self._wanted_rows(bound, row_ends),
+            self._has_unknown_tokens(batch, entries),
             given.gather(),
         )
+
+    def _copy_known(
+        self, entry: PlanEntry, sequence: KnownSequence, row_end: int, token_ids: np.ndarray, given: GivenRowsOfStep
+    ) -> bool:
+        """Writes the known tokens and drafts of an entry before `row_end`; returns whether its last one is unknown."""
+        _, position, num_tokens, _, drafts = entry
+        first_row = row_end - num_tokens
+        known = sequence.token_ids[position : position + num_tokens - len(drafts)]
+        if sequence.table is not None:
+            known = given.take(sequence.table, known, first_row)
+        assert not drafts or len(known) + len(drafts) == num_tokens, "drafts follow tokens that are known"
+        token_ids[first_row : first_row + len(known) + len(drafts)] = [*known, *drafts]
+        return len(known) + len(drafts) < num_tokens
+
+    def _wanted_rows(self, bound: BoundPlan, row_ends: np.ndarray) -> tuple[list[PromptSpan], WantedLogits]:
+        """The prompts whose log-probabilities, and the rows whose logits are reported: nearly always none."""
+        batch, entries = bound.batch, bound.plan.entries
+        spans, wanted = list[PromptSpan](), WantedLogits()
+        for index in batch.with_feature(RowFeature.PROMPT_LOGPROBS):
+            entry = entries[index]
+            if span := find_span(entry, batch.sequences[index].new, int(row_ends[index]) - entry.num_tokens):
+                spans.append(span)
+        for index in batch.with_feature(RowFeature.CONTEXT_LOGITS):
+            entry = entries[index]
+            wanted.add_prompt(entry, batch.sequences[index].new, int(row_ends[index]) - entry.num_tokens)
+        for index in batch.with_feature(RowFeature.GENERATION_LOGITS):
+            first = int(entries.num_logits[:index].sum())
+            wanted.sampled.extend(range(first, first + entries.num_logits.item(index)))
+        return spans, wanted
+
+    def _has_unknown_tokens(self, batch: Batch, entries: PlanEntries) -> bool:
+        """Whether a sequence with a grammar is sampled that lacks its last token."""
+        for index in batch.with_feature(RowFeature.GRAMMAR):
+            _, position, num_tokens, num_logits, drafts = entries[index]
+            if num_logits and self._rows.num_known[batch.slots[index]] < position + num_tokens - len(drafts):
+                return True
+        return False
 
     @torch.inference_mode()
     def run(
@@ -274,12 +314,11 @@ class ModelRunner:
             attn_out = channel.attn_out[: len(step.token_ids)]
             ranked_rows = rank_prompt_tokens(self._backend, attn_out, residual, step.spans, self._max_num_seqs)
             prompt_ranked = ranked_rows.to_host()
-        entries, sequences = step.bound.plan.entries, step.bound.sequences
         if self._guessing is not None:
-            self._guessing.keep(entries, sequences, token_ids)
+            self._guessing.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
         logits = PendingLogits(wanted, kept_logits, prompt_logits) if wanted.sampled or wanted.prompts else None
         return PendingTokens(
-            entries, sequences, host_token_ids, num_logprobs, ranked, prompt_ranked, logits, token_ids
+            step.bound, self._rows, host_token_ids, num_logprobs, ranked, prompt_ranked, logits, token_ids
         )
 
     def with_guesses(self, tokens: PendingTokens, num_guesses: int) -> PendingTokens:
@@ -288,7 +327,8 @@ class ModelRunner:
         if tokens.sampled is None:
             return tokens
         begin_s = time.perf_counter()
-        guesses = self._guessing.guess(tokens.entries, tokens.sequences, tokens.sampled, num_guesses)
+        bound = tokens.bound
+        guesses = self._guessing.guess(bound.plan.entries, bound.batch.sequences, tokens.sampled, num_guesses)
         return replace(tokens, guesses=guesses, guess_s=time.perf_counter() - begin_s)
 
     def _hidden_out(self, num_sampled: int) -> torch.Tensor | None:
@@ -301,12 +341,30 @@ class ModelRunner:
 
     def _begin_step(self, bound: BoundPlan, num_rows: int) -> None:
         if self._lora is not None:
-            self._lora.begin_step(row_slots(bound.plan.entries, bound.sequences, num_rows))
+            self._lora.begin_step(self._adapter_slots(bound, num_rows))
         self._backend.begin_step(bound.plan, num_rows)
 
-    def _assign_slot(self, sequence: KnownSequence) -> int:
-        slot = sequence.slot = self._free_slots.pop()
-        self._used_slots.add(slot)
+    def _adapter_slots(self, bound: BoundPlan, num_rows: int) -> np.ndarray | None:
+        """int64 [num_rows]: the slot of each row's adapter, -1 without one and for padding; None if no row has one."""
+        if not bound.batch.has_adapters:
+            return None
+        slots = np.full(num_rows, -1, np.int64)
+        slots[: bound.plan.num_tokens] = np.repeat(
+            self._rows.adapter_slots[bound.batch.slots], bound.plan.entries.num_tokens
+        )
+        return slots
+
+    def _assign_slots(self, batch: Batch) -> None:
+        """Gives slots to the new sequences of a batch, and finds those of all."""
+        for sequence in batch.sequences:
+            if sequence.slot is None:
+                self._assign_slot(sequence)
+        batch.take_rows(self._rows)
+
+    def _assign_slot(self, sequence: KnownSequence) -> None:
+        slot = self._free_slots.pop()
+        self._rows.begin(slot, sequence)
+        self._running[slot] = sequence
         new, num_prompt_tokens = sequence.new, sequence.new.num_prompt_tokens
         prompt_token_ids = sequence.token_ids[:num_prompt_tokens]
         if sequence.table is not None:  # the sampler knows only tokens of the vocabulary
@@ -320,12 +378,13 @@ class ModelRunner:
             new.num_logprobs,
             sequence.grammar,
         )
-        return slot
 
-    def _release_slot(self, slot: int) -> None:
-        self._sampler.remove(slot)
-        self._used_slots.remove(slot)
-        self._free_slots.append(slot)
+    def _release_slot(self, sequence: KnownSequence) -> None:
+        assert sequence.slot is not None, "it has a slot"
+        self._sampler.remove(sequence.slot)
+        del self._running[sequence.slot]
+        self._free_slots.append(sequence.slot)
+        self._rows.end(sequence)
 
 
 def run_layers(

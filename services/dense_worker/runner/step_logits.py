@@ -42,6 +42,9 @@ class WantedLogits:
             self.prompts.append(PromptRows(entry.seq_id, entry.position, first_row, num_rows))
 
 
+NO_LOGITS = WantedLogits()
+
+
 @dataclass(frozen=True, slots=True)
 class PendingLogits:
     """Tensors on the host that the device fills when it runs the step."""

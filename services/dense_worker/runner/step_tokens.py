@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.runner.batch_rows import BatchRows, RowFeature
 from services.dense_worker.runner.guesses import PendingGuesses
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.step_input import BoundPlan
 from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
 from services.dense_worker.sampling.prompt_logprobs import RankedSpans
@@ -22,8 +24,8 @@ from services.step import Logits, PlanEntries, RaggedTokens, StepResult
 class PendingTokens:
     """Tensors on the host that the device fills when it runs the step."""
 
-    entries: PlanEntries
-    sequences: SequenceOf[KnownSequence]  # aligned with the entries
+    bound: BoundPlan
+    rows: BatchRows  # get the tokens
     token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan needs
     num_logprobs: Mapping[int, int]  # most likely tokens to report with the sampled one, by index in `token_ids`
     ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
@@ -35,45 +37,90 @@ class PendingTokens:
 
     def read(self) -> StepResult:
         """The step's result; also stores the tokens in the sequences. The device must have run the step."""
-        sampled = self.token_ids.tolist()
-        ranked: dict[int, TokenLogprobs] = {}
-        if self.ranked is not None:
-            ranked = dict(zip(self.num_logprobs, self.ranked.read(list(self.num_logprobs.values())), strict=True))
-        token_ids: list[SequenceOf[int]] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        formed: list[tuple[int, GrammarMatcher, int]] = []  # seq_id, grammar and token
-        logits: list[Logits] = []
-        first = 0
-        for entry, sequence in zip(self.entries, self.sequences, strict=True):
-            accepted = verify(entry.draft_token_ids, sampled[first : first + entry.num_logits])
-            if not sequence.new.has_chosen_tokens:
-                sequence.token_ids += accepted
-            token_ids.append(accepted)
-            if sequence.grammar is not None:
-                formed += [(entry.seq_id, sequence.grammar, token_id) for token_id in accepted]
-            if first in ranked and accepted:
-                logprobs[entry.seq_id] = [ranked[first + index] for index in range(len(accepted))]
-            if self.logits is not None and accepted:
-                start = len(sequence.token_ids) - len(accepted) - sequence.new.num_prompt_tokens
-                found = self.logits.read_sampled(entry.seq_id, start, first, len(accepted))
-                logits += () if found is None else (found,)
-            first += entry.num_logits
-        prompt_logprobs = [] if self.prompt_ranked is None else self.prompt_ranked.read()
-        prompt_logits = [] if self.logits is None else self.logits.read_prompts()
-        ended = _follow(formed) if formed else {}
-        guesses = {} if self.guesses is None else self.guesses.read()
-        ragged = RaggedTokens.of(token_ids)
-        return StepResult(ragged, logprobs, prompt_logprobs, ended, logits, prompt_logits, guesses, self.guess_s)
+        entries, batch = self.bound.plan.entries, self.bound.batch
+        sampled = self.token_ids.numpy()
+        if entries.drafts:
+            tokens = _without_wrong_drafts(entries, sampled)
+        else:
+            tokens = RaggedTokens(sampled.copy(), entries.num_logits)  # what was sampled may lie in memory of its own
+        self._keep(tokens)
+        return StepResult(
+            tokens,
+            {} if self.ranked is None else self._read_logprobs(self.ranked, tokens),
+            [] if self.prompt_ranked is None else self.prompt_ranked.read(),
+            self._follow(tokens) if batch.present & RowFeature.GRAMMAR else {},
+            [] if self.logits is None else self._read_logits(self.logits, tokens),
+            [] if self.logits is None else self.logits.read_prompts(),
+            {} if self.guesses is None else self.guesses.read(),
+            self.guess_s,
+        )
+
+    def _keep(self, tokens: RaggedTokens) -> None:
+        """Appends the tokens to sequences that still have their slots, unless the scheduler chooses theirs."""
+        batch, rows = self.bound.batch, self.rows
+        is_same = rows.version == batch.version and not batch.present & RowFeature.CHOSEN_TOKENS
+        if is_same and len(tokens.token_ids) == len(batch.slots) == np.count_nonzero(tokens.counts):
+            rows.append(batch.slots, tokens.token_ids)
+            return
+        gets_tokens = rows.serials[batch.slots] == batch.serials
+        gets_tokens[batch.with_feature(RowFeature.CHOSEN_TOKENS)] = False
+        has_one = tokens.counts == 1
+        of_one = np.repeat(has_one, tokens.counts) if not has_one.all() else has_one
+        token_ids, gets_one = tokens.token_ids[of_one], gets_tokens[has_one]
+        slots = batch.slots[has_one]
+        rows.append(slots[gets_one], token_ids[gets_one])
+        for index in np.flatnonzero(gets_tokens & (tokens.counts > 1)).tolist():
+            rows.extend(batch.sequences[index], tokens.of(index))
+
+    def _follow(self, tokens: RaggedTokens) -> dict[int, str | None]:
+        """Moves the grammars by their tokens; see `StepResult.ended`."""
+        batch, formed = self.bound.batch, list[tuple[int, GrammarMatcher, int]]()  # seq_id, grammar and token
+        for index in batch.with_feature(RowFeature.GRAMMAR):
+            grammar = batch.sequences[index].grammar
+            assert grammar is not None, "the row has one"
+            formed += [(batch.seq_ids.item(index), grammar, token_id) for token_id in tokens.of(index)]
+        GrammarMatcher.consume([(grammar, token_id) for _, grammar, token_id in formed])
+        return {
+            seq_id: grammar.error and f"the form of the output cannot be followed: {grammar.error}"
+            for seq_id, grammar, _ in formed
+            if not grammar.is_running
+        }
+
+    def _read_logprobs(self, ranked: RankedTokens, tokens: RaggedTokens) -> dict[int, list[TokenLogprobs]]:
+        """Those of accepted tokens, by seq_id."""
+        entries = self.bound.plan.entries
+        firsts, found = np.cumsum(entries.num_logits) - entries.num_logits, dict[int, list[TokenLogprobs]]()
+        values = ranked.read(list(self.num_logprobs.values()))
+        of_rows = np.searchsorted(firsts, list(self.num_logprobs), side="right") - 1
+        for row, index, value in zip(self.num_logprobs, of_rows.tolist(), values, strict=True):
+            if row - firsts[index] < tokens.counts[index]:
+                found.setdefault(entries.seq_ids.item(index), []).append(value)
+        return found
+
+    def _read_logits(self, logits: PendingLogits, tokens: RaggedTokens) -> list[Logits]:
+        """Those from which accepted tokens were sampled."""
+        entries, batch = self.bound.plan.entries, self.bound.batch
+        firsts, found = np.cumsum(entries.num_logits) - entries.num_logits, list[Logits]()
+        for index in batch.with_feature(RowFeature.GENERATION_LOGITS):
+            if num_tokens := tokens.counts.item(index):
+                seq_id, position, num_planned, num_logits, _ = entries[index]
+                start = position + num_planned - num_logits + 1 - batch.sequences[index].new.num_prompt_tokens
+                each = logits.read_sampled(seq_id, start, firsts.item(index), num_tokens)
+                found += () if each is None else (each,)
+        return found
 
 
-def _follow(formed: list[tuple[int, GrammarMatcher, int]]) -> dict[int, str | None]:
-    """Moves the grammars by their tokens; see `StepResult.ended`."""
-    GrammarMatcher.consume([(grammar, token_id) for _, grammar, token_id in formed])
-    return {
-        seq_id: grammar.error and f"the form of the output cannot be followed: {grammar.error}"
-        for seq_id, grammar, _ in formed
-        if not grammar.is_running
-    }
+def _without_wrong_drafts(entries: PlanEntries, sampled: np.ndarray) -> RaggedTokens:
+    """The sampled tokens that count. sampled: int64 [num_sampled]"""
+    counts, is_kept = entries.num_logits.copy(), np.ones(len(sampled), np.bool_)
+    ends = np.cumsum(entries.num_logits)
+    for index, drafts in entries.drafts.items():
+        end = ends.item(index)
+        first = end - len(drafts) - 1
+        num_accepted = len(verify(drafts, sampled[first:end].tolist()))
+        counts[index] = num_accepted
+        is_kept[first + num_accepted : end] = False
+    return RaggedTokens(sampled[is_kept], counts)
 
 
 def verify(draft_token_ids: SequenceOf[int], sampled: list[int]) -> list[int]:

@@ -100,7 +100,7 @@ class Drafting:
         """
         pending = self.enqueue(added, num_tokens)
         for sequence, (right, _) in added.items():
-            sequence.token_ids += right
+            sequence.token_ids.extend(right)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return pending.read()
@@ -269,7 +269,7 @@ def test_guesses_are_right_after_forks_and_wrong_drafts(path: Path, operations: 
             case ("close", index) if index < len(running):
                 drafting.close(running.pop(index))
             case ("run alone", index, token_ids) if index < len(running):
-                running[index].token_ids += token_ids
+                running[index].token_ids.extend(token_ids)
             case ("lose all",):
                 drafting.guessing.forget_all()
             case ("step", added, num_tokens):

@@ -107,7 +107,7 @@ class Drafting:
         entries = {each: self.decode(each, *some, **options) for each, some in added.items()}
         pending = self.run(entries, num_tokens)
         for sequence, (right, _) in added.items():
-            sequence.token_ids += right
+            sequence.token_ids.extend(right)
         assert pending is not None
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -215,7 +215,7 @@ def test_tokens_that_are_computed_again_overwrite_the_old_ones(drafting: Draftin
     drafting.step({sequence: ([8], [])}, position=10)
     drafting.check(drafting.step({sequence: ([8], [])}, position=12), {sequence: 10})
     drafting.check(drafting.step({sequence: ([8], [])}, position=3), {sequence: 3})
-    sequence.token_ids += [7, 8, 9]  # steps that this head has not seen
+    sequence.token_ids.extend([7, 8, 9])  # steps that this head has not seen
     drafting.check(drafting.step({sequence: ([8], [1])}), {sequence: 21})
     drafting.guessing.forget_all()
     drafting.check(drafting.step({sequence: ([8], [1])}), {sequence: 22})
@@ -345,7 +345,7 @@ def test_guesses_are_right_whatever_happens(
                 pending = drafting.run(entries, NUM_TOKENS if is_asked else None)
                 starts = {each: drafting.guessing._blocks.find(each) for each in pairs}
                 for sequence, (right, _) in pairs.items():
-                    sequence.token_ids += right
+                    sequence.token_ids.extend(right)
                     running[sequence] = len(sequence.token_ids) - 1
                 if pending is not None:
                     known = {each: cached.start for each, cached in starts.items() if cached is not None}

@@ -69,7 +69,7 @@ def sample(plan: StepPlan) -> StepResult:
         drafts = entry.draft_token_ids
         num_right = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
         token_ids.append(sampled[: num_right + 1])
-    return StepResult(RaggedTokens.of(token_ids))
+    return StepResult(RaggedTokens.from_rows(token_ids))
 
 
 class Cluster:
@@ -363,7 +363,7 @@ def test_if_the_attention_worker_cannot_run_a_sequence_only_that_one_fails() -> 
     published = cluster.in_flight
     assert published is not None
     outputs = cluster.scheduler.accepted(PlanAccepted(published.plan.step_id, errors={1: "no room"}))
-    outputs += cluster.scheduler.update(published, StepResult(RaggedTokens.of([[3], [4]])))
+    outputs += cluster.scheduler.update(published, StepResult(RaggedTokens.from_rows([[3], [4]])))
     ended = [(output.sequence.seq_id, output.finish_reason) for output in outputs]
     assert ended == [(1, FinishReason.ERROR), (2, None)]
 
@@ -375,7 +375,7 @@ def test_blocks_of_a_refused_step_are_free_again() -> None:
     published, cluster.in_flight = cluster.in_flight, None
     assert published is not None
     cluster.scheduler.accepted(PlanAccepted(published.plan.step_id, errors={1: "no room"}))
-    cluster.scheduler.update(published, StepResult(RaggedTokens.of([[3]])))
+    cluster.scheduler.update(published, StepResult(RaggedTokens.from_rows([[3]])))
     cluster.run_until_idle()
 
 

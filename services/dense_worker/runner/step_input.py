@@ -1,0 +1,104 @@
+"""A plan with its sequences, and the input of its step: `BoundPlan` and `StepInput`. Part of the model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.runner.batch_rows import BatchRows, RowFeature
+from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.step_logits import WantedLogits
+from services.dense_worker.sampling.prompt_logprobs import PromptSpan
+from services.step import PlanEntries, StepPlan
+
+
+class Batch:
+    """The sequences of a plan, in batch order. Later plans with the same ones share it: mostly nobody comes or goes.
+
+    seq_ids: np.uint64 [num_entries]
+    slots, serials, features, num_prompt_tokens: np.int64 [num_entries], of their rows of `BatchRows`, which stay the
+        same; empty until `take_rows`
+    present: the `RowFeature`s that any of the sequences has
+    """
+
+    def __init__(self, seq_ids: np.ndarray, sequences: SequenceOf[KnownSequence]) -> None:
+        """Before its first step is prepared, a step under way may still have slots that it needs."""
+        self.seq_ids = seq_ids
+        self.sequences = sequences
+        self.slots = self.serials = self.features = self.num_prompt_tokens = np.zeros(0, np.int64)
+        self.present = 0
+        self.has_adapters = False
+        self.version = 0  # of `BatchRows`, when the rows were looked up
+        # The rows of a step with one token of each sequence, and `slots`: int64 [num_entries], on the host.
+        self.every_row = torch.arange(len(seq_ids))
+        self.slot_ids = self.every_row
+
+    def take_rows(self, rows: BatchRows) -> None:
+        """Looks up the rows of its sequences, which have slots."""
+        slots = self.slots = np.array([sequence.slot for sequence in self.sequences], np.int64)
+        self.serials, self.features = rows.serials[slots], rows.features[slots]
+        self.present = int(np.bitwise_or.reduce(self.features))
+        self.num_prompt_tokens = rows.num_prompt_tokens[slots]
+        self.has_adapters = bool((rows.adapter_slots[slots] >= 0).any())
+        self.version = rows.version
+        self.slot_ids = torch.from_numpy(slots)
+
+    def with_feature(self, feature: RowFeature) -> list[int]:
+        """The indexes of the sequences that have a feature; in almost all batches there are none."""
+        return np.flatnonzero(self.features & feature).tolist() if self.present & feature else []
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPlan:
+    """A plan with its sequences. Later sequences may have the same ids, so they are looked up early."""
+
+    plan: StepPlan
+    batch: Batch
+    closed: SequenceOf[KnownSequence]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The input of a step besides the device's own state. Rows are the step's tokens, in batch order."""
+
+    bound: BoundPlan
+    token_ids: torch.Tensor  # int64 [num_tokens]; arbitrary in rows fed from the device
+    fed_rows: torch.Tensor  # int64 [num_fed]: rows whose token an earlier step leaves on the device
+    fed_slots: torch.Tensor  # int64 [num_fed]: slots that hold these tokens
+    sampled_rows: torch.Tensor  # int64 [num_sampled]: rows whose logits the plan needs
+    sampled_slots: np.ndarray  # int64 [num_sampled]
+    positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
+    output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
+    spans: list[PromptSpan]  # of prompts whose log-probabilities are requested
+    wanted_logits: WantedLogits  # that are reported
+    has_unknown_tokens: bool  # a sequence with a grammar lacks its last token, which the step before samples
+    given: GivenRows | None  # rows whose vectors are given, on the host; None: there are none
+
+    @property
+    def needs_residual(self) -> bool:
+        """Whether rows beyond the sampled ones need logits."""
+        return bool(self.spans or self.wanted_logits.prompts)
+
+
+class SampledRows(NamedTuple):
+    """The rows of a step whose logits the plan needs, in order."""
+
+    rows: np.ndarray  # int64 [num_sampled]
+    entries: np.ndarray | slice  # int64 [num_sampled]: index of the entry of each; a slice: each entry has one
+    num_after: np.ndarray | int  # int64 [num_sampled]: rows of the same entry after it; 0: none
+
+    @classmethod
+    def of(cls, entries: PlanEntries, row_ends: np.ndarray) -> SampledRows:
+        """row_ends: int64 [num_entries], the row after the last one of each entry"""
+        num_logits = entries.num_logits
+        if not entries.drafts:
+            with_logits = slice(None) if num_logits.all() else np.flatnonzero(num_logits)
+            return cls(row_ends[with_logits] - 1, with_logits, 0)
+        with_logits = np.repeat(np.arange(len(entries)), num_logits)
+        num_after = np.repeat(np.cumsum(num_logits), num_logits) - np.arange(len(with_logits)) - 1
+        return cls(row_ends[with_logits] - 1 - num_after, with_logits, num_after)
