@@ -187,7 +187,7 @@ async def read_request(
         is_strict=limits.strict_max_tokens,
     )
     _check_min_tokens(sampling.min_tokens, max_tokens)
-    parsing = None if chat is None else read_parsing(chat, tokenizer, prompt_token_ids)
+    parsing = None if chat is None else read_parsing(chat, tokenizer, prompt_token_ids, sampling.structured_output)
     ends = tokenizer.fill_in_middle.end_token_ids if message.HasField("suffix") else answer_ends(parsing, tokenizer)
     eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *ends)
     stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar import endless_grammar
 from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
+from services.grammar.lark import to_lark
 from services.grammar.quote import DEFAULTS, STRICT, quote
 from services.grammar.schema_dialect import translate
 from services.grammar.structural_tag import lower_structural_tag, origin_of
 
 _POSITION = re.compile(r"(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?")  # in a grammar
-_NUL = re.compile(r"((?<!\\)(?:\\\\)*)\\0")  # an escape of GBNF that the converter does not know
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -41,7 +40,8 @@ def lower(form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS
         case Constraint.STRUCTURAL_TAG:
             return lower_structural_tag(form.text, special_tokens)
         case Constraint.GRAMMAR:
-            return _lower_grammar(form.text)
+            is_json = form.text.lstrip().startswith("{")  # llguidance's own
+            return form.text if is_json else to_lark(form.text)
 
 
 def locate(error: FormError, form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> FormError:
@@ -66,18 +66,3 @@ def _lower_schema(text: str) -> str:
         return LLMatcher.grammar_from_json_schema(text, defaults=DEFAULTS, overrides=STRICT)
     except ValueError as error:
         raise FormError(str(error)) from error
-
-
-def _lower_grammar(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if text.lstrip().startswith("{"):
-        return text  # llguidance's own JSON
-    if "::=" in text:
-        text = _NUL.sub(r"\1\\x00", text)
-    try:
-        grammar = any_to_lark(text)
-    except Exception as error:  # the converter raises plain ones
-        raise FormError(str(error)) from error
-    endless_grammar.check_ends(grammar)
-    return grammar

@@ -16,6 +16,7 @@ from typing import Any
 
 from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
+from services.grammar.lark import to_lark
 from services.grammar.quote import DEFAULTS, STRICT, quote
 from services.grammar.schema_dialect import translate
 
@@ -45,7 +46,7 @@ def _rules(text: str, special_tokens: Mapping[str, int]) -> _Rules:
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise FormError('a structural tag is an object with "type": "structural_tag"')
     rules = _Rules(special_tokens)
-    rules.add_start(tag["format"] if "format" in tag else _newer_format(tag))
+    rules.add_start(tag)
     return rules
 
 
@@ -121,6 +122,10 @@ class _Rules:
             raise FormError(f"{end[:60]!r} ends free text, so the special token {match[0]!r} must be its beginning")
         return f"TEXT {self._literal(end)}"
 
+    def structural_tag(self, format_: dict[str, Any]) -> str:
+        """A whole tag, also within others."""
+        return self._expression(format_["format"] if "format" in format_ else _newer_format(format_))
+
     def const_string(self, format_: dict[str, Any]) -> str:
         return self._literal(_text(format_, "value"))
 
@@ -139,6 +144,16 @@ class _Rules:
         from llguidance import regex_to_lark
 
         return self._rule(f"/{regex_to_lark(_text(format_, 'pattern'), '')}/", "REGEX")
+
+    def grammar(self, format_: dict[str, Any]) -> str:
+        text = _text(format_, "grammar")
+        if text.lstrip().startswith("{"):
+            raise FormError("a grammar of llguidance in JSON cannot be a part of a structural tag")
+        first, *others = f"%lark {{\n{to_lark(text)}\n}}".split("\n")
+        name = self._rule(first, "grammar")
+        self.lines += others
+        self.origins += [self._origin] * len(others)
+        return name
 
     def any_text(self, format_: dict[str, Any]) -> str:
         return "TEXT"
@@ -206,6 +221,8 @@ class _Rules:
 
 
 _FORMATS: dict[str, Callable[[_Rules, dict[str, Any]], str]] = {
+    "structural_tag": _Rules.structural_tag,
+    "grammar": _Rules.grammar,
     "const_string": _Rules.const_string,
     "json_schema": _Rules.json_schema,
     "regex": _Rules.regex,

@@ -28,13 +28,16 @@ _TEXT = {"type": "any_text"}
 _SPACE = {"type": "regex", "pattern": "[ \\n]*"}
 
 
-def read_parsing(chat: Chat, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Parsing | None:
-    """What is to be found in the answers to a chat; None: they are plain text."""
+def read_parsing(
+    chat: Chat, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], given: StructuredOutput | None
+) -> Parsing | None:
+    """What is to be found in the answers to a chat; None: they are plain text. `given`: as for `answer_form`."""
     prompt_end = tokenizer.decode(prompt_token_ids[-MAX_PROMPT_END_TOKENS:], skip_special_tokens=False)
     last = chat.messages[-1]
-    return tokenizer.chat_formats.parsing(
+    parsing = tokenizer.chat_formats.parsing(
         chat.tools, prompt_end, last.content if chat.continue_final_message else None
     )
+    return parsing and replace(parsing, has_form=not chat.tools.is_demanded and _excludes_calls(given))
 
 
 def answer_ends(parsing: Parsing | None, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -68,28 +71,35 @@ def read_reasoning_limit(chat: Chat, parsing: Parsing | None, tokenizer: Tokeniz
 def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredOutput | None:
     """The form of an answer that is parsed. `given`: the form that the request asks for itself.
 
-    Raises `InvalidRequest` if the two cannot be combined, or a tool's schema cannot be enforced.
+    An answer with tools and a form is calls or has the form; where calls are demanded, it is calls. A structural tag
+    says itself where calls may stand. Raises `InvalidRequest` if a tool's schema cannot be enforced.
     """
+    if parsing.tools.is_demanded:
+        given = None  # as in vLLM, the call wins
+    is_continued = parsing.harmony is HarmonyBeginning.CONTENT
     calls = None
     if parsing.tool_format is not None:
         tools = parsing.tools if parsing.harmony is None else replace(parsing.tools, is_parallel=False)
-        calls = form_of_calls(tools, parsing.tool_format.form)
-    if calls is None:
-        if given is None or not (parsing.harmony or parsing.beginning is Beginning.REASONING):
-            return given  # an answer that has a form of its own does not begin with reasoning
-        form = _as_format(given)
-    elif given is not None:
+        has_other_form = _excludes_calls(given) and not is_continued
+        calls = form_of_calls(tools, parsing.tool_format.form, has_other_form=has_other_form)
+    if calls is None and (given is None or not (parsing.harmony or parsing.beginning is Beginning.REASONING)):
+        return given  # an answer that has a form of its own does not begin with reasoning
+    if calls is not None and given is not None and not _excludes_calls(given):
         raise InvalidRequest(
-            "the answer cannot have a form, such as response_format, and calls that are required or strict", TOOLS
+            f"{given.field_name} is a structural tag, which says itself how calls are written: no tool can be strict "
+            "beside it",
+            given.field_name,
         )
-    else:
-        form = calls
-    if parsing.harmony is None:
-        form = _after_reasoning(form, parsing.beginning)
-    elif parsing.harmony is not HarmonyBeginning.CONTENT:
-        form = harmony_format(parsing.harmony, calls, None if given is None else form)
-    elif calls is not None:
+    if calls is not None and is_continued:
         raise InvalidRequest("a message that the answer continues cannot have calls that are required or strict", TOOLS)
+    own = None if given is None else _as_format(given)
+    if parsing.harmony is None:
+        form = _after_reasoning(_either(own, calls), parsing.beginning)
+    elif is_continued:
+        form = _either(own, None)
+    else:
+        final = None if parsing.tools.is_demanded else own or _TEXT
+        form = harmony_format(parsing.harmony, [] if calls is None else calls["tags"], final)
     tag = {"type": "structural_tag", "format": form}
     field_name = TOOLS if given is None else given.field_name
     result = StructuredOutput(Constraint.STRUCTURAL_TAG, to_json(tag).decode(), field_name=field_name)
@@ -99,12 +109,24 @@ def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredO
 
 def refusal(error: FormError, form: StructuredOutput, parsing: Parsing | None) -> InvalidRequest:
     """The error of a request whose form cannot be used. It names the field, and the tool, that is wrong."""
-    if parsing is not None and form.field_name == TOOLS:
+    if parsing is not None and error.origin is not None:
         tool = next((tool for tool in parsing.tools.callable if tool.path == error.origin), None)
         if tool is not None:
             return InvalidRequest(f"{describe_parameters(tool)}: {error}", tool.path)
+    if form.field_name == TOOLS:
         return InvalidRequest(f"the schemas of the tools cannot be enforced: {error}", TOOLS)
     return InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name)
+
+
+def _excludes_calls(form: StructuredOutput | None) -> bool:
+    """Whether an answer of this form has no calls; a structural tag may have some."""
+    return form is not None and form.constraint is not Constraint.STRUCTURAL_TAG
+
+
+def _either(own: dict[str, Any] | None, calls: dict[str, Any] | None) -> dict[str, Any]:
+    """The form of an answer that has the first form or is the calls, whichever it begins with."""
+    forms = [form for form in (own, calls) if form is not None]
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
 
 
 def _after_reasoning(form: dict[str, Any], beginning: Beginning | None) -> dict[str, Any]:
@@ -130,12 +152,16 @@ def _as_format(form: StructuredOutput) -> dict[str, Any]:
             case Constraint.CHOICE:
                 elements = [{"type": "const_string", "value": choice} for choice in form.choices]
                 return {"type": "or", "elements": elements}
-            case Constraint.STRUCTURAL_TAG if isinstance(tag := json.loads(form.text), dict) and "format" in tag:
-                return tag["format"]
+            case Constraint.GRAMMAR:
+                return {"type": "grammar", "grammar": form.text}
+            case Constraint.STRUCTURAL_TAG:
+                return _as_object(form)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{form.field_name} is not JSON: {error}", form.field_name) from error
-    raise InvalidRequest(
-        f"{form.field_name} cannot be a grammar, or a structural tag of the older form, in an answer that begins with "
-        "reasoning",
-        form.field_name,
-    )
+
+
+def _as_object(form: StructuredOutput) -> dict[str, Any]:
+    tag = json.loads(form.text)
+    if not isinstance(tag, dict):
+        raise InvalidRequest(f"{form.field_name} is not a JSON object", form.field_name)
+    return {"type": "structural_tag", **tag}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from services.gateway.text.deltas import ContentDelta, Delta, Parser
+from services.gateway.text.deltas import CallBegin, ContentDelta, Delta, Parser
 from services.gateway.text.reasoning.think_tags import ThinkTags
 
 
@@ -29,9 +29,10 @@ class AnswerParser(Protocol):
 class TaggedAnswer:
     """Reasoning between tags, then content with calls in it."""
 
-    def __init__(self, reasoning: ThinkTags, calls: Parser | None) -> None:
-        """`calls`: None if the answer may have none."""
+    def __init__(self, reasoning: ThinkTags, calls: Parser | None, *, has_form: bool = False) -> None:
+        """`calls`: None if the answer may have none. `has_form`: the content has a form, so it is calls or has none."""
         self._reasoning, self._calls = reasoning, calls
+        self._is_undecided = has_form  # whether the content, of which nothing has been seen yet, is calls or a form
         self._num_tokens = 0  # of the reasoning, if there is any
 
     @property
@@ -52,9 +53,22 @@ class TaggedAnswer:
 
     def _parse_content(self, deltas: list[Delta]) -> list[Delta]:
         """Looks for calls in the content."""
-        if self._calls is None:
-            return deltas
         found: list[Delta] = []
         for delta in deltas:
-            found += self._calls.feed(delta.text) if isinstance(delta, ContentDelta) else [delta]
+            found += self._find_calls(delta) if isinstance(delta, ContentDelta) else [delta]
         return found
+
+    def _find_calls(self, content: ContentDelta) -> list[Delta]:
+        found, index = list[Delta](), 0
+        while self._calls is not None and self._is_undecided and index < len(content.text):
+            new = self._calls.feed(content.text[index])  # one character, so that the first one of a form decides
+            index += 1
+            self._is_undecided = not any(isinstance(each, CallBegin) for each in new)
+            if any(isinstance(each, ContentDelta) and not each.text.isspace() for each in new):
+                new += self._calls.finish()
+                self._calls = None
+            found += new
+        rest = content.text[index:]
+        if self._calls is not None:
+            return found + self._calls.feed(rest) if rest else found
+        return [*found, ContentDelta(rest)] if rest else found

@@ -12,18 +12,15 @@ _ANALYSIS = {"type": "const_string", "value": f"{CHANNEL}analysis{MESSAGE}"}
 _NEXT_HEADER = {"type": "const_string", "value": f"{END}{START}assistant"}
 
 
-def harmony_format(
-    beginning: Beginning, calls: dict[str, Any] | None, final: dict[str, Any] | None
-) -> dict[str, Any]:
+def harmony_format(beginning: Beginning, calls: list[dict[str, Any]], final: dict[str, Any] | None) -> dict[str, Any]:
     """The format of structural tags of a whole answer; `beginning` is `HEADER` or `MESSAGE`.
 
-    `calls`: the form of calls by `form_of_calls`; None: no call is demanded. `final`: the format of the final message;
-    None: any text. Only one of them is given. The final channel has the form, reasoning before it is free.
+    `calls`: the tags of calls that the answer may be, by `form_of_calls`. `final`: the format of the final message that
+    it may be instead; None: it may be none. The final channel has the form, reasoning before it is free.
     """
-    tags = [{"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": final or _TEXT, "end": ""}]
-    if calls is not None:
-        is_forced = calls["type"] == "tags_with_separator"
-        tags = calls["tags"] if is_forced else [*calls["tags"], *tags]
+    tags = list(calls)
+    if final is not None:
+        tags.append({"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": final, "end": ""})
     answer = {"type": "or", "elements": tags}
     thought_first = {"type": "sequence", "elements": [_ANALYSIS, _TEXT, _NEXT_HEADER, answer]}
     whole = {"type": "or", "elements": [*tags, thought_first]}

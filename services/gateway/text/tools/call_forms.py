@@ -6,16 +6,22 @@ The dense worker samples only tokens that continue the form (`services/grammar/`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.gateway.text.harmony.markers import CHANNEL, CONSTRAIN, MESSAGE
-from services.gateway.text.tools.parameter_forms import python_arguments, tagged_arguments
+from services.gateway.text.tools.parameter_forms import (
+    ANY_PYTHON_ARGUMENTS,
+    ANY_TAGGED_ARGUMENTS,
+    python_arguments,
+    tagged_arguments,
+)
 from services.gateway.text.tools.tool import Tool, ToolChoice, Tools
 
 Form = dict[str, Any]  # a format of a structural tag
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_OBJECT: Form = {"type": "json_schema", "json_schema": {"type": "object"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,8 @@ class CallForm:
     separator: str = ""
     list_begin: str = ""  # before the first call
     list_end: str = ""  # after the last one
+    any_arguments: Form = field(default_factory=lambda: _ANY_OBJECT)  # of a tool that is not strict
+    object_key: str = ""  # of the arguments, if a call is nothing but a JSON object, as another answer may be, too
 
 
 def _json(schema: Mapping[str, Any]) -> Form:
@@ -46,49 +54,61 @@ CALL_FORMS: Mapping[str, CallForm] = {
         lambda name: f'<tool_call>\n{{"name": "{name}", "arguments": ', _json, "}\n</tool_call>", "<tool_call>", "\n"
     ),
     "llama3_json": CallForm(
-        lambda name: f'{{"name": "{name}", "parameters": ', _json, "}", '{"name": "', "; "
+        lambda name: f'{{"name": "{name}", "parameters": ', _json, "}", '{"name": "', "; ", object_key="parameters"
     ),
     "mistral": CallForm(lambda name: f"[TOOL_CALLS]{name}[ARGS]", _json, "", "[TOOL_CALLS]"),
     "mistral_list": CallForm(
         lambda name: f'{{"name": "{name}", "arguments": ', _json, "}", "[TOOL_CALLS]", ", ", "[TOOL_CALLS] [", "]"
     ),
-    "pythonic": CallForm(lambda name: f"{name}(", python_arguments, ")", "[", ", ", "[", "]"),
+    "pythonic": CallForm(
+        lambda name: f"{name}(", python_arguments, ")", "[", ", ", "[", "]", any_arguments=ANY_PYTHON_ARGUMENTS
+    ),
     "qwen3_coder": CallForm(
         lambda name: f"<tool_call>\n<function={name}>\n",
         tagged_arguments,
         "</function>\n</tool_call>",
         "<tool_call>",
         "\n",
+        any_arguments=ANY_TAGGED_ARGUMENTS,
     ),
 }
 
 
-def form_of_calls(tools: Tools, form: CallForm) -> Form | None:
+def form_of_calls(tools: Tools, form: CallForm, *, has_other_form: bool = False) -> Form | None:
     """The form of an answer to a request with tools; None if the model is free to write anything.
 
-    Raises `InvalidRequest` for a schema that the format cannot be held to.
+    `has_other_form`: an answer that is no call has a form of its own. The result then is that of calls alone, whatever
+    the choice. Raises `InvalidRequest` for a schema that the format cannot be held to.
     """
-    is_forced = tools.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
-    if not is_forced and not any(tool.is_strict for tool in tools.callable):
+    if not (has_other_form or tools.is_demanded or any(tool.is_strict for tool in tools.callable)):
         return None
     is_single = tools.choice is ToolChoice.NAMED or not tools.is_parallel
-    contents = [(tool, _arguments(tool, form, is_forced)) for tool in tools.callable]
+    is_strict = {tool.name: tools.is_demanded or tool.is_strict for tool in tools.callable}
+    contents = [(tool, _arguments(tool, form, is_strict[tool.name])) for tool in tools.callable]
+    if form.object_key and has_other_form:
+        tags = [_object_tag(tool, content, form.object_key) for tool, content in contents]
+    else:
+        tags = [_tag(form.begin(tool.name), content, form.end) for tool, content in contents]
+    if has_other_form or tools.is_demanded:
+        calls = _calls(tags, form.separator, is_single)
+        return _calls([_tag(form.list_begin, calls, form.list_end)], "", True) if form.list_begin else calls
     if form.list_begin:
         tags = _list_tags(contents, form, is_single)
         is_single = True  # all calls are in one list
-    else:
-        tags = [_tag(form.begin(tool.name), content, form.end) for tool, content in contents]
-    if is_forced:
-        return {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": form.separator,
-            "at_least_one": True,
-            "stop_after_first": is_single,
-        }
     # A bracket begins many texts: the name belongs to the trigger.
     triggers = [tag["begin"] for tag in tags] if form.trigger == "[" else [form.trigger]
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": is_single}
+
+
+def _calls(tags: list[Form], separator: str, is_single: bool) -> Form:
+    """At least one call, and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
 
 
 def _list_tags(contents: Sequence[tuple[Tool, Form]], form: CallForm, is_single: bool) -> list[Form]:
@@ -111,10 +131,22 @@ def _tag(begin: str, content: Form, end: str) -> Form:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def _arguments(tool: Tool, form: CallForm, is_forced: bool) -> Form:
+def _object_tag(tool: Tool, arguments: Form, key: str) -> Form:
+    """A call as a schema, so that it and an answer that is JSON are told apart by their members alone."""
+    schema = {"$id": f"urn:tool:{tool.name}", **arguments["json_schema"]}  # its references stay its own
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, key: schema},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+    return _tag("", {**arguments, "json_schema": call}, "")
+
+
+def _arguments(tool: Tool, form: CallForm, is_strict: bool) -> Form:
+    if not is_strict:
+        return {**form.any_arguments, "origin": tool.path}
     schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters
-    if form.arguments is _json and not (is_forced or tool.is_strict):
-        schema = {}
     try:
         return {**form.arguments({"type": "object", **schema}), "origin": tool.path}
     except InvalidRequest as error:

@@ -19,6 +19,40 @@ _KNOWN_KEYS = {
 _STRING_RULES = {"pattern", "format", "minLength", "maxLength"}
 
 
+def _sequence(*elements: Form) -> Form:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _choice(elements: Sequence[Form]) -> Form:
+    return {"type": "or", "elements": list(elements)}
+
+
+def _const(text: str) -> Form:
+    return {"type": "const_string", "value": text}
+
+
+def _any_parameters(begin: str, *rest: Form, separator: str) -> Form:
+    tag = {"type": "tag", "begin": begin, "content": _sequence(*rest), "end": ""}
+    return {"type": "tags_with_separator", "tags": [tag], "separator": separator}
+
+
+# Arguments of tools that are not strict: any names and values that the parser can read.
+ANY_PYTHON_ARGUMENTS = _any_parameters(
+    "",
+    {"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_]{0,63}="},
+    {"type": "json_schema", "json_schema": {}},
+    separator=", ",
+)
+ANY_TAGGED_ARGUMENTS = _any_parameters(
+    "<parameter=",
+    {"type": "regex", "pattern": "[^<>\\n]{1,64}"},
+    _const(">\n"),
+    {"type": "any_text"},
+    _const("\n</parameter>\n"),
+    separator="",
+)
+
+
 def python_arguments(schema: Mapping[str, Any]) -> Form:
     """`a="x", b=3`: required parameters first. Values are JSON, which the parser reads as well as Python's literals."""
 
@@ -100,15 +134,3 @@ def _schema_of(schema: Mapping[str, Any], name: str) -> Any:
     own = schema["properties"][name]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return {**shared, **own} if isinstance(own, Mapping) else own
-
-
-def _sequence(*elements: Form) -> Form:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _choice(elements: Sequence[Form]) -> Form:
-    return {"type": "or", "elements": list(elements)}
-
-
-def _const(text: str) -> Form:
-    return {"type": "const_string", "value": text}

@@ -51,6 +51,11 @@ class Tools:
     is_parallel: bool = True  # whether an answer may have several calls
 
     @property
+    def is_demanded(self) -> bool:
+        """Whether an answer must have a call."""
+        return self.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+
+    @property
     def callable(self) -> tuple[Tool, ...]:
         """The tools that an answer may call."""
         if self.choice is ToolChoice.NAMED:

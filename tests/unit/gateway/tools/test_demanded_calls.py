@@ -57,7 +57,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
         "'get_news', which is not one of the 2 tools",
     ),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools", "cannot have a form"),
     (
         {"tools": [WEATHER, TIME, BAD_TOOL], "tool_choice": "required"},
         "tools[2].function.parameters",

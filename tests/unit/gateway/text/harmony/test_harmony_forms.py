@@ -82,6 +82,21 @@ def test_a_form_holds_for_the_final_message_alone(forms: Forms) -> None:
         assert not accepts(forms, form, wrong), wrong
 
 
+def test_the_final_message_has_its_form_beside_tools(forms: Forms) -> None:
+    parsing = Parsing(FORMATS["harmony"], read_tools(json.dumps([WEATHER, TIME]), "auto", True), None, Beginning.HEADER)
+    form = answer_form(parsing, NUMBER)
+    for right in (FINAL + "12", THOUGHT + FINAL + "12", CALL, THOUGHT + CALL, CALL.replace('"city"', '"town"')):
+        assert accepts(forms, form, right), right
+    for wrong in (FINAL + "twelve", "12", CALL[:-1], THOUGHT + "12"):
+        assert not accepts(forms, form, wrong), wrong
+
+
+def test_a_demanded_call_wins_over_a_form(forms: Forms) -> None:
+    tools = read_tools(json.dumps([WEATHER, TIME]), "required", True)
+    form = answer_form(Parsing(FORMATS["harmony"], tools, None, Beginning.HEADER), NUMBER)
+    assert accepts(forms, form, CALL) and not accepts(forms, form, FINAL + "12")
+
+
 def test_a_prompt_without_the_role(forms: Forms) -> None:
     form = form_of(given=NUMBER, beginning=Beginning.MESSAGE)
     assert accepts(forms, form, "<|start|>assistant" + THOUGHT + FINAL + "12")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.structured_output import StructuredOutput
+from services.common.structured_output import Constraint, StructuredOutput
 from services.gateway.text.answer_form import answer_form
-from services.gateway.text.answer_parts import AnswerParts, ToolCall
+from services.gateway.text.answer_parts import AnswerParts, TextPart, ToolCall
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import Beginning, ThinkTags
 from services.gateway.text.tools.formats import FORMATS, ToolFormat, choose_tool_format
@@ -92,9 +92,9 @@ def accepts(forms: Forms, form: StructuredOutput, text: str) -> bool:
     return matcher.is_complete or END in allowed(matcher)
 
 
-def walk(forms: Forms, form: StructuredOutput, generator: random.Random) -> str | None:
-    """A text that some model might write; None if it does not end soon."""
-    matcher, output, planned = forms.matcher(form), list[int](), list[int]()
+def walk(forms: Forms, form: StructuredOutput, generator: random.Random, begin: str = "") -> str | None:
+    """A text that some model might write, with this beginning if possible; None if it does not end soon."""
+    matcher, output, planned = forms.matcher(form), list[int](), TOKENIZER.encode(begin, add_special_tokens=False)
     while matcher.is_running:
         choices = allowed(matcher)
         assert matcher.error is None and choices, (matcher.error, TOKENIZER.decode(output))
@@ -159,6 +159,128 @@ def test_strict_tools_are_valid_and_need_not_be_called(chosen: ToolFormat, forms
     assert (found.name, found.arguments) == ("g", "{}")
     assert not accepts(forms, form, call.replace("{}", '{"x": 1}').replace("g()", "g(x=1)").replace(">\n</f", ">x</f"))
     assert answer_form(Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None), None) is None
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+FLAGS = {"type": "array", "items": {"type": ["boolean", "null"]}}
+SAME_NAME = '{"name": "g"}'  # begins as a call of llama3_json does
+OWN_FORMS: list[tuple[StructuredOutput, list[str], list[str]]] = [
+    (StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(PERSON)), [SAME_NAME, '{"name":"f","age":3}'], ['{"age": 3}']),
+    (StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(FLAGS)), ["[false]", "[null, true]"], ["[get]", "[0]"]),
+    (StructuredOutput(Constraint.JSON_OBJECT), ["{}", SAME_NAME], ["[]"]),
+    (StructuredOutput(Constraint.REGEX, "[0-9]{2}"), ["12"], ["1"]),
+    (StructuredOutput(Constraint.CHOICE, choices=("yes", "no")), ["yes"], ["maybe"]),
+    (StructuredOutput(Constraint.GRAMMAR, 'root ::= "a" root? "b"'), ["ab", "aabb"], ["aab"]),
+]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+@pytest.mark.parametrize(("own", "right", "wrong"), OWN_FORMS, ids=[each[0].constraint.value for each in OWN_FORMS])
+def test_an_answer_has_its_form_or_is_calls(
+    own: StructuredOutput, right: list[str], wrong: list[str], chosen: ToolFormat, forms: Forms
+) -> None:
+    parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_form=True)
+    form = answer_form(parsing, own)
+    assert form is not None and form.field_name == own.field_name
+    call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
+    for text in (*right, call):
+        assert accepts(forms, form, text), text
+    free_call = call.replace("{}", '{"x": [1]}').replace("g()", "g(x=[1])")
+    free_call = free_call.replace(">\n</f", ">\n<parameter=x>\n[1]\n</parameter>\n</f")
+    assert accepts(forms, form, free_call), "no tool is strict"
+    for text in (*wrong, "", f"It is: {call}"):
+        assert not accepts(forms, form, text), text
+
+
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+def test_whatever_a_model_writes_is_calls_or_has_the_form(chosen: ToolFormat, forms: Forms) -> None:
+    definitions = json.dumps([tool(name, schema, is_strict=True) for name, schema in SCHEMAS.items()])
+    tools = read_tools(definitions, "auto", is_parallel=True)
+    parsing = Parsing(chosen, tools, None, has_form=True)
+    form = answer_form(parsing, OWN_FORMS[0][0])
+    assert form is not None
+    kinds = set()
+    for seed in range(60):
+        call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
+        text = walk(forms, form, random.Random(seed), begin=call[: call.index("g") + 2] if seed % 3 == 0 else "")
+        if text is None:
+            continue
+        for parts in (read_answer(parsing, [text]), read_answer(parsing, list(text))):
+            kinds.add(type(parts[0]))
+            if isinstance(parts[0], TextPart):
+                [part] = parts
+                assert part.text == text
+                jsonschema.validate(json.loads(text), PERSON)
+            for call in parts:
+                if isinstance(call, ToolCall):
+                    check(call)
+    assert kinds == {TextPart, ToolCall}
+
+
+def read_answer(parsing: Parsing, pieces: list[str]) -> list[Any]:
+    parser, parts = parsing.make_parser(), AnswerParts()
+    for piece in pieces:
+        parts.add(parser.feed_token(piece, None))
+    parts.add(parser.finish("", is_cut=False))
+    return parts.finish()
+
+
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+def test_a_call_written_within_a_form_is_text(chosen: ToolFormat) -> None:
+    call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
+    parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_form=True)
+    for text in (f'{{"name": "{call}"}}', f"[\n{call}\n]", f" 12 {call}"):
+        for pieces in ([text], list(text), [text[:1], text[1:]]):
+            [part] = read_answer(parsing, pieces)
+            assert isinstance(part, TextPart) and part.text == text
+    for text in (call, f"\n{call}"):
+        [part] = read_answer(parsing, [text])
+        assert isinstance(part, ToolCall) and part.name == "g"
+
+
+STRUCTURES = '[{"begin": "<tool_call>", "schema": {"const": {"name": "g"}}, "end": "</tool_call>"}]'
+TAGGED = f'{{"type": "structural_tag", "structures": {STRUCTURES}, "triggers": ["<tool_call>"]}}'
+
+
+@pytest.mark.parametrize("beginning", [None, Beginning.REASONING])
+def test_a_structural_tag_says_itself_where_calls_stand(beginning: Beginning | None, forms: Forms) -> None:
+    own = StructuredOutput(Constraint.STRUCTURAL_TAG, TAGGED, field_name="response_format")
+    parsing = Parsing(FORMATS["hermes"], read_tools(DEFINITIONS, "auto", True), beginning)
+    form = answer_form(parsing, own)
+    begin = "" if beginning is None else "Well.</think>\n"
+    text = 'I look.<tool_call>{"name":"g"}</tool_call>'
+    assert form is not None and accepts(forms, form, begin + text)
+    assert not accepts(forms, form, begin + CALLS_OF_G["hermes"])
+    [*_, call] = read_answer(parsing, [begin + text])
+    assert isinstance(call, ToolCall) and call.name == "g"
+    strict = read_tools(json.dumps([tool("g", None, is_strict=True)]), "auto", True)
+    with pytest.raises(InvalidRequest, match="no tool can be strict beside it") as refused:
+        answer_form(Parsing(FORMATS["hermes"], strict, None), own)
+    assert refused.value.param == "response_format"
+
+
+@pytest.mark.parametrize("choice", ["required", "function:g"])
+def test_a_demanded_call_wins_over_a_form(choice: str, forms: Forms) -> None:
+    parsing = Parsing(FORMATS["hermes"], read_tools(DEFINITIONS, choice, True), None)
+    form = answer_form(parsing, OWN_FORMS[0][0])
+    assert form == answer_form(parsing, None) and form is not None
+    assert accepts(forms, form, CALLS_OF_G["hermes"]) and not accepts(forms, form, SAME_NAME)
+
+
+def test_reasoning_may_come_before_a_form_or_calls(forms: Forms) -> None:
+    tools = read_tools(DEFINITIONS, "auto", True)
+    for own in (OWN_FORMS[0][0], OWN_FORMS[5][0]):
+        form = answer_form(Parsing(FORMATS["hermes"], tools, Beginning.REASONING, has_form=True), own)
+        assert form is not None
+        right = "ab" if own.constraint is Constraint.GRAMMAR else SAME_NAME
+        for text in (right, CALLS_OF_G["hermes"]):
+            assert accepts(forms, form, f"Well.</think>\n\n{text}"), text
+        assert not accepts(forms, form, right)
 
 
 @pytest.mark.parametrize("beginning", [Beginning.REASONING, Beginning.EITHER])
