@@ -50,6 +50,25 @@ def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
 
 
 @needs("anthropic")
+def test_the_tool_runner_goes_on_without_threads(tmp_path: Path) -> None:
+    dense = FakeDense(writes(CALL, "Sunny.", CALL, "Sunny."), max_model_len=4096)
+
+    async def test() -> None:
+        model = make_chat_model(tmp_path / "model", "hermes")
+        address = f"127.0.0.1:{free_port()}"
+        async with running_gateway(tmp_path, dense, http_address=address, model=model):
+            python = Environment("anthropic").program("python")
+            command = [python, str(PROGRAMS / "anthropic_tool_runner.py"), f"http://{address}"]
+            got = json.loads(await asyncio.to_thread(run, command))
+        assert got == {"called": [CITY["city"]] * 2, "texts": [["Sunny.", "end_turn"]] * 2}
+
+    run_test(test())
+    for submit in dense.submits[1::2]:
+        text = prompt_text(submit)
+        assert "How is the weather in Paris?" in text and "<tool_response>\nsunny\n</tool_response>" in text
+
+
+@needs("anthropic")
 def test_thinking_is_passed_back(tmp_path: Path) -> None:
     dense = FakeDense(writes("<think>\nHm.\n</think>\n\n" + CALL, "<think>\nHm.\n</think>\n\n" + CALL, "Sunny."))
 

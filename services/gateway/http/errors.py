@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
 from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
 from services.gateway.http.schemas.anthropic.answers import ErrorBody as AnthropicErrorBody
+from services.gateway.http.schemas.anthropic.answers import ErrorObject as AnthropicErrorObject
 from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger()
@@ -145,7 +146,10 @@ def anthropic_error(error: Exception, request_id: str) -> AnthropicErrorBody:
     """The same as Anthropic's object, see "Errors" in its reference."""
     status, body = describe(error)
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}, "request_id": request_id}
+    described: AnthropicErrorObject = {"type": kind, "message": body["error"]["message"]}
+    if isinstance(error, RequestValidationError) and (code := error.errors()[0].get("ctx", {}).get("error_code")):
+        described["details"] = {"error_code": code}
+    return {"type": "error", "error": described, "request_id": request_id}
 
 
 def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:

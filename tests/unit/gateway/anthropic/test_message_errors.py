@@ -200,3 +200,17 @@ def test_models_in_anthropics_form(tmp_path: Path) -> None:
         assert (await client.get("/v1/models")).json()["object"] == "list"
 
     with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_a_thread_is_refused_in_a_way_that_clients_know(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path in (MESSAGES, COUNT):
+            for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+                response = await client.post(path, json=BODY | {"thread": thread})
+                assert response.status_code == 400
+                error = response.json()["error"]
+                assert error["type"] == "invalid_request_error" and "thread" in error["message"]
+                assert error["details"] == {"error_code": "thread_unsupported_request"}
+            assert (await client.post(path, json=BODY | {"thread": None})).status_code == 200
+
+    with_client(tmp_path, FakeDense(say(" one")), test)

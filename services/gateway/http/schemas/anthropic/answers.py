@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -64,11 +64,18 @@ class TokensCount(TypedDict):
     input_tokens: int
 
 
+class ErrorDetails(TypedDict):
+    """Why a request was refused, in a word of Anthropic's."""
+
+    error_code: str
+
+
 class ErrorObject(TypedDict):
-    """What is wrong."""
+    """What is wrong. `details` tell a program what to do instead, where clients know how."""
 
     type: str
     message: str
+    details: NotRequired[ErrorDetails]
 
 
 class ErrorBody(TypedDict):

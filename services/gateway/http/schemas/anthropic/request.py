@@ -17,6 +17,8 @@ from services.gateway.request import MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.text.tools.tool import MAX_TOOLS
 
+UNSUPPORTED_THREAD = "thread_unsupported_request"  # Anthropic's client then sends the whole conversation by itself
+
 
 class ToolObject(RequestModel):
     """A tool that the client runs. Tools that Anthropic runs or defines have other types."""
@@ -78,6 +80,13 @@ class MetadataObject(RequestModel):
     user_id: str | None = Field(None, description="For logs only, which show its first 128 characters")
 
 
+def _refuse_thread(thread: Any) -> Any:
+    if thread is not None:
+        context = {"error_code": UNSUPPORTED_THREAD}
+        raise PydanticCustomError("thread", "the server keeps no threads; send the whole conversation", context)
+    return thread
+
+
 class CountTokensRequest(RequestModel):
     """Everything that becomes the prompt."""
 
@@ -93,6 +102,9 @@ class CountTokensRequest(RequestModel):
     thinking: ThinkingObject | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="The older name of output_config.format")
+    thread: Annotated[Any, pydantic.AfterValidator(_refuse_thread)] = Field(
+        None, description=f"Refused, with the error code {UNSUPPORTED_THREAD}: the server keeps no threads"
+    )
 
 
 class MessagesRequest(CountTokensRequest):
