@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.attn_worker.backends.gated.triton_chunks import _run_chunks, _solve_chunks
+from services.attn_worker.layers.gated_delta.triton_chunks import _run_chunks, _solve_chunks
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from services.attn_worker.backends.gated.torch_gated_delta import TorchGatedDelta
+from services.attn_worker.layers.gated_delta.torch_gated_delta import TorchGatedDelta
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
@@ -30,7 +30,7 @@ BOTH_WAYS = pytest.mark.usefixtures("way")
 @pytest.fixture(params=[1000, 16], ids=["tokens", "chunks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, or in chunks also where these are slower."""
-    triton = pytest.importorskip("services.attn_worker.backends.gated.triton_gated_delta", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_gated_delta", reason="needs triton")
     monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", request.param)
 
 
@@ -38,7 +38,8 @@ class Pair:
     """The kernels and the reference run the same steps of two layers."""
 
     def __init__(self, sizes: GatedDelta, device: torch.device, dtype: torch.dtype) -> None:
-        triton = pytest.importorskip("services.attn_worker.backends.gated.triton_gated_delta", reason="needs triton")
+        kernels = "services.attn_worker.layers.gated_delta.triton_gated_delta"
+        triton = pytest.importorskip(kernels, reason="needs triton")
         if device.type == "cpu" and dtype == torch.bfloat16:
             pytest.skip("Triton's interpreter does not round to the nearest bfloat16")
         spec = make_gated_spec(sizes, NUM_SLOTS, num_layers=2)
@@ -96,7 +97,7 @@ def test_chunks_give_what_transformers_gives_token_by_token(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Sequences of different lengths in one step, and a second step that goes on with them."""
-    triton = pytest.importorskip("services.attn_worker.backends.gated.triton_gated_delta", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_gated_delta", reason="needs triton")
     monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", 16)
     sizes = GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=40, conv_size=4)
     spec = make_gated_spec(sizes, NUM_SLOTS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.attn_worker.backends.gated.state_storage import StateStorage
-from services.attn_worker.backends.gated.torch_gated_delta import TorchGatedDelta
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.gated_delta.torch_gated_delta import TorchGatedDelta
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.errors import CapacityError

@@ -8,9 +8,9 @@ import pytest
 import structlog
 import torch
 
-from services.attn_worker.backends.gated.layered_attention import layered_torch_attention
-from services.attn_worker.backends.gated.state_storage import StateStorage
 from services.attn_worker.build import StepLimits, make_cache_spec
+from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta

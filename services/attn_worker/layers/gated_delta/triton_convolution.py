@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.gated.recurrence import NORM_EPS
-from services.attn_worker.backends.gated.state_storage import StateStorage
+from services.attn_worker.layers.gated_delta.recurrence import NORM_EPS
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.common.families.shape import GatedDelta
 
 # Of an item: first row, number of tokens, source and target of its part, then its first token in the part, and its end.

@@ -11,13 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.attn_worker.backends.gated.recurrence import CHUNK_SIZE
-from services.attn_worker.backends.gated.state_storage import StateStorage
-from services.attn_worker.backends.gated.triton_chunks import CHUNK_FIELDS, ChunkTiles, run_chunked_parts
-from services.attn_worker.backends.gated.triton_convolution import ITEM_FIELDS, ITEM_TOKENS, Convolved, convolve_items
-from services.attn_worker.backends.gated.triton_recurrence import PART_FIELDS, run_parts
 from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.gated_delta.triton_chunks import CHUNK_FIELDS, ChunkTiles, run_chunked_parts
+from services.attn_worker.layers.gated_delta.triton_convolution import (
+    ITEM_FIELDS,
+    ITEM_TOKENS,
+    Convolved,
+    convolve_items,
+)
+from services.attn_worker.layers.gated_delta.triton_recurrence import PART_FIELDS, run_parts
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.channel import rows_of_layer
 from services.common.attention.gated_delta import GatedDeltaWeights

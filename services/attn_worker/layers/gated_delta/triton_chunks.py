@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.gated.recurrence import CHUNK_SIZE
-from services.attn_worker.backends.gated.state_storage import StateStorage
-from services.attn_worker.backends.gated.triton_convolution import Convolved
+from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.gated_delta.triton_convolution import Convolved
 from services.common.families.shape import GatedDelta
 
 CHUNK_FIELDS = 2  # of a chunk: first row, number of tokens

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from services.attn_worker.backends.gated.recurrence import convolve, rule_inputs, run_chunks, run_token
-from services.attn_worker.backends.gated.state_storage import StateStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_inputs, run_chunks, run_token
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import rows_of_layer
 from services.common.attention.gated_delta import GatedDeltaWeights

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.gated.state_storage import StateStorage
-from services.attn_worker.backends.gated.triton_convolution import Convolved
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.gated_delta.triton_convolution import Convolved
 from services.common.families.shape import GatedDelta
 
 PART_FIELDS = 4  # of a part of a wave: first row, number of tokens, source, target
