@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.attn_worker.backends.latent.triton_decode import choose_latent_decode_tiles, decode_latent
-from services.attn_worker.backends.latent.triton_prefill import (
+from services.attn_worker.backends.triton_decode import DecodeTiles, choose_decode_tiles, decode_attention
+from services.attn_worker.backends.triton_prefill import PrefillTiles, choose_prefill_tiles, prefill_attention
+from services.attn_worker.backends.triton_rope_append import append_prefill
+from services.attn_worker.layers.latent.triton_decode import choose_latent_decode_tiles, decode_latent
+from services.attn_worker.layers.latent.triton_prefill import (
     append_latent,
     choose_latent_prefill_tiles,
     prefill_latent,
 )
-from services.attn_worker.backends.triton_decode import DecodeTiles, choose_decode_tiles, decode_attention
-from services.attn_worker.backends.triton_prefill import PrefillTiles, choose_prefill_tiles, prefill_attention
-from services.attn_worker.backends.triton_rope_append import append_prefill
 
 
 @dataclass(frozen=True, slots=True)

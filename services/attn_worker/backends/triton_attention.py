@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.attn_worker.backends.latent.triton_decode import decode_load
 from services.attn_worker.backends.layer_kernels import LATENT_KERNELS, PLAIN_KERNELS
 from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import StepUpload
@@ -31,6 +30,7 @@ from services.attn_worker.backends.work_items import (
 )
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.latent.triton_decode import decode_load
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
 from services.common.errors import CapacityError, ConfigError
