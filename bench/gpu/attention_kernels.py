@@ -12,9 +12,9 @@ import torch
 
 from bench.gpu.attention_steps import MAX_MODEL_LEN, Shape, make_config, make_step
 from bench.gpu.device_rates import time_graph
-from services.attn_worker.backends.triton_attention import TritonAttention
-from services.attn_worker.backends.triton_rope_append import append_prefill
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.mha.triton_rope_append import append_prefill
+from services.attn_worker.layers.triton_attention import TritonAttention
 
 CACHE_BYTES = 3 << 30  # KV cache of all layers together, many times the L2 cache
 MAX_LAYERS = 32

@@ -20,8 +20,8 @@ from bench.gpu.kernel_trace import record_kernels
 from bench.gpu.peer import WAIT_TIMEOUT_S, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
 from bench.gpu.step_timeline import Kernel, Span, make_timeline
 from bench.handoff import EPOCH_BITS
-from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner import layer_runner
 from services.channel import Channel, ChannelSpec, Flag
 from services.channel.cuda_ipc import CudaIpcChannel, choose_kind

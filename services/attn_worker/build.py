@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
-from services.attn_worker.backends import CapturableAttention
-from services.attn_worker.backends.select import select_backend
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.engine import AttentionEngine
+from services.attn_worker.layers import CapturableAttention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
+from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
 from services.common.attention.rope import length_dependent_beyond
@@ -181,6 +181,6 @@ def _capturable_backend(*, has_states: bool) -> Callable[..., CapturableAttentio
         from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention  # needs triton
 
         return layered_triton_attention
-    from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
+    from services.attn_worker.layers.triton_attention import TritonAttention  # needs triton
 
     return TritonAttention

@@ -8,7 +8,7 @@ import secrets
 
 import structlog
 
-from services.attn_worker.backends.select import select_backend
+from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.config import Config

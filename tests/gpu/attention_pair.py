@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.attn_worker.backends import CapturableAttention
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import CapturableAttention
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
 from services.common.kv_cache.scales import KVScales

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[AttentionOptions, RopeConfig]] = {
 
 @pytest.fixture
 def kernels(kernel_device: torch.device) -> Kernels:
-    triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.triton_attention", reason="needs triton")
     return Kernels(triton.TritonAttention, kernel_device, torch.float32)
 
 
@@ -123,7 +123,7 @@ def test_sinks_of_an_8_bit_cache_and_of_large_groups(kernels: Kernels, num_heads
 
 def test_keys_are_appended_from_rows_beyond_two_billion_elements(kernel_device: torch.device) -> None:
     """As a step of 100,000 tokens has them with wide layers. Memory between the rows is never touched."""
-    append = pytest.importorskip("services.attn_worker.backends.triton_rope_append", reason="needs triton")
+    append = pytest.importorskip("services.attn_worker.layers.mha.triton_rope_append", reason="needs triton")
     num_rows, head_dim = 3, 16
     near = torch.randn(num_rows, 3 * head_dim).to(kernel_device, torch.float16)
     far = torch.empty(2**31 + 3 * head_dim, dtype=torch.float16, device=kernel_device)

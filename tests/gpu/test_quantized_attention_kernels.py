@@ -25,7 +25,7 @@ CUT_OFF = 0.13
 
 @pytest.fixture
 def kernels(kernel_device: torch.device) -> Kernels:
-    triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.triton_attention", reason="needs triton")
     if kernel_device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("Triton converts e4m3 to bfloat16 from compute capability 9.0 on")
     return Kernels(triton.TritonAttention, kernel_device, torch.float32)
@@ -76,7 +76,7 @@ def test_long_contexts_are_split_and_merged(kernels: Kernels, cache_dtype: torch
 def test_many_programs_have_one_warp_each(
     kernels: Kernels, cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.attn_worker.backends.triton_decode.ONE_WARP_FROM", 0)
+    monkeypatch.setattr("services.attn_worker.layers.mha.triton_decode.ONE_WARP_FROM", 0)
     for heads in ((2, 1, 128), (6, 2, 64)):
         dtype = torch.float16 if kernels.device.type == "cpu" else torch.bfloat16
         pair = Pair(make_config(*heads, WINDOWS), kernels, dtype, cache_dtype=cache_dtype, scales=SCALES)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.attn_worker.backends import CapturableAttention
+from services.attn_worker.layers import CapturableAttention
 from services.attn_worker.runner.layer_runner import RunningStep, run_layers
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.runner.step_states import StateWave, StepStates

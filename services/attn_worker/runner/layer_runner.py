@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from services.attn_worker.backends import AttentionBackend, RecurrentAttention
+from services.attn_worker.layers import AttentionBackend, RecurrentAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
 from services.common.attention.gated_delta import GatedDeltaWeights

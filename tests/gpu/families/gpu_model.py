@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from services.attn_worker.backends import AttentionBackend
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import AttentionBackend
 from services.common.model_config import ModelConfig
 from tests.support.dense.whole_model import WholeModel
 
@@ -22,8 +22,8 @@ class GpuModel(WholeModel):
     def __init__(
         self, path: Path, dtype: torch.dtype, device: torch.device, num_window_blocks: int | None = None
     ) -> None:
-        from services.attn_worker.backends.triton_attention import TritonAttention
         from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention  # needs triton
+        from services.attn_worker.layers.triton_attention import TritonAttention
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
         def make_attention(config: ModelConfig, spec: KVCacheSpec, *arguments: Any) -> AttentionBackend:

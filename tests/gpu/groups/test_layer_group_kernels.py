@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.channel import rows_of_layer
 from services.common.kv_cache.scales import KVScales
@@ -34,7 +34,7 @@ CASES = {
 
 @pytest.fixture
 def kernels(kernel_device: torch.device) -> Kernels:
-    triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.triton_attention", reason="needs triton")
     return Kernels(triton.TritonAttention, kernel_device, torch.float32)
 
 

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[AttentionOptions, RopeConfig]] = {
 
 @pytest.fixture
 def kernels(kernel_device: torch.device) -> Kernels:
-    triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.triton_attention", reason="needs triton")
     return Kernels(triton.TritonAttention, kernel_device, torch.float32)
 
 

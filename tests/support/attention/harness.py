@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, load_model_config
 from tests.support.plans import make_plan

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from services.attn_worker.backends import AttentionBackend
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.kv_cache import PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from services.attn_worker.__main__ import main
-from services.attn_worker.backends.torch_attention import TorchAttention
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 
 FAULT_FILE = "FAULT_FILE"  # the environment variable with the file's name
 

@@ -8,7 +8,7 @@ import signal
 import torch
 
 from services.attn_worker.__main__ import main
-from services.attn_worker.backends.torch_attention import TorchAttention
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 
 NUM_TOKENS = 137
 

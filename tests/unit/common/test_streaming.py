@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.attn_worker.backends.select import select_backend
+from services.attn_worker.layers.select import select_backend
 from services.common.config import AttentionSection, ModelSection, load_config
 from services.common.errors import ConfigError
 from services.common.resolve import resolve_model

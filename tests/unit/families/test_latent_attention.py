@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.attn_worker.backends.select import select_backend
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.build import make_cache_spec
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
+from services.attn_worker.layers.select import select_backend
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import ConfigError, ModelError
 from services.common.kv_cache.scheme import FP8_SCHEME

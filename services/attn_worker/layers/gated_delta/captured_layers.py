@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from services.attn_worker.backends import CapturableAttention
-from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import CapturableAttention
 from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention, attention_layers
 from services.attn_worker.layers.gated_delta.triton_gated_delta import TritonGatedDelta
+from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.model_config import ModelConfig
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from services.attn_worker.backends import AttentionBackend
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.layers.gated_delta.torch_gated_delta import TorchGatedDelta
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.runner.step_states import StepStates
 from services.common.attention.gated_delta import GatedDeltaWeights

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
@@ -23,6 +22,7 @@ from services.attn_worker.layers.gated_delta.triton_convolution import (
     convolve_items,
 )
 from services.attn_worker.layers.gated_delta.triton_recurrence import PART_FIELDS, run_parts
+from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.channel import rows_of_layer
 from services.common.attention.gated_delta import GatedDeltaWeights

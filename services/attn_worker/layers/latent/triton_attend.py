@@ -10,13 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.triton_cache_layout import (
+from services.attn_worker.layers.mha.triton_cache_layout import (
     joined_dims,
     load_tile_blocks,
     offsets_in_blocks,
     padded_dims,
 )
-from services.attn_worker.backends.triton_rope_append import rotate
+from services.attn_worker.layers.mha.triton_rope_append import rotate
 
 MAX_ROWS = 64  # of a tile: their sums of 512 latent dimensions fill half of an SM's registers
 

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.triton_cache_layout import join_halves, padded_dims
-from services.attn_worker.backends.triton_decode import DecodeTiles, DecodeWorkspace
-from services.attn_worker.backends.triton_rope_append import RotaryPairs
-from services.attn_worker.backends.triton_scores import ScoreOptions
-from services.attn_worker.backends.work_items import NUM_FIELDS
 from services.attn_worker.layers.latent.triton_attend import MAX_ROWS, attend_latent, load_rotated
+from services.attn_worker.layers.mha.triton_cache_layout import join_halves, padded_dims
+from services.attn_worker.layers.mha.triton_decode import DecodeTiles, DecodeWorkspace
+from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs
+from services.attn_worker.layers.mha.triton_scores import ScoreOptions
+from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 _MERGED_AT_ONCE = 16  # pieces of one head whose outputs are held in registers
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.attn_worker.backends.torch_attention import TorchAttention
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.errors import CapacityError, ConfigError
 from tests.support.attention.harness import BLOCK_SIZE, CPU, HEAD_DIM, MAX_MODEL_LEN, TOLERANCES, Harness
 from tests.support.plans import make_plan

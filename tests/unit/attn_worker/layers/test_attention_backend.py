@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from services.attn_worker.backends.select import select_backend
+from services.attn_worker.layers.select import select_backend
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import ConfigError
 from services.common.resolve import ResolvedModel, resolve_model

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.triton_cache_layout import cache_offset
-from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_fp8, to_int8
+from services.attn_worker.layers.mha.triton_cache_layout import cache_offset
+from services.attn_worker.layers.mha.triton_quantized import int8_scale, kv_format, to_fp8, to_int8
 
 _TOKENS_PER_PROGRAM = 16
 

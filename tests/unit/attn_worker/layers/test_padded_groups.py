@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attn_worker.backends.padded_groups import build_padded_groups
+from services.attn_worker.layers.mha.padded_groups import build_padded_groups
 
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from([1, 1, 1, 2, 3, 16, 500]), st.sampled_from([0, 0, 5, 100, 4000])),

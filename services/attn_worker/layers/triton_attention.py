@@ -6,31 +6,45 @@ Everything that the kernels read about a step lies in one int32 buffer on the de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from services.attn_worker.backends.layer_kernels import LATENT_KERNELS, PLAIN_KERNELS
-from services.attn_worker.backends.rope_angles import RopeAngles
-from services.attn_worker.backends.step_upload import StepUpload
-from services.attn_worker.backends.streaming_angles import StreamingAngles
-from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
-from services.attn_worker.backends.triton_decode import DecodeTiles, DecodeWorkspace
-from services.attn_worker.backends.triton_prefill import SHORT_CONTEXT, PrefillTiles
-from services.attn_worker.backends.triton_rope_append import RotaryPairs
-from services.attn_worker.backends.triton_scores import ScoreOptions
-from services.attn_worker.backends.work_items import (
+from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.latent.triton_decode import choose_latent_decode_tiles, decode_latent, decode_load
+from services.attn_worker.layers.latent.triton_prefill import (
+    append_latent,
+    choose_latent_prefill_tiles,
+    prefill_latent,
+)
+from services.attn_worker.layers.mha.rope_angles import RopeAngles
+from services.attn_worker.layers.mha.streaming_angles import StreamingAngles
+from services.attn_worker.layers.mha.triton_cache_layout import TABLE_SLACK
+from services.attn_worker.layers.mha.triton_decode import (
+    DecodeTiles,
+    DecodeWorkspace,
+    choose_decode_tiles,
+    decode_attention,
+)
+from services.attn_worker.layers.mha.triton_prefill import (
+    SHORT_CONTEXT,
+    PrefillTiles,
+    choose_prefill_tiles,
+    prefill_attention,
+)
+from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, append_prefill
+from services.attn_worker.layers.mha.triton_scores import ScoreOptions
+from services.attn_worker.layers.mha.work_items import (
     NUM_FIELDS,
     DecodeRows,
     fill_decode_items,
     prefill_items,
 )
-from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers.latent.triton_decode import decode_load
+from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
 from services.common.errors import CapacityError, ConfigError
@@ -39,6 +53,25 @@ from services.common.model_config import ModelConfig, RopeConfig
 
 _DECODE_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
 _RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables may be stored without padding
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """The kernels that run in every layer: functions with the same parameters for every kind of attention."""
+
+    choose_decode_tiles: Callable[..., DecodeTiles]
+    choose_prefill_tiles: Callable[..., PrefillTiles]
+    decode: Callable[..., None]  # rows of sequences with one token: appends and attends
+    append: Callable[..., None]  # the other rows
+    attend: Callable[..., None]  # for the other rows, whose keys have been appended
+
+
+PLAIN_KERNELS = LayerKernels(
+    choose_decode_tiles, choose_prefill_tiles, decode_attention, append_prefill, prefill_attention
+)
+LATENT_KERNELS = LayerKernels(
+    choose_latent_decode_tiles, choose_latent_prefill_tiles, decode_latent, append_latent, prefill_latent
+)
 
 
 @dataclass(frozen=True, slots=True)

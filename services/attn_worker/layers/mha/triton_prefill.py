@@ -12,23 +12,23 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.triton_cache_layout import (
+from services.attn_worker.layers.mha.triton_cache_layout import (
     join_halves,
     joined_dims,
     load_tile_blocks,
     padded_dims,
     tile_offsets,
 )
-from services.attn_worker.backends.triton_quantized import (
+from services.attn_worker.layers.mha.triton_quantized import (
     LOG_LARGEST_WEIGHT,
     kv_format,
     to_factor,
     to_float16,
     weigh_values,
 )
-from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
-from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
-from services.attn_worker.backends.work_items import NUM_FIELDS
+from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, pair_sources, rotate
+from services.attn_worker.layers.mha.triton_scores import ScoreOptions, adjust_scores, sink_weight
+from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 SHORT_CONTEXT = 512  # up to this length half-empty tiles on the diagonal cost more than small tiles
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.attn_worker.backends.step_upload import StepUpload
+from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.rope import UnboundedRotaryEmbedding
 from services.common.model_config import ModelConfig

@@ -11,14 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.triton_cache_layout import (
+from services.attn_worker.layers.mha.triton_cache_layout import (
     joined_dims,
     load_tile_blocks,
     padded_dims,
     tile_offsets,
 )
-from services.attn_worker.backends.triton_quantized import LOG_LARGEST_WEIGHT, split_pairs, weigh_values
-from services.attn_worker.backends.triton_scores import adjust_scores
+from services.attn_worker.layers.mha.triton_quantized import LOG_LARGEST_WEIGHT, split_pairs, weigh_values
+from services.attn_worker.layers.mha.triton_scores import adjust_scores
 
 
 @triton.jit

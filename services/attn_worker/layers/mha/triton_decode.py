@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.triton_cache_layout import (
+from services.attn_worker.layers.mha.triton_cache_layout import (
     cache_offset,
     join_halves,
     joined_dims,
@@ -21,12 +21,12 @@ from services.attn_worker.backends.triton_cache_layout import (
     padded_dims,
     tile_offsets,
 )
-from services.attn_worker.backends.triton_decode_quantized import attend_quantized
-from services.attn_worker.backends.triton_decode_sinks import attend_far_sinks
-from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_factor, to_fp8, to_int8
-from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
-from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
-from services.attn_worker.backends.work_items import NUM_FIELDS
+from services.attn_worker.layers.mha.triton_decode_quantized import attend_quantized
+from services.attn_worker.layers.mha.triton_decode_sinks import attend_far_sinks
+from services.attn_worker.layers.mha.triton_quantized import int8_scale, kv_format, to_factor, to_fp8, to_int8
+from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, pair_sources, rotate
+from services.attn_worker.layers.mha.triton_scores import ScoreOptions, adjust_scores, sink_weight
+from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
 

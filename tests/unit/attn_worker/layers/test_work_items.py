@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.attn_worker.backends.work_items import (
+from services.attn_worker.layers.mha.work_items import (
     NO_ITEM,
     NUM_FIELDS,
     DecodeRows,

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.attn_worker.backends.padded_groups import PaddedGroup, build_padded_groups
-from services.attn_worker.backends.torch_layer_cache import make_layer_cache
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.mha.padded_groups import PaddedGroup, build_padded_groups
+from services.attn_worker.layers.mha.torch_layer_cache import make_layer_cache
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import rows_of_layer
 from services.common.attention.rope import RotaryEmbedding, UnboundedRotaryEmbedding

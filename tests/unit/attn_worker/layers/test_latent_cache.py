@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from tests.support.attention.harness import BLOCK_SIZE, CPU, HEAD_DIM, MAX_MODEL_LEN, NUM_BLOCKS, Harness
 
 ROTARY_DIM = 4

@@ -8,17 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.attn_worker.backends.triton_cache_layout import (
+from services.attn_worker.layers.mha.triton_cache_layout import (
     join_halves,
     joined_dims,
     load_tile_blocks,
     padded_dims,
     tile_offsets,
 )
-from services.attn_worker.backends.triton_decode_quantized import attend_quantized
-from services.attn_worker.backends.triton_quantized import to_factor
-from services.attn_worker.backends.triton_rope_append import pair_sources, rotate
-from services.attn_worker.backends.triton_scores import adjust_scores
+from services.attn_worker.layers.mha.triton_decode_quantized import attend_quantized
+from services.attn_worker.layers.mha.triton_quantized import to_factor
+from services.attn_worker.layers.mha.triton_rope_append import pair_sources, rotate
+from services.attn_worker.layers.mha.triton_scores import adjust_scores
 
 
 @triton.jit
