@@ -130,6 +130,9 @@ class GatewaySection(Section):
     # whether clients may send prompts as embeddings (docs/prompt-embeddings.md), not with dense.backend="tensorrt"
     enable_prompt_embeds: bool = False
     max_prompt_embeds_bytes: Count = 256 * 2**20  # embeddings of all open requests together
+    # whether requests may have a chat_template of their own; one process renders them, one at a time, with limits of
+    # 1 s of CPU time and 1 GiB, so a client can make others with templates wait, but not their streams
+    trust_request_chat_template: bool = False
     # whether answers of /v1/responses are kept, in the memory of the one gateway process, for previous_response_id and
     # GET /v1/responses/{id}, unless a request has "store": false; not with several launch.gateway_processes
     store_responses: bool = False

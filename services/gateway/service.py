@@ -16,6 +16,7 @@ from services.gateway.access.admission import Admission
 from services.gateway.access.byte_budget import ByteBudget
 from services.gateway.access.reception import Reception
 from services.gateway.adapters import Adapters
+from services.gateway.client_templates.client_templates import ClientTemplates
 from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
@@ -67,11 +68,16 @@ class Gateway:
         self._opened.enter_context(serving_metrics(config.gateway.metrics_address, self._registry))
         tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
         model_config, is_dummy = load_model_config(config.model.path), config.model.load_format == "dummy"
+        client_templates = None
+        if config.gateway.trust_request_chat_template:
+            client_templates = ClientTemplates()
+            self._opened.push_async_callback(client_templates.close)
         tokenizer = load_tokenizer(
             config.model.path,
             is_optional=is_dummy,
             tool_parser=config.gateway.tool_parser,
             reasoning_parser=config.gateway.reasoning_parser,
+            client_templates=client_templates,
         )
         self._opened.callback(tokenizer.close)
         self._form_trials = FormTrials(

@@ -26,15 +26,15 @@ from services.pb import adapter_pb2 as adapter__pb2
 from services.pb import sampling_pb2 as sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rgateway.proto\x12\x0ctwostroke.v1\x1a\radapter.proto\x1a\x0esampling.proto\"\x8f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xe3\x02\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twostroke.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18\x04 \x01(\t\x12\r\n\x05tools\x18\x05 \x01(\t\x12\x13\n\x0btool_choice\x18\x06 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x08 \x01(\t\x12!\n\x14max_reasoning_tokens\x18\t \x01(\rH\x02\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_callsB\x17\n\x15_max_reasoning_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"V\n\x0cPromptEmbeds\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\xe6\x08\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x16.twostroke.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x33\n\rprompt_embeds\x18\x32 \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05model\x18\r \x01(\t\x12\x0e\n\x01n\x18\x0e \x01(\rH\x03\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x15\n\x08priority\x18\x14 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04user\x18\x15 \x01(\t\x12\x13\n\x0btraceparent\x18\x16 \x01(\t\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x17 \x01(\r\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x15return_context_logits\x18\x1e \x01(\x08\x12 \n\x18return_generation_logits\x18\x1f \x01(\x08\x12-\n\x0b\x62\x65\x61m_search\x18< \x01(\x0b\x32\x18.twostroke.v1.BeamSearch\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18= \x01(\x08H\t\x88\x01\x01\x12?\n\x16prompt_embedding_table\x18> \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\n\x88\x01\x01\x12\x13\n\x06suffix\x18\x46 \x01(\tH\x0b\x88\x01\x01\x12\x0e\n\x06middle\x18G \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x19\n\x17_prompt_embedding_tableB\t\n\x07_suffix\"v\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x04 \x01(\r\"\x8e\x02\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twostroke.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12&\n\x07timings\x18\x06 \x01(\x0b\x32\x15.twostroke.v1.Timings\x12\x17\n\nbeam_score\x18< \x01(\x01H\x02\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_idB\r\n\x0b_beam_score\"o\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x14\n\x0cper_token_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\">\n\x06Logits\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"t\n\nPromptEcho\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\xbc\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\r\n\x05index\x18\x05 \x01(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12(\n\x06prompt\x18\x07 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\x12\x11\n\treasoning\x18\x08 \x01(\t\x12/\n\ntool_calls\x18\t \x03(\x0b\x32\x1b.twostroke.v1.ToolCallDelta\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\xf6\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\x11\n\treasoning\x18\x06 \x01(\t\x12*\n\ntool_calls\x18\x07 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\x7f\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x18.twostroke.v1.Completion\x12(\n\x06prompt\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x86\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x12\n\x10ModelInfoRequest\"\xf6\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\r\n\x05names\x18\n \x03(\t\x12\'\n\x08\x61\x64\x61pters\x18( \x03(\x0b\x32\x15.twostroke.v1.Adapter\"B\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08replaces\x18\x03 \x01(\x08\"=\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.twostroke.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x04\x32\xfe\x04\n\x07Gateway\x12I\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1e.twostroke.v1.GenerateResponse\x12N\n\x0eGenerateStream\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1b.twostroke.v1.GenerateChunk0\x01\x12I\n\x08Tokenize\x12\x1d.twostroke.v1.TokenizeRequest\x1a\x1e.twostroke.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.twostroke.v1.DetokenizeRequest\x1a .twostroke.v1.DetokenizeResponse\x12@\n\x05\x41\x62ort\x12\x1a.twostroke.v1.AbortRequest\x1a\x1b.twostroke.v1.AbortResponse\x12L\n\tModelInfo\x12\x1e.twostroke.v1.ModelInfoRequest\x1a\x1f.twostroke.v1.ModelInfoResponse\x12R\n\x0bLoadAdapter\x12 .twostroke.v1.LoadAdapterRequest\x1a!.twostroke.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".twostroke.v1.UnloadAdapterRequest\x1a#.twostroke.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rgateway.proto\x12\x0ctwostroke.v1\x1a\radapter.proto\x1a\x0esampling.proto\"\x8f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xfa\x02\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twostroke.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18\x04 \x01(\t\x12\r\n\x05tools\x18\x05 \x01(\t\x12\x13\n\x0btool_choice\x18\x06 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x08 \x01(\t\x12!\n\x14max_reasoning_tokens\x18\t \x01(\rH\x02\x88\x01\x01\x12\x15\n\rchat_template\x18\n \x01(\tB\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_callsB\x17\n\x15_max_reasoning_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"V\n\x0cPromptEmbeds\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\xe6\x08\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x16.twostroke.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x33\n\rprompt_embeds\x18\x32 \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05model\x18\r \x01(\t\x12\x0e\n\x01n\x18\x0e \x01(\rH\x03\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x15\n\x08priority\x18\x14 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04user\x18\x15 \x01(\t\x12\x13\n\x0btraceparent\x18\x16 \x01(\t\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x17 \x01(\r\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x15return_context_logits\x18\x1e \x01(\x08\x12 \n\x18return_generation_logits\x18\x1f \x01(\x08\x12-\n\x0b\x62\x65\x61m_search\x18< \x01(\x0b\x32\x18.twostroke.v1.BeamSearch\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18= \x01(\x08H\t\x88\x01\x01\x12?\n\x16prompt_embedding_table\x18> \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\n\x88\x01\x01\x12\x13\n\x06suffix\x18\x46 \x01(\tH\x0b\x88\x01\x01\x12\x0e\n\x06middle\x18G \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x19\n\x17_prompt_embedding_tableB\t\n\x07_suffix\"v\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x04 \x01(\r\"\x8e\x02\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twostroke.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12&\n\x07timings\x18\x06 \x01(\x0b\x32\x15.twostroke.v1.Timings\x12\x17\n\nbeam_score\x18< \x01(\x01H\x02\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_idB\r\n\x0b_beam_score\"o\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x14\n\x0cper_token_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\">\n\x06Logits\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"t\n\nPromptEcho\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\xbc\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\r\n\x05index\x18\x05 \x01(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12(\n\x06prompt\x18\x07 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\x12\x11\n\treasoning\x18\x08 \x01(\t\x12/\n\ntool_calls\x18\t \x03(\x0b\x32\x1b.twostroke.v1.ToolCallDelta\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\xf6\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\x11\n\treasoning\x18\x06 \x01(\t\x12*\n\ntool_calls\x18\x07 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\x7f\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x18.twostroke.v1.Completion\x12(\n\x06prompt\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x86\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x12\n\x10ModelInfoRequest\"\xf6\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\r\n\x05names\x18\n \x03(\t\x12\'\n\x08\x61\x64\x61pters\x18( \x03(\x0b\x32\x15.twostroke.v1.Adapter\"B\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08replaces\x18\x03 \x01(\x08\"=\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.twostroke.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x04\x32\xfe\x04\n\x07Gateway\x12I\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1e.twostroke.v1.GenerateResponse\x12N\n\x0eGenerateStream\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1b.twostroke.v1.GenerateChunk0\x01\x12I\n\x08Tokenize\x12\x1d.twostroke.v1.TokenizeRequest\x1a\x1e.twostroke.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.twostroke.v1.DetokenizeRequest\x1a .twostroke.v1.DetokenizeResponse\x12@\n\x05\x41\x62ort\x12\x1a.twostroke.v1.AbortRequest\x1a\x1b.twostroke.v1.AbortResponse\x12L\n\tModelInfo\x12\x1e.twostroke.v1.ModelInfoRequest\x1a\x1f.twostroke.v1.ModelInfoResponse\x12R\n\x0bLoadAdapter\x12 .twostroke.v1.LoadAdapterRequest\x1a!.twostroke.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".twostroke.v1.UnloadAdapterRequest\x1a#.twostroke.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=4162
-  _globals['_FINISHREASON']._serialized_end=4312
+  _globals['_FINISHREASON']._serialized_start=4185
+  _globals['_FINISHREASON']._serialized_end=4335
   _globals['_CHATMESSAGE']._serialized_start=63
   _globals['_CHATMESSAGE']._serialized_end=206
   _globals['_TOOLCALL']._serialized_start=208
@@ -42,53 +42,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOLCALLDELTA']._serialized_start=265
   _globals['_TOOLCALLDELTA']._serialized_end=340
   _globals['_CHAT']._serialized_start=343
-  _globals['_CHAT']._serialized_end=698
-  _globals['_TOKENIDS']._serialized_start=700
-  _globals['_TOKENIDS']._serialized_end=723
-  _globals['_PROMPTEMBEDS']._serialized_start=725
-  _globals['_PROMPTEMBEDS']._serialized_end=811
-  _globals['_GENERATEREQUEST']._serialized_start=814
-  _globals['_GENERATEREQUEST']._serialized_end=1940
-  _globals['_USAGE']._serialized_start=1942
-  _globals['_USAGE']._serialized_end=2060
-  _globals['_FINISH']._serialized_start=2063
-  _globals['_FINISH']._serialized_end=2333
-  _globals['_TIMINGS']._serialized_start=2335
-  _globals['_TIMINGS']._serialized_end=2446
-  _globals['_LOGITS']._serialized_start=2448
-  _globals['_LOGITS']._serialized_end=2510
-  _globals['_PROMPTECHO']._serialized_start=2512
-  _globals['_PROMPTECHO']._serialized_end=2628
-  _globals['_GENERATECHUNK']._serialized_start=2631
-  _globals['_GENERATECHUNK']._serialized_end=2947
-  _globals['_COMPLETION']._serialized_start=2950
-  _globals['_COMPLETION']._serialized_end=3196
-  _globals['_GENERATERESPONSE']._serialized_start=3198
-  _globals['_GENERATERESPONSE']._serialized_end=3325
-  _globals['_ABORTREQUEST']._serialized_start=3327
-  _globals['_ABORTREQUEST']._serialized_end=3361
-  _globals['_ABORTRESPONSE']._serialized_start=3363
-  _globals['_ABORTRESPONSE']._serialized_end=3399
-  _globals['_TOKENIZEREQUEST']._serialized_start=3402
-  _globals['_TOKENIZEREQUEST']._serialized_end=3536
-  _globals['_TOKENIZERESPONSE']._serialized_start=3538
-  _globals['_TOKENIZERESPONSE']._serialized_end=3591
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3593
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3660
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3662
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3696
-  _globals['_MODELINFOREQUEST']._serialized_start=3698
-  _globals['_MODELINFOREQUEST']._serialized_end=3716
-  _globals['_MODELINFORESPONSE']._serialized_start=3719
-  _globals['_MODELINFORESPONSE']._serialized_end=3965
-  _globals['_LOADADAPTERREQUEST']._serialized_start=3967
-  _globals['_LOADADAPTERREQUEST']._serialized_end=4033
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=4035
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=4096
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=4098
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=4134
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=4136
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=4159
-  _globals['_GATEWAY']._serialized_start=4315
-  _globals['_GATEWAY']._serialized_end=4953
+  _globals['_CHAT']._serialized_end=721
+  _globals['_TOKENIDS']._serialized_start=723
+  _globals['_TOKENIDS']._serialized_end=746
+  _globals['_PROMPTEMBEDS']._serialized_start=748
+  _globals['_PROMPTEMBEDS']._serialized_end=834
+  _globals['_GENERATEREQUEST']._serialized_start=837
+  _globals['_GENERATEREQUEST']._serialized_end=1963
+  _globals['_USAGE']._serialized_start=1965
+  _globals['_USAGE']._serialized_end=2083
+  _globals['_FINISH']._serialized_start=2086
+  _globals['_FINISH']._serialized_end=2356
+  _globals['_TIMINGS']._serialized_start=2358
+  _globals['_TIMINGS']._serialized_end=2469
+  _globals['_LOGITS']._serialized_start=2471
+  _globals['_LOGITS']._serialized_end=2533
+  _globals['_PROMPTECHO']._serialized_start=2535
+  _globals['_PROMPTECHO']._serialized_end=2651
+  _globals['_GENERATECHUNK']._serialized_start=2654
+  _globals['_GENERATECHUNK']._serialized_end=2970
+  _globals['_COMPLETION']._serialized_start=2973
+  _globals['_COMPLETION']._serialized_end=3219
+  _globals['_GENERATERESPONSE']._serialized_start=3221
+  _globals['_GENERATERESPONSE']._serialized_end=3348
+  _globals['_ABORTREQUEST']._serialized_start=3350
+  _globals['_ABORTREQUEST']._serialized_end=3384
+  _globals['_ABORTRESPONSE']._serialized_start=3386
+  _globals['_ABORTRESPONSE']._serialized_end=3422
+  _globals['_TOKENIZEREQUEST']._serialized_start=3425
+  _globals['_TOKENIZEREQUEST']._serialized_end=3559
+  _globals['_TOKENIZERESPONSE']._serialized_start=3561
+  _globals['_TOKENIZERESPONSE']._serialized_end=3614
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3616
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3683
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3685
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3719
+  _globals['_MODELINFOREQUEST']._serialized_start=3721
+  _globals['_MODELINFOREQUEST']._serialized_end=3739
+  _globals['_MODELINFORESPONSE']._serialized_start=3742
+  _globals['_MODELINFORESPONSE']._serialized_end=3988
+  _globals['_LOADADAPTERREQUEST']._serialized_start=3990
+  _globals['_LOADADAPTERREQUEST']._serialized_end=4056
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=4058
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=4119
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=4121
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=4157
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=4159
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=4182
+  _globals['_GATEWAY']._serialized_start=4338
+  _globals['_GATEWAY']._serialized_end=4976
 # @@protoc_insertion_point(module_scope)

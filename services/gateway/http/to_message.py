@@ -119,6 +119,7 @@ def chat_of(body: ChatRequest | TokenizeBody | TemplateBody) -> gateway_pb2.Chat
         tools=to_json(body.tools).decode() if body.tools else "",
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template or "",
         chat_template_kwargs=to_json(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
     )
 

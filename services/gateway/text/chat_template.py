@@ -45,6 +45,7 @@ class Chat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
     tools: Tools = NO_TOOLS
     max_reasoning_tokens: int | None = None  # of the answer; None: no limit
+    template: str | None = None  # the client's own template; None: the model's
 
 
 class ChatTemplate:
@@ -58,7 +59,7 @@ class ChatTemplate:
 
     def check(self, chat: Chat) -> None:
         """Raises `InvalidRequest` for a chat that no template could render."""
-        if self._hf_tokenizer.chat_template is None:
+        if self._hf_tokenizer.chat_template is None and chat.template is None:
             raise InvalidRequest("this model has no chat template: send a prompt instead of a chat")
         if chat.continue_final_message and chat.add_generation_prompt:
             raise InvalidRequest(
@@ -84,13 +85,14 @@ class ChatTemplate:
 
     def variables(self, chat: Chat) -> list[Any]:
         """What the client gives the template: messages, further variables, and definitions of tools."""
-        template = self._hf_tokenizer.chat_template
+        template = self._hf_tokenizer.chat_template if chat.template is None else chat.template
         is_none_without_text = isinstance(template, str) and _TESTS_FOR_NONE.search(template) is not None
         messages = chat.messages
         tools = [tool.definition for tool in chat.tools.tools] if chat.tools.choice is not ToolChoice.NONE else []
         if isinstance(template, str) and is_harmony_template(template):
             return [harmony_fields(messages), chat.template_kwargs, tools]
-        if has_later_system_message(messages) and not self._takes_later_system_message:
+        is_own = chat.template is None
+        if is_own and has_later_system_message(messages) and not self._takes_later_system_message:
             messages = without_later_system_messages(messages)
         return [
             [message.fields(is_none_without_text) for message in messages],

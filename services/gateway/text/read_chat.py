@@ -21,6 +21,7 @@ MAX_NAME_CHARACTERS = 64  # of a speaker's name, a role, an id of a call, a reas
 MAX_CALLS = 128  # of tools in one message
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10  # as JSON
 MAX_TEMPLATE_KWARGS_DEPTH = 8
+MAX_TEMPLATE_BYTES = 64 * 2**10  # of a client's chat template
 
 
 def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
@@ -42,6 +43,11 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
     if formats.is_harmony and (effort := template_kwargs.get("reasoning_effort", "medium")) not in REASONING_EFFORTS:
         known = ", ".join(REASONING_EFFORTS)
         raise InvalidRequest(f"reasoning_effort is {quote(str(effort))}, this model knows {known}", "reasoning_effort")
+    num_bytes = len(chat.chat_template.encode())
+    if num_bytes > MAX_TEMPLATE_BYTES:
+        raise InvalidRequest(
+            f"chat_template has {num_bytes} bytes, at most {MAX_TEMPLATE_BYTES} allowed", "chat_template"
+        )
     continues = chat.continue_final_message
     return Chat(
         messages,
@@ -50,6 +56,7 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
         template_kwargs,
         tools,
         max_reasoning_tokens,
+        chat.chat_template or None,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from services.common.errors import ConfigError, InvalidRequest
+from services.gateway.client_templates.client_templates import ClientTemplates
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
 from services.gateway.text.fill_in_middle import FillInMiddle
@@ -43,7 +44,13 @@ T = TypeVar("T")
 class Tokenizer:
     """Owns the model's tokenizer and the threads it may use; `close` ends them."""
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, chat_formats: ChatFormats | None = None) -> None:
+    def __init__(
+        self,
+        hf_tokenizer: PreTrainedTokenizerFast,
+        chat_formats: ChatFormats | None = None,
+        client_templates: ClientTemplates | None = None,
+    ) -> None:
+        """`client_templates`: renders templates that clients send; None: they are refused."""
         self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
         self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, never changed
         self._backend = hf_tokenizer.backend_tokenizer
@@ -58,6 +65,7 @@ class Tokenizer:
             )
         self._template = ChatTemplate(hf_tokenizer)
         self._control_tokens = ControlTokens(hf_tokenizer)
+        self._client_templates = client_templates
         self.fill_in_middle = FillInMiddle(hf_tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
@@ -72,11 +80,21 @@ class Tokenizer:
         """
         self._template.check(chat)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode_chat, chat, add_special_tokens)
+        if chat.template is None:
+            return await loop.run_in_executor(self._threads, self._encode_chat, chat, add_special_tokens)
+        nonce = new_nonce()
+        marked = self._control_tokens.marked(self._template.variables(chat), nonce)
+        try:
+            text = await self._render_for_client(chat, marked)
+        except InvalidRequest as error:
+            raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
+        return await loop.run_in_executor(self._threads, self._control_tokens.encode, text, nonce, add_special_tokens)
 
     async def render_chat(self, chat: Chat) -> str:
         """The text of a chat as its template writes it. Raises `InvalidRequest` if the template refuses or fails."""
         self._template.check(chat)
+        if chat.template is not None:
+            return await self._render_for_client(chat, self._template.variables(chat))
         arguments = chat, *self._template.variables(chat)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, *arguments)
 
@@ -134,6 +152,13 @@ class Tokenizer:
         """Ends the threads; further long texts are refused."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def _render_for_client(self, chat: Chat, variables: Sequence[Any]) -> str:
+        if self._client_templates is None:
+            raise InvalidRequest(
+                "chat_template cannot be used here: gateway.trust_request_chat_template is not set", "chat_template"
+            )
+        return await self._client_templates.render(chat, *variables, self.hf_tokenizer.special_tokens_map)
+
     def _encode_chat(self, chat: Chat, add_special_tokens: bool) -> list[int]:
         given, nonce = self._template.variables(chat), new_nonce()
         marked = self._control_tokens.marked(given, nonce)
@@ -155,8 +180,13 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    path: Path, is_optional: bool = False, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    path: Path,
+    is_optional: bool = False,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    client_templates: ClientTemplates | None = None,
 ) -> Tokenizer:
     """The tokenizer of a Hugging Face directory, as `load_hf_tokenizer` reads it, with the configured parsers."""
     hf_tokenizer = load_hf_tokenizer(path, is_optional)
-    return Tokenizer(hf_tokenizer, ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template))
+    chat_formats = ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template)
+    return Tokenizer(hf_tokenizer, chat_formats, client_templates)

@@ -71,6 +71,15 @@ TemplateKwargs = Annotated[
 ]
 
 
+TemplateText = Annotated[
+    str | None,
+    Field(
+        description="A Jinja template in place of the model's, at most 65536 bytes; only with "
+        "gateway.trust_request_chat_template"
+    ),
+]
+
+
 def _check_role(role: str) -> str:
     if role == "function":
         raise PydanticCustomError("role", "results of the older functions are not supported; use tools")
@@ -150,7 +159,6 @@ class ChatRequest(GenerationFields):
         "prediction": (),
         "web_search_options": (),
         # vLLM
-        "chat_template": (),
         "documents": ([],),
         "kv_transfer_params": (),
         "vllm_xargs": ({},),
@@ -176,6 +184,7 @@ class ChatRequest(GenerationFields):
     include_reasoning: bool | None = Field(None, description="false: leave the reasoning out of the answer")
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
+    chat_template: TemplateText = None
     chat_template_kwargs: TemplateKwargs = None
     max_completion_tokens: Int64 | None = Field(None, description="The newer name of max_tokens")
     echo: bool | None = Field(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NotRequired
+from typing import Annotated, Any, NotRequired
 
 import pydantic
 from pydantic import Discriminator, Field, Tag
@@ -17,6 +16,7 @@ from services.gateway.http.schemas.chat import (
     ContinueFinalMessage,
     Messages,
     TemplateKwargs,
+    TemplateText,
 )
 from services.gateway.http.schemas.tools import ToolObjects
 
@@ -40,15 +40,13 @@ TokenLists = Annotated[
 class TokenizeBody(RequestModel):
     """Exactly one of: a text, a list of texts, a chat. The last three fields are llama.cpp's."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "chat_template": (),
-    }
     model: str | None = None
     prompt: Texts | None = Field(None, description="A text, or a list of them")
     messages: Messages | None = None
     tools: ToolObjects = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
+    chat_template: TemplateText = None
     chat_template_kwargs: TemplateKwargs = None
     add_special_tokens: bool | None = Field(
         None, description="Add the special tokens expected around a prompt; default: true for a text, false for a chat"
@@ -77,14 +75,12 @@ class DetokenizeBody(RequestModel):
 class TemplateBody(RequestModel):
     """A chat, and the options of its template."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "chat_template": (),
-    }
     model: str | None = None
     messages: Messages
     tools: ToolObjects = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
+    chat_template: TemplateText = None
     chat_template_kwargs: TemplateKwargs = None
 
 

@@ -1,0 +1,1 @@
+"""Chat templates that clients send with their requests."""
