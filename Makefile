@@ -1,9 +1,9 @@
-# make setup | run | test | clients | chaos | bench | protos | docs | clean
+# make setup | run | test | test-fast | durations | clients | chaos | bench | protos | docs | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup run test test-api test-survival test-gateway test-units test-operations test-alone clients chaos bench protos docs clean
+.PHONY: setup run test test-fast durations clients chaos bench protos docs clean
 
 setup: $(VENV)/.installed
 
@@ -17,37 +17,26 @@ $(VENV)/.installed: requirements.txt requirements-dev.txt requirements-export.tx
 run: setup
 	exec $(RUN) -m services.launch --sample-prompt "San Francisco is a"
 
-test: setup
-	$(RUN) -m ruff check .
-	$(MAKE) --jobs=3 --output-sync=target --keep-going test-api test-survival test-gateway test-units test-operations
-	$(MAKE) test-alone
-
-# The same examples in every run; without the option, new ones.
-PYTEST := $(RUN) -m pytest --hypothesis-profile=ci
-
+# Few examples of each property, the same in every run; `make chaos` tries all of them.
+PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
+# Processes that take files of tests from one queue, those that take long first: one more than cores, for tests often wait.
+QUEUE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 # These measure delays and memory under attack, or look into the shared memory of the whole machine.
 ALONE := tests/integration/hostile tests/unit/channel
-SURVIVAL := tests/integration/survival tests/chaos
-OTHERS := tests/unit tests/integration/api tests/integration/hostile $(SURVIVAL)
 
-# Five parts, of which three run at a time, since tests often wait: the next one begins when one has ended.
-test-api:
-	$(PYTEST) tests/integration/api
-
-test-survival:
-	$(PYTEST) $(SURVIVAL)
-
-test-gateway:
-	$(PYTEST) tests/unit/gateway
-
-test-units:
-	$(PYTEST) tests/unit $(patsubst %,--ignore=%,tests/unit/gateway tests/unit/channel)
-
-test-operations:
-	$(PYTEST) tests $(OTHERS:%=--ignore=%)
-
-test-alone:
+test: setup
+	$(RUN) -m ruff check .
+	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests
 	$(PYTEST) $(ALONE)
+
+# For daily work: no clusters.
+test-fast: setup
+	$(RUN) -m ruff check .
+	$(PYTEST) $(QUEUE) tests/unit
+
+# How long each file takes, by which `make test` orders its queue.
+durations: setup
+	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests --save-durations=tests/durations.json
 
 # Installs the clients of other projects that docs/clients.md lists into .clients, and tests them against a cluster.
 clients: setup
@@ -59,6 +48,7 @@ CHAOS_SEEDS ?= 20
 CHAOS_FIRST_SEED ?= 1
 
 chaos: setup
+	$(RUN) -m pytest -m hypothesis tests/unit
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 
 bench: setup

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
+from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from tests.support.examples import MAX_QUICK_EXAMPLES, QUICK
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,9 +22,32 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+# The same examples in every run.
+hypothesis.settings.register_profile(QUICK, hypothesis.settings.get_profile("ci"), max_examples=MAX_QUICK_EXAMPLES)
 
 # What is imported lives as long as this process. To look for garbage in it again and again takes a tenth of the time.
 gc.disable()
+
+
+DURATIONS = Path(__file__).with_name("durations.json")  # seconds, by file; `make durations` writes it
+_seconds = Counter[str]()  # of this run, by file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts files that take long first, so that no process is left with one at the end; unknown ones count as long."""
+    known = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -known.get(item.location[0], float("inf")))  # a stable sort: files stay together
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.location[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--save-durations")
+    if path is not None:
+        seconds = {file: round(_seconds[file], 1) for file in sorted(_seconds)}
+        Path(path).write_text(json.dumps(seconds, indent=0) + "\n")
 
 
 def pytest_collection_finish() -> None:
@@ -28,4 +56,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--save-durations", metavar="FILE", help="write how long each file of tests took")
     parser.addoption("--all-families", action="store_true", help="not only the families that together have all parts")

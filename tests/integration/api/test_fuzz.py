@@ -25,6 +25,7 @@ from schemathesis.checks import (
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.cluster import Cluster, free_port, running_cluster
+from tests.support.examples import examples
 
 REQUEST_TIMEOUT_S = 60.0
 MODEL = EMBEDDED_MODEL.name
@@ -32,14 +33,15 @@ MAX_MODEL_LEN = 64  # so that valid requests are short
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # `derandomize` gives the same requests in every run, so that failures can be repeated.
 FEW = hypothesis.settings(
-    max_examples=30,
+    max_examples=examples(30),
     derandomize=True,
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
 )
-MANY = hypothesis.settings(FEW, max_examples=80)  # for requests with many options, each of which can be wrong alone
+# For requests with many options, each of which can be wrong alone.
+MANY = hypothesis.settings(FEW, max_examples=examples(80))
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,

@@ -13,6 +13,7 @@ from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.endless_grammar import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.lower import lower
+from tests.support.examples import examples
 
 ENDLESS = [
     'start: "a" start',
@@ -116,7 +117,7 @@ def derives(body: Any, rules: dict[str, Any], depth: int) -> bool:
     return kind in ("?", "*", "{0,1}") or derives(inner, rules, depth)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(bodies=st.tuples(BODIES, BODIES, BODIES), seed=st.integers(0, 2**32))
 def test_exactly_the_grammars_with_a_rule_without_a_text_are_refused(bodies: tuple[Any, ...], seed: int) -> None:
     rules = dict(zip(NAMES, bodies, strict=True))

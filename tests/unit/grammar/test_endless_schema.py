@@ -18,6 +18,7 @@ from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.lower import lower
 from tests.support.dense.forms import Forms, make_vocabulary
+from tests.support.examples import examples
 
 SELF = {"$ref": "#"}
 
@@ -174,7 +175,7 @@ def has_value(schema: Any, defs: dict[str, Any], depth: int) -> bool:
     return schema["type"] != "array" or schema["minItems"] == 0 or has_value(schema["items"], defs, depth - 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(defs=SYSTEMS, seed=st.integers(0, 2**32))
 def test_what_is_refused_has_a_part_without_a_value_and_what_ends_is_valid(
     forms: Forms, defs: dict[str, Any], seed: int

@@ -15,6 +15,7 @@ from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
 from services.grammar.matcher import GrammarMatcher
 from tests.support.dense.forms import Forms, allowed, make_vocabulary
+from tests.support.examples import examples
 
 NAMES = st.sampled_from(["a", "name", "street_address", "é", 'quote"', "x y"])
 VALUES: Any = st.sampled_from(
@@ -59,7 +60,7 @@ def check_walk(matcher: GrammarMatcher, seed: int) -> int:
     return num_forced
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(value=SCHEMAS, seed=st.integers(0, 2**32))
 def test_the_mask_of_a_forced_token_allows_only_it(forms: Forms, value: dict[str, Any], seed: int) -> None:
     check_walk(forms.matcher(StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(value))), seed)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.attn_worker.cache.block_pool import BlockPool, block_digest, root_digest
 from services.common.errors import CapacityError
+from tests.support.examples import examples
 
 NUM_BLOCKS = 7
 
@@ -152,7 +153,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPoolMachine = BlockPoolMachine.TestCase
-TestBlockPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockPoolMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8, unique=True), st.data())

@@ -17,6 +17,7 @@ from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, NotFound, RequestAborted
+from tests.support.examples import examples
 from tests.support.plans import make_plan
 
 MAX_MODEL_LEN = 30
@@ -369,4 +370,4 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase
-TestKVCacheMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestKVCacheMachine.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import RequestAborted
+from tests.support.examples import examples
 from tests.support.plans import make_plan, make_window_group
 
 MAX_MODEL_LEN, NUM_BLOCKS = 40, 400  # enough blocks of the other layers for all sequences
@@ -232,4 +233,4 @@ class TwoGroups(RuleBasedStateMachine):
 
 
 TestTwoGroups = TwoGroups.TestCase
-TestTwoGroups.settings = settings(max_examples=40, stateful_step_count=35, deadline=None)
+TestTwoGroups.settings = settings(max_examples=examples(40), stateful_step_count=35, deadline=None)

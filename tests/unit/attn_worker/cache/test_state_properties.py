@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.runner.step_states import null_slot, zero_slot
+from tests.support.examples import examples
 from tests.support.plans import make_plan
 
 NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS = 400, 30, 4
@@ -210,4 +211,4 @@ class StateMachine(RuleBasedStateMachine):
 
 
 TestStates = StateMachine.TestCase
-TestStates.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStates.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -31,6 +31,7 @@ from services.dense_worker.sampling.upload import upload
 from services.step import NewSequence, PlanEntry
 from tests.support.dense.family_models import VARIANTS, make_family_model
 from tests.support.dense.without_cuda import EagerGraphs
+from tests.support.examples import examples
 from tests.support.models import make_model_dir
 
 torch.set_num_threads(1)
@@ -254,7 +255,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(OPERATIONS, max_size=14), st.integers(3, 8))
 def test_guesses_are_right_after_forks_and_wrong_drafts(path: Path, operations: list[Any], num_blocks: int) -> None:
     """Sequences open, fork, end, run without guesses, and lose their blocks to others; workers are restarted."""

@@ -28,6 +28,7 @@ from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
 from services.step import NewSequence, PlanEntry
 from tests.support.dense.eagle_head import PlainHead, config_of, random_head, write_head
+from tests.support.examples import examples
 from tests.support.models import make_model_dir
 from tests.unit.dense_worker.draft_model.test_guessing_model import EagerDraftGraphs
 from tests.unit.dense_worker.model.test_segments import load_truth
@@ -316,7 +317,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(OPERATIONS, max_size=12), st.integers(2, 8))
 def test_guesses_are_right_whatever_happens(
     path: Path, truth: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory, operations: list[Any], num_blocks: int

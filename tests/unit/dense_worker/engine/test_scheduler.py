@@ -20,6 +20,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
 from services.step import PlanAccepted, RaggedTokens, StepPlan, StepResult
+from tests.support.examples import examples
 from tests.support.plans import make_plan, make_window_group
 
 BLOCK_SIZE = 4
@@ -191,7 +192,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

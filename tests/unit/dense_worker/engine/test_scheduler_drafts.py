@@ -10,6 +10,7 @@ from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from tests.support.dense.eager_drafts import EagerDrafts
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
     WINDOWS,
     Cluster,
@@ -37,7 +38,7 @@ class Guesses(EagerDrafts):
         return drafts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

@@ -15,6 +15,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, SequenceOpened
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -102,7 +103,7 @@ class Cluster:
         self.scheduler.update(published, sample(published.plan))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.booleans(), st.booleans()), min_size=1, max_size=14),
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

@@ -18,6 +18,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import StepPlan
 from tests.support.dense.eager_drafts import EagerDrafts
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
 from tests.unit.dense_worker.engine.test_scheduler_drafts import Guesses
 
@@ -133,7 +134,7 @@ groups = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     groups,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.common.errors import CapacityError
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, Cluster, expected_output, make_sequence
 
 WINDOW = 9
@@ -117,7 +118,7 @@ class Restarts:
         self.cluster.run_until_idle()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 120), st.integers(1, 80)), min_size=1, max_size=6),
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

@@ -12,6 +12,7 @@ from services.common.errors import CapacityError, QueueTimeout
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import CHECK_INTERVAL_S, WaitingQueue
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence
 
 PROTO = Path(__file__).parents[4] / "protos" / "gateway.proto"
@@ -92,7 +93,7 @@ def test_an_unimportant_sequence_runs_although_important_ones_keep_arriving() ->
     assert num_served == pytest.approx(30, abs=2)  # the unimportant sequence is overtaken for 20 - (-10) seconds
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 16), st.integers(-3, 3), st.integers(0, 3)),
@@ -243,7 +244,7 @@ def test_a_full_queue_accepts_resubmitted_sequences() -> None:
     cluster.run_until_idle()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.sampled_from(["add", "step", "cancel", "reset", "expire"]), max_size=60))
 def test_the_limits_count_only_sequences_that_never_ran(actions: list[str]) -> None:
     cluster = Cluster("max_utilization", num_blocks=12, max_num_seqs=2)

@@ -15,6 +15,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.session import InFlight
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.lora.adapter import Adapter
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
 
 ADAPTERS = [Adapter(name, name * 64, f"/{name}") for name in "abcde"]
@@ -78,7 +79,7 @@ class AdapterCluster(Cluster):
         return [output.sequence.seq_id for output in self.outputs if output.finish_reason is not None]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     st.lists(
         st.tuples(

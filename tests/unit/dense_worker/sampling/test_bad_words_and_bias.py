@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 from services.dense_worker.sampling.sampler import Sampler
+from tests.support.examples import examples
 
 VOCAB_SIZE = 12  # so small that words of a few tokens occur often
 NUM_TOKENS = 40
@@ -47,7 +48,7 @@ def allowed_tokens(words: tuple[tuple[int, ...], ...], output: list[int]) -> lis
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(words=WORDS, seed=st.integers(0, 2**31))
 def test_greedy_output_is_the_most_likely_without_bad_words(words: tuple[tuple[int, ...], ...], seed: int) -> None:
     logits = random_logits(seed)
@@ -58,7 +59,7 @@ def test_greedy_output_is_the_most_likely_without_bad_words(words: tuple[tuple[i
     assert output == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(words=WORDS, seed=st.integers(0, 2**31), num_before=st.integers(0, NUM_TOKENS))
 def test_sampled_output_is_the_same_when_resumed_and_has_no_bad_word(
     words: tuple[tuple[int, ...], ...], seed: int, num_before: int

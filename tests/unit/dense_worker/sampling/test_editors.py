@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
 from services.dense_worker.sampling.sampler import EDITORS, Sampler
+from tests.support.examples import examples
 
 VOCAB_SIZE = 11
 STOP = [3, 5, VOCAB_SIZE + 7]  # the last one is beyond the vocabulary
@@ -56,7 +57,7 @@ def edit_by_definition(
     return edited
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     batch=st.lists(st.tuples(PARAMS, st.lists(TOKEN_ID, min_size=1, max_size=4)), min_size=1, max_size=5),
     seed=st.integers(0, 2**31),

@@ -15,6 +15,7 @@ from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tok
 from services.dense_worker.sampling.prompt_logprobs import find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, PlanEntry
+from tests.support.examples import examples
 
 VOCAB_SIZE = 50
 # float32 has 24 bits. A logarithm up to 30 has an error of up to 2e-6, the sum of exponentials a few units more.
@@ -50,7 +51,7 @@ def test_of_tokens_that_tie_each_counts_the_others() -> None:
     assert [token.rank for token in rank_tokens(logits, torch.arange(4), 0).read([0] * 4)] == [3, 1, 3, 4]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     wanted=st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
@@ -117,7 +118,7 @@ class RowBackend:
         return self.logits[rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     num_output_rows=st.integers(0, 4),

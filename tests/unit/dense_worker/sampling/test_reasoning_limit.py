@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.dense_worker.sampling.sampler import Sampler
+from tests.support.examples import examples
 
 VOCAB_SIZE, BEGIN, END = 6, 4, 5
 STEPS = 8
@@ -24,7 +25,7 @@ def is_forced(limit: ReasoningLimit | None, output: list[int]) -> bool:
 LIMITS = st.none() | st.builds(ReasoningLimit, st.integers(0, 5), st.just(END), st.sampled_from([None, BEGIN]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     limits=st.lists(LIMITS, min_size=1, max_size=4),
     wishes=st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=STEPS, max_size=STEPS), min_size=4, max_size=4),

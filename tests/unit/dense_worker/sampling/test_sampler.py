@@ -25,6 +25,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.sampling.philox import token_words
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.token_filters import WEIGHT_ONE, keep_min_p, keep_top
+from tests.support.examples import examples
 
 VOCAB_SIZE = 97
 NO_TOKENS = torch.zeros((1, 0), dtype=torch.int64)
@@ -154,7 +155,7 @@ def reject_close_borders(params: SamplingParams, scores: torch.Tensor) -> None:
     assume(params.min_p == 0.0 or not ((relative - params.min_p).abs() < MARGIN).any())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 12))
 def test_mixed_batch_samples_from_hugging_face_distributions(seed: int, num_rows: int) -> None:
     rng = np.random.default_rng(seed)
@@ -180,7 +181,7 @@ def gumbel_noise(seed: int, position: int) -> torch.Tensor:
     return -(-uniforms.log()).log()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     quarters=st.lists(st.integers(-20, 20), min_size=1, max_size=40),  # few values, so that many logits are equal
     temperature=st.floats(0.1, 5.0),
@@ -218,7 +219,7 @@ def test_top_p_keeps_the_lowest_ids_of_tied_tokens() -> None:
     assert (kept[0] > -torch.inf).tolist() == [True, True, True, False, False]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 16))
 def test_token_is_the_same_alone_and_in_any_batch_and_slot(seed: int, num_rows: int) -> None:
     rng = np.random.default_rng(seed)
@@ -227,7 +228,7 @@ def test_token_is_the_same_alone_and_in_any_batch_and_slot(seed: int, num_rows: 
     assert together == [sample_batch([request], [int(rng.integers(5))]).item() for request in requests]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_edited_logits_equal_those_of_hugging_face(seed: int) -> None:
     request = random_request(np.random.default_rng(seed))
@@ -262,7 +263,7 @@ def test_frequencies_follow_the_filtered_distribution(options: dict[str, float])
     assert chi_square < 29.9  # at most 7 degrees of freedom: above with probability 1e-4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_filter_that_keeps_the_token_does_not_change_it(seed: int) -> None:
     """The noise depends on the token id, not on the index among the kept tokens."""

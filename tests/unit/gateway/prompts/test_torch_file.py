@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.gateway.prompts.torch_file import read_saved_tensor
+from tests.support.examples import examples
 from tests.support.torch_files import changed, hostile_files, saved
 
 VALUES = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
@@ -71,7 +72,7 @@ def test_hostile_files_take_no_memory(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_damaged_files_are_refused_or_read(data: st.DataObject) -> None:
     """Bytes changed anywhere: nothing but the one error comes out."""
     damaged = bytearray(saved(VALUES))
@@ -84,7 +85,7 @@ def test_damaged_files_are_refused_or_read(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_pickle_is_refused_or_a_tensor(content: bytes) -> None:
     file = changed(saved(VALUES), lambda entries: entries.update({"data.pkl": b"\x80\x02" + content}))
     with pytest.raises(InvalidRequest, match=r"^x "):

@@ -16,6 +16,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.gateway.text import tokenizer as gateway_tokenizer
 from services.gateway.text.chat_message import Message
 from services.gateway.text.chat_template import Chat
+from tests.support.examples import examples
 
 TEXT = "Two strokes make one engine, don't they? <|Grüße|> aus </東京>, user assistant 👩‍👧 12 345\n  x = [1, 2];"
 SPECIAL = ["<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|user|>x"]
@@ -147,7 +148,7 @@ def test_the_second_tokenizer_encodes_other_text_like_the_first(name: str, templ
 
 
 @pytest.mark.parametrize("name", ["byte_level", "tiny_llama"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(contents=st.lists(WITH_SPECIAL, min_size=1, max_size=3))
 def test_special_tokens_in_messages_are_encoded_as_text(name: str, contents: list[str]) -> None:
     """Between control tokens are the token ids of the message's content alone, for a byte-level tokenizer."""
@@ -162,7 +163,7 @@ def test_special_tokens_in_messages_are_encoded_as_text(name: str, contents: lis
 
 
 @EVERY_TOKENIZER
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(contents=st.lists(WITH_SPECIAL, min_size=1, max_size=3))
 def test_no_message_can_contain_a_control_token(name: str, contents: list[str]) -> None:
     hf_tokenizer = TOKENIZERS[name]

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from services.gateway.text.detokenizer import Detokenizer
+from tests.support.examples import examples
 
 TINY_LLAMA = Path(__file__).parents[4] / "deploy" / "models" / "tiny-llama"
 REPLACEMENT = "\ufffd"
@@ -146,7 +147,7 @@ CHUNK_LENS = st.lists(st.integers(0, 3), max_size=30)
 
 
 @pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans(), chunk_lens=CHUNK_LENS)
 def test_any_ids_stream_the_text_that_decode_adds_to_the_prompt(
     name: str, data: st.DataObject, skip_special_tokens: bool, chunk_lens: list[int]
@@ -159,7 +160,7 @@ def test_any_ids_stream_the_text_that_decode_adds_to_the_prompt(
 
 
 @pytest.mark.parametrize("name", BYTE_FALLBACK)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans(), chunk_lens=CHUNK_LENS)
 def test_any_ids_with_byte_fallback_keep_complete_characters(
     name: str, data: st.DataObject, skip_special_tokens: bool, chunk_lens: list[int]
@@ -173,7 +174,7 @@ def test_any_ids_with_byte_fallback_keep_complete_characters(
 
 
 @pytest.mark.parametrize("name", BYTE_FALLBACK)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans(), chunk_lens=CHUNK_LENS)
 def test_byte_tokens_of_whole_characters_stream_the_text_that_decode_adds(
     name: str, data: st.DataObject, skip_special_tokens: bool, chunk_lens: list[int]
@@ -200,7 +201,7 @@ def test_text_streams_token_by_token_without_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "tiny_llama", "llama_2", "gemma"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_only_an_incomplete_character_is_held_back(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]

@@ -17,6 +17,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.beams.test_scheduler_beams import (
     NUM_TOKENS,
     BeamCluster,
@@ -77,7 +78,7 @@ class LossyCluster(BeamCluster):
         self.scheduler.close_unclaimed()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(1, 14),
     st.integers(2, 12),

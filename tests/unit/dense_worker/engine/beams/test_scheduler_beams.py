@@ -22,6 +22,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, StepPlan, StepResult
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, sample
 
 NUM_TOKENS = 24  # of the vocabulary
@@ -125,7 +126,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     arrivals,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

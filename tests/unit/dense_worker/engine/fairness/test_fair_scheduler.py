@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.step import StepPlan
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence
 
 POLICIES: list[Policy] = ["guaranteed_no_evict", "max_utilization"]
@@ -257,7 +258,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     arrivals, st.sampled_from(POLICIES), st.integers(16, 40), st.integers(1, 6), st.integers(6, 40), st.booleans()
 )

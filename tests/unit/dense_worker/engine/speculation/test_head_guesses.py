@@ -20,6 +20,7 @@ from services.dense_worker.engine.speculation.head_predictor import HeadPredicto
 from services.dense_worker.engine.speculation.speculation import Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.step import StepPlan, StepResult
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine import test_scheduler
 from tests.unit.dense_worker.engine.speculation.test_speculation import COSTS, FreeSteps, TimedCluster, unpredictable
 from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence, requests
@@ -218,7 +219,7 @@ def test_heads_do_not_run_for_drafts_that_a_form_forces() -> None:
     assert sum(speculation.wanted_guesses([formed, free]) > 0 for _ in range(3 * TRIAL_STEPS)) == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     requests,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

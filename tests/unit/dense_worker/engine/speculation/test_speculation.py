@@ -21,6 +21,7 @@ from services.dense_worker.engine.speculation.speculation import Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.dense_worker.engine.speculation.time_budget import MAX_LOSS_STEPS, MAX_STEPS, SHARE
 from services.step import StepPlan
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine import test_scheduler
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, requests
 
@@ -185,7 +186,7 @@ def test_earlier_answers_help_later_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     assert num_steps[-1] < 0.4 * num_steps[0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     requests,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

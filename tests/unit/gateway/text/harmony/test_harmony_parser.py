@@ -14,6 +14,7 @@ from services.gateway.text.answer_parts import AnswerParts, ReasoningPart, TextP
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta
 from services.gateway.text.harmony.markers import MARKERS
 from services.gateway.text.harmony.parser import MAX_HEADER_CHARACTERS, Beginning, HarmonyParser
+from tests.support.examples import examples
 
 THOUGHT = "<|channel|>analysis<|message|>Two and two.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>Four.<|return|>"
@@ -183,7 +184,7 @@ def test_reasoning_tokens_are_counted_with_their_markers() -> None:
 WORDS = ["assistant", "analysis", "commentary", "final", " to=functions.f", "json", '{"a": 1}', "{", " ", "é"]
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(parts=st.lists(st.sampled_from([*MARKERS, *WORDS]), max_size=25), size=st.integers(1, 9), is_cut=st.booleans())
 def test_any_answer_gives_the_same_however_its_text_is_divided(parts: list[str], size: int, is_cut: bool) -> None:
     text = "".join(parts)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.gateway.text.deltas import ContentDelta, ReasoningDelta
 from services.gateway.text.reasoning.formats import FORMATS, choose_reasoning_format
 from services.gateway.text.reasoning.think_tags import Beginning, ThinkTags
+from tests.support.examples import examples
 
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", "a", " ", "\n", "é"]), max_size=15)
 
@@ -39,7 +40,7 @@ def truth(beginning: Beginning, text: str) -> tuple[str, str]:
     return reasoning.strip(), content.lstrip("\n") if marker else ""
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(pieces=PIECES, beginning=st.sampled_from(Beginning), cuts=st.lists(st.integers(1, 9), max_size=20))
 def test_reasoning_and_content_are_told_apart(pieces: list[str], beginning: Beginning, cuts: list[int]) -> None:
     text = "".join(pieces)

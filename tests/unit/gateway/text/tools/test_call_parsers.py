@@ -17,6 +17,7 @@ from services.gateway.text.answer_parts import AnswerParts, ToolCall
 from services.gateway.text.deltas import CallBegin, CallEnd, Delta
 from services.gateway.text.tools.formats import FORMATS
 from services.gateway.text.tools.tool import Tool, read_tools
+from tests.support.examples import examples
 
 PARAMETERS = {
     "type": "object",
@@ -223,7 +224,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("name", MARKUP)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), cuts=CUTS, is_cut=st.booleans())
 def test_any_text_gives_the_same_however_it_is_divided(
     name: str, data: st.DataObject, cuts: list[int], is_cut: bool
