@@ -127,6 +127,9 @@ class GatewaySection(Section):
     lora_modules: tuple[LoraModule, ...] = ()
     # directory below which clients may load adapters by /v1/load_lora_adapter; none: they may not
     lora_directory: Path | None = None
+    # names of API keys whose adapters are shared by all callers, and which may replace and unload those of
+    # lora_modules. Adapters of any other key belong to it: no other key can use, replace or unload them
+    adapter_admins: tuple[str, ...] = ()
     # whether clients may send prompts as embeddings (docs/prompt-embeddings.md), not with dense.backend="tensorrt"
     enable_prompt_embeds: bool = False
     max_prompt_embeds_bytes: Count = 256 * 2**20  # embeddings of all open requests together

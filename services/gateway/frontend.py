@@ -27,6 +27,7 @@ from services.gateway.prompts.prompt_embeds import PromptEmbeds
 from services.gateway.request import (
     GenerationRequest,
     ModelLimits,
+    Owner,
     check_counts,
     check_num_logprobs,
     check_size,
@@ -121,6 +122,10 @@ class Frontend:
             return "the gateway is about to stop"
         return self._dense.unready_reason()
 
+    def names_for(self, caller: Caller) -> ModelNames:
+        """The names of the model and of the adapters that a caller's requests may use."""
+        return self.adapters.names_for(caller)
+
     async def start(
         self,
         message: gateway_pb2.GenerateRequest,
@@ -141,7 +146,8 @@ class Frontend:
             if self.prompt_embeds is not None:
                 num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
                 _reserve(self.prompt_embeds.budget, num_bytes, ticket)
-            request = caller.adapt(await read_request(message, self.tokenizer, self.limits, prompt_name))
+            limits = replace(self.limits, names=self.names_for(caller))
+            request = caller.adapt(await read_request(message, self.tokenizer, limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             form = request.sampling.structured_output
             if form is not None:
@@ -168,9 +174,9 @@ class Frontend:
             raise refusal(error, form, request.parsing) from error
         return replace(compiled, field_name=form.field_name)
 
-    def abort(self, request_id: str, caller: Caller) -> bool:
-        """Ends the answers of a caller's request as they are; returns whether there were any."""
-        entries = [entry for entry in self.journal.of_request(caller.name, request_id) if not entry.is_ended]
+    def abort(self, request_id: str, owner: Owner) -> bool:
+        """Ends the answers of an owner's request as they are; returns whether there were any."""
+        entries = [entry for entry in self.journal.of_request(owner, request_id) if not entry.is_ended]
         for entry in entries:
             self._dense.cancel(entry)
             entry.finish(FinishReason.ABORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.common.config import MAX_MODEL_NAME_CHARACTERS
@@ -11,12 +12,12 @@ from services.lora.adapter import Adapter
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The names of the one model that is served, and its adapters."""
+    """The names of the one model that is served, and of the adapters that a caller may name."""
 
     names: tuple[str, ...]  # at least one
     accepts_any: bool  # whether any other name also means this model
     root: str  # the model's directory, which /v1/models shows
-    adapters: dict[str, Adapter] = field(default_factory=dict)  # by name; `Adapters` changes it
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by name
 
     @property
     def first(self) -> str:

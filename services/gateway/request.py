@@ -43,6 +43,10 @@ MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 256
 
+# Whose a request with an id that a client has chosen is: the name of the API key, or the number of the client's address
+# if there are no keys. Others may use the same id.
+Owner = tuple[str, int]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -94,6 +98,11 @@ class GenerationRequest:
     beam_search: BeamSearchOptions | None = None  # None: tokens are sampled
 
     @property
+    def owner(self) -> Owner:
+        """Who may end it by its `request_id`."""
+        return owner_of(self.caller, self.client)
+
+    @property
     def text_token_ids(self) -> list[int]:
         """The prompt's tokens that have text."""
         if self.prompt_table is None:
@@ -127,6 +136,11 @@ class GenerationRequest:
         num_named = len(self.sampling.logprob_token_ids)
         of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs, num_named)
         return self.best_of * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs, num_named))
+
+
+def owner_of(caller: str, client: int) -> Owner:
+    """The owner of the requests of a key, or of an address if there are no keys."""
+    return caller, 0 if caller else client
 
 
 async def read_request(

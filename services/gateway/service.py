@@ -31,13 +31,14 @@ from services.gateway.open_files import fit_connections
 from services.gateway.pool_metrics import PoolMetrics
 from services.gateway.prompts.prompt_embeds import PromptEmbeds
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
+from services.gateway.sibling_servicer import SIBLINGS_SERVICE_NAME, SiblingServicer
 from services.gateway.siblings import Siblings
 from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.gateway.triton.inference import Triton
 from services.gateway.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.lora.shapes import adapted_shapes
-from services.pb import gateway_pb2_grpc, stall_pb2, triton_pb2_grpc
+from services.pb import gateway_pb2_grpc, siblings_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
 from services.rpc.spans import Tracer
@@ -99,10 +100,15 @@ class Gateway:
         self._dense = DensePool(
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
         )
-        frontend = self._make_frontend(tokenizer, model_config, tracer)
+        options = self._options
+        siblings = Siblings(options.sibling_addresses, section.max_message_bytes, options.change_lock)
+        frontend = self._make_frontend(tokenizer, model_config, tracer, siblings)
+        triton = Triton(frontend, section.max_prompts, siblings)
+        if options.sibling_address is not None:
+            await self._listen_to_siblings(options.sibling_address, SiblingServicer(frontend, triton))
         await frontend.adapters.load_configured(section.lora_modules)
-        await frontend.adapters.load_recorded()
-        await self._listen(frontend)
+        await frontend.adapters.load_recorded(self._access.key_names)
+        await self._listen(frontend, triton, siblings)
 
     async def run(self) -> None:
         """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
@@ -123,11 +129,16 @@ class Gateway:
         """Ends all requests with an error, and closes everything in reverse order."""
         await self._opened.aclose()
 
-    async def _listen(self, frontend: Frontend) -> None:
+    async def _listen_to_siblings(self, address: str, servicer: SiblingServicer) -> None:
+        """Before adapters are loaded, so that no change of them is missed."""
+        server = GrpcServer(address, [SIBLINGS_SERVICE_NAME], self._section.max_message_bytes)
+        siblings_pb2_grpc.add_SiblingsServicer_to_server(servicer, server.server)
+        await server.start()
+        self._opened.push_async_callback(server.stop, 0.0)
+
+    async def _listen(self, frontend: Frontend, triton: Triton, siblings: Siblings) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-        siblings = Siblings(self._options.sibling_addresses, section.max_message_bytes)
-        triton = Triton(frontend, section.max_prompts, siblings)
         self._server = self._make_server(frontend, triton, siblings, tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
@@ -136,14 +147,16 @@ class Gateway:
         pool_metrics = PoolMetrics(worker_load, frontend.names.first)
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
-        app = build_app(frontend, section, self._registry, worker_load, triton, siblings)
+        app = build_app(frontend, section, self._registry, worker_load, triton)
         http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
         self._http_address = await http_server.start()
 
-    def _make_frontend(self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer) -> Frontend:
+    def _make_frontend(
+        self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer, siblings: Siblings
+    ) -> Frontend:
         section, model = self._section, self._config.model
         names = ModelNames(
             tuple(dict.fromkeys(section.served_model_names)) or (model.name or model.path.resolve().name,),
@@ -179,7 +192,13 @@ class Gateway:
                 "shorten the prompt or lower max_tokens or n",
             ),
             Adapters(
-                names, shapes, model_config.hidden_size, self._config.dense.max_lora_rank, section.lora_directory
+                names,
+                shapes,
+                model_config.hidden_size,
+                self._config.dense.max_lora_rank,
+                section.lora_directory,
+                siblings,
+                section.adapter_admins,
             ),
             prompt_embeds,
         )

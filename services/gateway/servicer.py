@@ -94,9 +94,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.AbortResponse:
-        """Ends a running request of the same caller, in any gateway process."""
-        was_running = self._frontend.abort(request.request_id, current_caller())
-        if await self._siblings.abort(request, context.invocation_metadata() or ()):
+        """Ends a running request of the same owner, in any gateway process."""
+        owner = current_caller().owner
+        was_running = self._frontend.abort(request.request_id, owner)
+        if await self._siblings.abort(owner, request.request_id):
             was_running = True
         return gateway_pb2.AbortResponse(was_running=was_running)
 
@@ -116,25 +117,25 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             eos_token_ids=self._frontend.eos_token_ids,
             weights_hash=model.weights_hash,
             version=__version__,
-            adapters=map(encode_adapter, self._frontend.adapters.loaded.values()),
+            adapters=map(encode_adapter, self._frontend.names_for(current_caller()).adapters.values()),
         )
 
     async def LoadAdapter(
         self, request: gateway_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.LoadAdapterResponse:
         """Loads an adapter in all gateway processes."""
-        self._frontend.count_requests(1, current_caller())
-        adapter = await self._frontend.adapters.load(request.name, request.path, replaces=request.replaces)
-        await self._siblings.load_adapter(request, context.invocation_metadata() or ())
+        caller = current_caller()
+        self._frontend.count_requests(1, caller)
+        adapter = await self._frontend.adapters.load(caller, request.name, request.path, replaces=request.replaces)
         return gateway_pb2.LoadAdapterResponse(adapter=encode_adapter(adapter))
 
     async def UnloadAdapter(
         self, request: gateway_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.UnloadAdapterResponse:
         """Forgets an adapter in all gateway processes."""
-        self._frontend.count_requests(1, current_caller())
-        await self._frontend.adapters.unload(request.name)
-        await self._siblings.unload_adapter(request, context.invocation_metadata() or ())
+        caller = current_caller()
+        self._frontend.count_requests(1, caller)
+        await self._frontend.adapters.unload(caller, request.name)
         return gateway_pb2.UnloadAdapterResponse()
 
     async def _start(

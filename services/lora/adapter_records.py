@@ -19,7 +19,7 @@ MAX_RECORD_BYTES = 16_384
 
 
 class AdapterRecords:
-    """A file for each name, written at once by a rename: no crash leaves half a file, and gateways need no lock.
+    """A file for each owner and name, written by a rename: no crash leaves half a file, and gateways need no lock.
 
     Its methods read and write files, so call them in a thread. They raise `OSError`.
     """
@@ -27,40 +27,45 @@ class AdapterRecords:
     def __init__(self, lora_directory: Path) -> None:
         self._directory = lora_directory / DIRECTORY
 
-    def write(self, name: str, path: Path) -> None:
-        """path: relative to the directory of adapters."""
+    def write(self, owner: str, name: str, path: Path) -> None:
+        """owner: the name of the API key that it belongs to, or empty; path: relative to the directory of adapters."""
         self._directory.mkdir(exist_ok=True)
         number, temporary = tempfile.mkstemp(dir=self._directory)
         try:
             with open(number, "w", encoding="utf-8") as file:
-                json.dump({"name": name, "path": str(path)}, file)
+                json.dump({"owner": owner, "name": name, "path": str(path)}, file)
                 file.flush()
                 os.fsync(number)
-            os.replace(temporary, self._file(name))
+            os.replace(temporary, self._file(owner, name))
         except BaseException:
             os.unlink(temporary)
             raise
 
-    def remove(self, name: str) -> None:
+    def remove(self, owner: str, name: str) -> None:
         """Does nothing if there is no such record."""
-        self._file(name).unlink(missing_ok=True)
+        self._file(owner, name).unlink(missing_ok=True)
 
-    def read(self) -> list[tuple[str, str]]:
-        """Names and paths, by name. A damaged file is logged and left out."""
+    def read(self) -> list[tuple[str, str, str]]:
+        """Owners, names and paths, in order. A damaged file is logged and left out."""
         return sorted(self._records(self._directory.glob(f"*{SUFFIX}")))
 
-    def _records(self, files: Iterable[Path]) -> Iterable[tuple[str, str]]:
+    def _records(self, files: Iterable[Path]) -> Iterable[tuple[str, str, str]]:
         for file in files:
             try:
                 with file.open(encoding="utf-8") as opened:
                     record = json.loads(opened.read(MAX_RECORD_BYTES))
-                name, path = record["name"], record["path"]
-                if not (isinstance(name, str) and isinstance(path, str)):
-                    raise TypeError("name and path must be strings")
-            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+                found = record.get("owner", ""), record["name"], record["path"]
+                if not all(isinstance(each, str) for each in found):
+                    raise TypeError("owner, name and path must be strings")
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 log.warning("a record of an adapter is damaged", file=str(file), reason=str(error))
             else:
-                yield name, path
+                yield found
 
-    def _file(self, name: str) -> Path:
-        return self._directory / (hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32] + SUFFIX)
+    def _file(self, owner: str, name: str) -> Path:
+        prefix = f"{_hash(owner)}-" if owner else ""
+        return self._directory / f"{prefix}{_hash(name)}{SUFFIX}"
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -108,8 +108,8 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request. With API keys, only requests of the caller's own key can be ended. The answer of the
-        request ends with FINISH_REASON_ABORT.
+        """Ends a running request. Only requests of the caller's own key can be ended, or, without keys, those of its own
+        address. The answer of the request ends with FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,8 +123,8 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Makes a LoRA adapter a model that requests can name, at this gateway and at the others on the same port. Only with
-        gateway.lora_directory.
+        """Makes a LoRA adapter a model that requests of the same key can name, at this gateway and at the others on the same
+        port. Without keys, or by a key in gateway.adapter_admins, it is loaded for all. Only with gateway.lora_directory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

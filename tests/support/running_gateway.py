@@ -166,9 +166,13 @@ async def running_gateway(
     connect_timeout_s: float = 20.0,
     model: Path = EMBEDDED_MODEL,
     max_loras: int = 0,
+    options: ChildOptions | None = None,
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """Runs a gateway with its sockets in `directory`. With `dense` it serves when this returns."""
+    """Runs a gateway with its sockets in `directory`. With `dense` it serves when this returns.
+
+    options: what a launcher would tell it; None: nothing
+    """
     address = address or f"unix:{directory}/gateway.sock"
     http_address = http_address or f"unix:{directory}/http.sock"
     dense_address = f"unix:{directory}/dense.sock"
@@ -180,7 +184,7 @@ async def running_gateway(
     )
     if dense is not None:
         await dense.start(dense_address)
-    service = asyncio.create_task(serve(lambda: Gateway(config, asyncio.Event(), ChildOptions())))
+    service = asyncio.create_task(serve(lambda: Gateway(config, asyncio.Event(), options or ChildOptions())))
     async with grpc.aio.insecure_channel(gateway_options.get("local_address", address)) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         gateway = RunningGateway(address, http_address, dense_address, channel, stub, service)

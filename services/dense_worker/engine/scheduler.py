@@ -126,11 +126,16 @@ class Scheduler:
             self._finish(sequence)
 
     def adapter_loaded(self, slot: int, error: TwostrokeError | None) -> list[SequenceOutput]:
-        """The adapter of a slot has been loaded; or it could not be, which ends the sequences that wait for it."""
+        """The adapter of a slot has been loaded; or it could not be, which ends the sequences that wait for it.
+
+        Those whose adapter has the same tensors under another name, or in another directory, go on to wait: it may
+        belong to another tenant, whose files may be sound.
+        """
         if error is None:
             self._adapters.loaded(slot, self._waiting)
             return []
-        failed = self._waiting.all_of(self._adapters.failed(slot).hash)
+        adapter = self._adapters.failed(slot)
+        failed = [each for each in self._waiting.all_of(adapter.hash) if each.adapter == adapter]
         for sequence in failed:
             self._finish(sequence)
         return [SequenceOutput(sequence, (), FinishReason.ERROR, error) for sequence in failed]

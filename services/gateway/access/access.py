@@ -21,7 +21,7 @@ from services.common.errors import ConfigError, PermissionDenied, Unauthenticate
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
 from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of
 from services.gateway.access.rate_limits import RateLimits, Usage
-from services.gateway.request import GenerationRequest
+from services.gateway.request import GenerationRequest, Owner, owner_of
 
 log = structlog.get_logger()
 
@@ -46,6 +46,11 @@ class Caller:
     def number(self) -> tuple[int, int]:
         """Names the client among those of all keys."""
         return self.tenant, self.client
+
+    @property
+    def owner(self) -> Owner:
+        """Whose the sender's requests are."""
+        return owner_of(self.name, self.client)
 
     def adapt(self, request: GenerationRequest) -> GenerationRequest:
         """The request with the client's number, and the key's priority, salt and name.
@@ -97,6 +102,11 @@ class Access:
     def needs_key(self) -> bool:
         """Whether requests need an API key."""
         return bool(self._callers)
+
+    @property
+    def key_names(self) -> frozenset[str]:
+        """The names of all present keys."""
+        return frozenset(caller.name for _, caller in self._callers)
 
     def identify(self, authorization: str | None, address: str = "") -> Caller:
         """The caller who sent this header from this address.

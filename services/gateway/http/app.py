@@ -25,7 +25,6 @@ from services.gateway.http.routes.stored_responses import stored_response_routes
 from services.gateway.http.routes.tokens import token_routes
 from services.gateway.http.routes.triton import triton_routes
 from services.gateway.link.worker_load import WorkerLoad
-from services.gateway.siblings import Siblings
 from services.gateway.stored_responses.response_store import ResponseStore
 from services.gateway.triton.inference import Triton
 
@@ -36,7 +35,6 @@ def build_app(
     registry: CollectorRegistry,
     worker_load: WorkerLoad,
     triton: Triton,
-    siblings: Siblings,
 ) -> FastAPI:
     """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites."""
     app = FastAPI(
@@ -54,7 +52,7 @@ def build_app(
     app.include_router(stored_response_routes(frontend, section, store))
     app.include_router(token_routes(frontend, section))
     app.include_router(server_routes(frontend))
-    app.include_router(adapter_routes(frontend, section, siblings))
+    app.include_router(adapter_routes(frontend, section))
     app.include_router(triton_routes(triton, section))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes(frontend, worker_load))

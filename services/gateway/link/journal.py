@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from services.gateway.link.stream_sequences import StreamSequences
-from services.gateway.request import GenerationRequest
+from services.gateway.request import GenerationRequest, Owner
 
 NUM_SEQ_IDS = 2**32  # of one gateway; later ones are used again
 Client = tuple[int, int]  # tenant and client, as in `GenerationRequest`
@@ -26,7 +26,7 @@ class Journal:
     def __init__(self) -> None:
         self._entries: dict[int, JournalEntry] = {}
         self._streams: dict[int, StreamSequences] = {}  # the stream of each submitted sequence, by seq_id
-        self._by_request_id: dict[tuple[str, str], list[JournalEntry]] = {}  # by (caller, request_id)
+        self._by_request_id: dict[tuple[Owner, str], list[JournalEntry]] = {}
         self._instance = secrets.randbits(31)  # identifies this gateway at a dense worker
         self._next_number = 1  # lower half of the next seq_id
         self._shut_error: TwostrokeError | None = None
@@ -41,11 +41,11 @@ class Journal:
 
         Behind the seq_id of a beam search as many are left free as it has beams.
 
-        Raises `InvalidRequest` if the same caller uses the request_id already; other callers' ids do not matter.
+        Raises `InvalidRequest` if the same owner uses the request_id already; the ids of others do not matter.
         """
         if self._shut_error is not None:
             raise self._shut_error
-        name = (request.caller, request.request_id)
+        name = (request.owner, request.request_id)
         if name in self._by_request_id:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use by a running request", "request_id")
         entries = []
@@ -71,7 +71,7 @@ class Journal:
         stream = self._streams.pop(entry.seq_id, None)
         if stream is not None:
             stream.discard(entry)
-        name = (entry.request.caller, entry.request.request_id)
+        name = (entry.request.owner, entry.request.request_id)
         siblings = self._by_request_id[name]
         siblings.remove(entry)
         if not siblings:
@@ -95,9 +95,9 @@ class Journal:
         """The stream that runs an open sequence."""
         return self._streams[entry.seq_id]
 
-    def of_request(self, caller: str, request_id: str) -> list[JournalEntry]:
-        """The open sequences of a caller's request."""
-        return list(self._by_request_id.get((caller, request_id), ()))
+    def of_request(self, owner: Owner, request_id: str) -> list[JournalEntry]:
+        """The open sequences of an owner's request."""
+        return list(self._by_request_id.get((owner, request_id), ()))
 
     def unfinished(self) -> Iterator[JournalEntry]:
         """Entries that a dense worker must continue, oldest first."""

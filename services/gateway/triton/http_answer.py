@@ -42,9 +42,8 @@ class InferAnswer(Response):
         request, caller = self._request, scope["state"]["caller"]
         outputs: Sequence[Tensor] = ()
         if request.is_stop:
-            keys = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"]]
-            await self._triton.stop_at_siblings(request.id, [each for each in keys if each[0] == "authorization"])
-            self._triton.stop(request.id, caller)
+            await self._triton.stop_at_siblings(request.id, caller.owner)
+            self._triton.stop(request.id, caller.owner)
         else:
             outputs = await self._triton.infer(request, caller)
         if sum(each.values.size for each in outputs) > MAX_INLINE_VALUES:

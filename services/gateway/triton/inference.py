@@ -16,15 +16,15 @@ from services.gateway.access.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
 from services.gateway.http.field_names import client_field_names
-from services.gateway.siblings import Metadata, Siblings
+from services.gateway.request import Owner
+from services.gateway.siblings import Siblings
 from services.gateway.triton.answers import Answers
-from services.gateway.triton.models import MODELS, POSTPROCESSING, PREPROCESSING, TENSORRT_LLM, VERSION, ModelSpec
+from services.gateway.triton.models import MODELS, POSTPROCESSING, PREPROCESSING, VERSION, ModelSpec
 from services.gateway.triton.rows import Row
 from services.gateway.triton.statistics import Statistics
 from services.gateway.triton.tensors import Tensor
 from services.gateway.triton.texts import postprocess, preprocess
 from services.gateway.triton.to_message import generate_message
-from services.pb import triton_pb2, triton_pb2_grpc
 
 SERVER_NAME = "twostroke"
 EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters", "statistics")
@@ -100,10 +100,10 @@ class _Running:
     request_ids: Sequence[str]  # in the gateway, one per row
     is_stopped: bool = False
 
-    def stop(self, frontend: Frontend, caller: Caller) -> None:
+    def stop(self, frontend: Frontend, owner: Owner) -> None:
         self.is_stopped = True
         for request_id in self.request_ids:
-            frontend.abort(request_id, caller)
+            frontend.abort(request_id, owner)
 
 
 def server_metadata() -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Triton:
         self.siblings = siblings
         self.max_batch_size = max_batch_size
         self.statistics = {name: Statistics() for name in MODELS}
-        self._running: dict[tuple[str, str], list[_Running]] = {}  # by caller and the client's id
+        self._running: dict[tuple[Owner, str], list[_Running]] = {}  # by the client's id
 
     async def infer(self, request: InferRequest, caller: Caller) -> list[Tensor]:
         """The outputs of a request with a single response. Raises `InvalidRequest` if it asks for a stream."""
@@ -162,20 +162,16 @@ class Triton:
         state = {"state": "READY", "reason": ""} if reason is None else {"state": "UNAVAILABLE", "reason": reason}
         return [{"name": name, "version": VERSION, **state} for name in MODELS]
 
-    def stop(self, client_id: str, caller: Caller) -> None:
-        """Ends the answers of a caller's requests with this id as they are, in this process."""
-        for running in self._running.get((caller.name, client_id), ()):
-            running.stop(self.frontend, caller)
+    def stop(self, client_id: str, owner: Owner) -> None:
+        """Ends the answers of an owner's requests with this id as they are, in this process."""
+        for running in self._running.get((owner, client_id), ()):
+            running.stop(self.frontend, owner)
 
-    async def stop_at_siblings(self, client_id: str, metadata: Metadata) -> None:
+    async def stop_at_siblings(self, client_id: str, owner: Owner) -> None:
         """The same in the other processes. Raises `InvalidRequest` without an id."""
         if not client_id:
             raise InvalidRequest("stop needs the id of the request to stop", "id")
-        message = _stop_message(client_id)
-        await self.siblings.pass_on(
-            lambda channel, **options: triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message, **options),
-            metadata,
-        )
+        await self.siblings.stop(owner, client_id)
 
     @contextlib.asynccontextmanager
     async def _generating(
@@ -187,14 +183,14 @@ class Triton:
             for name, row in zip(running.request_ids, request.rows, strict=True):
                 message = generate_message(row, name, lambda ids: frontend.tokenizer.decode(ids, False))
                 message.traceparent = request.traceparent
-                message.model = self._adapter_name(row)
+                message.model = self._adapter_name(row, caller)
                 messages.append(message)
             try:
                 with client_field_names(PARAM_NAMES):
                     await generations.start(frontend, messages, caller)
                 self._check_numbers(request, generations)
                 if running.is_stopped:  # while its texts became tokens
-                    running.stop(frontend, caller)
+                    running.stop(frontend, caller.owner)
                 pad_id = frontend.eos_token_ids[0] if frontend.eos_token_ids else 0
                 answers = Answers(request.model, request.rows, frontend.tokenizer, pad_id, frontend.model.vocab_size)
                 prompts = [each.request for each in generations.running]
@@ -203,12 +199,12 @@ class Triton:
             finally:
                 await generations.close()
 
-    def _adapter_name(self, row: Row) -> str:
+    def _adapter_name(self, row: Row, caller: Caller) -> str:
         """The name of the adapter that a row asks for; empty if it asks for none."""
         if "lora_task_id" not in row:
             return ""
         name = str(row["lora_task_id"])
-        if name not in self.frontend.adapters.loaded:
+        if name not in self.frontend.names_for(caller).adapters:
             raise UnknownModel(f"lora_task_id is {name}, but no adapter has this name", "lora_task_id")
         return name
 
@@ -227,7 +223,7 @@ class Triton:
         """Chooses names in the gateway for the rows of a request; as long as the context lasts, `stop` finds them."""
         name = f"{request.id or 'infer'}-{secrets.token_hex(8)}"
         names = [name] if len(request.rows) == 1 else [f"{name}-{index}" for index in range(len(request.rows))]
-        running, key = _Running(names), (caller.name, request.id)
+        running, key = _Running(names), (caller.owner, request.id)
         if not request.id:
             yield running
             return
@@ -266,21 +262,6 @@ async def _wholes(generations: Generations, answers: Answers) -> AsyncIterator[I
     found = [(index, each, prompt) for index, (completions, prompt) in enumerate(rows) for each in completions]
     for number, each in enumerate(found, start=1):
         yield InferResponse(answers.answer(*each), number == len(found))
-
-
-def _stop_message(client_id: str) -> triton_pb2.ModelInferRequest:
-    """The request with which clients of TensorRT-LLM stop another one."""
-    inputs = {"input_ids": ("INT32", bytes(4)), "input_lengths": ("INT32", bytes(4))}
-    inputs |= {"request_output_len": ("INT32", bytes(4)), "stop": ("BOOL", b"\x01")}
-    return triton_pb2.ModelInferRequest(
-        model_name=TENSORRT_LLM.name,
-        id=client_id,
-        inputs=[
-            triton_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=[1, 1])
-            for name, (datatype, _) in inputs.items()
-        ],
-        raw_input_contents=[data for _, data in inputs.values()],
-    )
 
 
 def _requested(request: InferRequest, outputs: Sequence[Tensor]) -> list[Tensor]:

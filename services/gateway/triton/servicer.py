@@ -92,9 +92,9 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         caller = current_caller()
         request = self._decode(message, context)
         if request.is_stop:
-            await self._triton.stop_at_siblings(request.id, context.invocation_metadata() or ())
+            await self._triton.stop_at_siblings(request.id, caller.owner)
             # TensorRT-LLM's client expects this answer before that of the stopped request.
-            context.add_done_callback(lambda _: self._triton.stop(request.id, caller))
+            context.add_done_callback(lambda _: self._triton.stop(request.id, caller.owner))
             return encode_response(request.model.name, request.id, ())
         outputs = await self._triton.infer(request, caller)
         return await _encode(request, outputs)
@@ -158,8 +158,8 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             request = self._decode(message, call.context)
             if request.is_stop:
-                await self._triton.stop_at_siblings(request.id, call.context.invocation_metadata() or ())
-                self._triton.stop(request.id, caller)
+                await self._triton.stop_at_siblings(request.id, caller.owner)
+                self._triton.stop(request.id, caller.owner)
                 await self._send(await _encode(request, (), is_final=True), "", call, lock)
                 return
             async with contextlib.aclosing(self._triton.stream(request, caller)) as responses:

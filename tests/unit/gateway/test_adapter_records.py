@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,17 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import NotFound
 from services.common.model_config import load_model_config
+from services.gateway.access.access import Caller
+from services.gateway.access.rate_limits import RateLimits, Usage
 from services.gateway.adapters import Adapters
 from services.gateway.model_names import ModelNames
+from services.gateway.siblings import Siblings
+from services.lora.adapter import Adapter
 from services.lora.adapter_records import DIRECTORY, AdapterRecords
 from services.lora.shapes import adapted_shapes
 from tests.support.adapters import make_adapter
 
+ANYBODY = Caller(None, Usage("", RateLimits()))
 SHAPES = adapted_shapes(load_model_config(EMBEDDED_MODEL))
 
 
@@ -31,30 +36,35 @@ def directory(tmp_path: Path) -> Path:
 
 async def started(directory: Path, modules: Iterable[str] = ()) -> Adapters:
     """The adapters of a gateway that has just started."""
-    adapters = Adapters(ModelNames(("model",), accepts_any=False, root="/model"), SHAPES, 64, 64, directory)
+    names = ModelNames(("model",), accepts_any=False, root="/model")
+    adapters = Adapters(names, SHAPES, 64, 64, directory, Siblings())
     await adapters.load_configured(modules)
-    await adapters.load_recorded()
+    await adapters.load_recorded(())
     return adapters
+
+
+def loaded(adapters: Adapters) -> Mapping[str, Adapter]:
+    return adapters.names_for(ANYBODY).adapters
 
 
 def paths(adapters: Adapters) -> dict[str, str]:
     """The names of the directories, by name of the adapter."""
-    return {name: Path(each.path).name for name, each in adapters.loaded.items()}
+    return {name: Path(each.path).name for name, each in loaded(adapters).items()}
 
 
 def test_a_restarted_gateway_has_what_clients_have_loaded(directory: Path) -> None:
     async def body() -> None:
         first = await started(directory)
         for name, path in (("x", "a"), ("y", str(directory / "b")), ("z/\u00fc", "c")):
-            await first.load(name, path)
-        await first.load("x", "c", replaces=True)
-        await first.unload("y")
+            await first.load(ANYBODY, name, path)
+        await first.load(ANYBODY, "x", "c", replaces=True)
+        await first.unload(ANYBODY, "y")
         second = await started(directory)
         assert paths(second) == {"x": "c", "z/\u00fc": "c"}
-        assert {each.hash for each in second.loaded.values()} == {first.loaded["x"].hash}
+        assert {each.hash for each in loaded(second).values()} == {loaded(first)["x"].hash}
         with pytest.raises(NotFound):
-            await second.unload("y")
-        await second.unload("x")
+            await second.unload(ANYBODY, "y")
+        await second.unload(ANYBODY, "x")
         assert paths(await started(directory)) == {"z/\u00fc": "c"}
 
     asyncio.run(body())
@@ -63,8 +73,8 @@ def test_a_restarted_gateway_has_what_clients_have_loaded(directory: Path) -> No
 def test_siblings_that_change_different_names_at_once_lose_nothing(directory: Path) -> None:
     async def body() -> None:
         gateways = [await started(directory) for _ in range(3)]
-        await asyncio.gather(*(each.load(f"{i}", "abc"[i]) for i, each in enumerate(gateways)))
-        await asyncio.gather(gateways[0].unload("0"), gateways[1].load("3", "a"))
+        await asyncio.gather(*(each.load(ANYBODY, f"{i}", "abc"[i]) for i, each in enumerate(gateways)))
+        await asyncio.gather(gateways[0].unload(ANYBODY, "0"), gateways[1].load(ANYBODY, "3", "a"))
         assert paths(await started(directory)) == {"1": "b", "2": "c", "3": "a"}
 
     asyncio.run(body())
@@ -74,8 +84,8 @@ def test_what_a_client_has_replaced_stays_replaced_and_what_it_has_unloaded_is_c
     async def body() -> None:
         modules = (f"x={directory / 'a'}", f"y={directory / 'b'}")
         first = await started(directory, modules)
-        await first.load("x", "c", replaces=True)
-        await first.unload("y")
+        await first.load(ANYBODY, "x", "c", replaces=True)
+        await first.unload(ANYBODY, "y")
         assert paths(await started(directory, modules)) == {"x": "c", "y": "b"}
 
     asyncio.run(body())
@@ -85,12 +95,12 @@ def test_records_that_cannot_be_loaded_keep_no_gateway_from_its_start(directory:
     async def body() -> None:
         first = await started(directory)
         for name in ("a", "b", "c"):
-            await first.load(name, name)
+            await first.load(ANYBODY, name, name)
         shutil.rmtree(directory / "a")
         records = AdapterRecords(directory)
-        records.write("model", Path("c"))  # a name of the served model
+        records.write("", "model", Path("c"))  # a name of the served model
         for name, path in (("outside", "../b"), ("absolute", "/etc")):
-            records.write(name, Path(path))
+            records.write("", name, Path(path))
         written = directory / DIRECTORY
         (written / "tmp1234").write_text('{"name": "half')  # a crash before the rename
         for index, content in enumerate(("", "[]", '{"name": 1, "path": "b"}', '{"name": "b"}', "[" * 10_000)):
@@ -106,9 +116,9 @@ def test_an_adapter_is_served_where_nothing_can_be_recorded(directory: Path) -> 
 
     async def body() -> None:
         first = await started(directory)
-        await first.load("x", "a")
+        await first.load(ANYBODY, "x", "a")
         assert paths(first) == {"x": "a"}
-        await first.unload("x")
+        await first.unload(ANYBODY, "x")
         assert paths(await started(directory)) == {}
 
     asyncio.run(body())
@@ -117,12 +127,12 @@ def test_an_adapter_is_served_where_nothing_can_be_recorded(directory: Path) -> 
 def test_a_record_is_replaced_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash while the new one is written leaves the old one."""
     records = AdapterRecords(directory)
-    records.write("x", Path("a"))
+    records.write("", "x", Path("a"))
 
     def crash(content: object, file: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(json, "dump", crash)
     with pytest.raises(KeyboardInterrupt):
-        records.write("x", Path("b"))
-    assert records.read() == [("x", "a")] and len(list((directory / DIRECTORY).iterdir())) == 1
+        records.write("", "x", Path("b"))
+    assert records.read() == [("", "x", "a")] and len(list((directory / DIRECTORY).iterdir())) == 1

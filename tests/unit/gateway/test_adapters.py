@@ -19,9 +19,13 @@ import torch
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, ConfigError, InvalidRequest
 from services.common.model_config import load_model_config
+from services.gateway import adapter_list
 from services.gateway import adapters as adapters_module
+from services.gateway.access.access import Caller
+from services.gateway.access.rate_limits import RateLimits, Usage
 from services.gateway.adapters import Adapters
 from services.gateway.model_names import ModelNames
+from services.gateway.siblings import Siblings
 from services.lora.adapter_records import DIRECTORY as RECORDS
 from services.lora.checkpoint import check_adapter
 from services.lora.shapes import adapted_shapes
@@ -33,6 +37,7 @@ from tests.support.running_gateway import RunningGateway, run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
 
 LOAD, UNLOAD, COMPLETIONS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
+ANYBODY = Caller(None, Usage("", RateLimits()))
 BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
 
 
@@ -239,21 +244,22 @@ def test_a_load_whose_client_has_gone_away_counts_until_its_thread_ends(
         return "00"
 
     async def body() -> None:
-        monkeypatch.setattr(adapters_module, "MAX_LOADS", 1)
+        monkeypatch.setattr(adapters_module, "MAX_CHANGES", 1)
         monkeypatch.setattr(adapters_module, "check_adapter", read_slowly)
         names = ModelNames(("model",), accepts_any=False, root="/model")
-        loaded = Adapters(names, {}, 64, 64, adapters)
+        loaded = Adapters(names, {}, 64, 64, adapters, Siblings())
         tasks_before = asyncio.all_tasks()
-        first = asyncio.create_task(loaded.load("a", "a"))
+        first = asyncio.create_task(loaded.load(ANYBODY, "a", "a"))
         assert await asyncio.to_thread(is_reading.wait, 30)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        with pytest.raises(CapacityError, match="1 adapters are being loaded, which is the limit"):
-            await asyncio.wait_for(loaded.load("b", "b"), 5)
+        with pytest.raises(CapacityError, match="1 loads of adapters wait, which is the limit"):
+            await asyncio.wait_for(loaded.load(ANYBODY, "b", "b"), 5)
         may_end.set()
         await asyncio.wait(asyncio.all_tasks() - tasks_before, timeout=30)
-        assert (await loaded.load("b", "b")).name == "b" and set(loaded.loaded) == {"a", "b"}
+        assert (await loaded.load(ANYBODY, "b", "b")).name == "b"
+        assert set(loaded.names_for(ANYBODY).adapters) == {"a", "b"}
 
     try:
         run(body())
@@ -264,19 +270,20 @@ def test_a_load_whose_client_has_gone_away_counts_until_its_thread_ends(
 def test_virtual_tokens_of_all_adapters_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b", "c"):
         make_prompt_tuning(tmp_path / name, torch.ones(4, 8))  # 128 bytes in float32
-    monkeypatch.setattr(adapters_module, "MAX_VIRTUAL_TOKEN_BYTES", 256)
+    monkeypatch.setattr(adapter_list, "MAX_VIRTUAL_TOKEN_BYTES", 256)
     message = "virtual tokens of all adapters would have 384 bytes, at most 256 allowed"
 
     async def body() -> None:
-        loaded = Adapters(ModelNames(("model",), accepts_any=False, root="/model"), {}, 8, 64, tmp_path)
-        await loaded.load("a", "a")
-        await loaded.load("b", "b")
+        names = ModelNames(("model",), accepts_any=False, root="/model")
+        loaded = Adapters(names, {}, 8, 64, tmp_path, Siblings())
+        await loaded.load(ANYBODY, "a", "a")
+        await loaded.load(ANYBODY, "b", "b")
         with pytest.raises(InvalidRequest, match=message):
-            await loaded.load("c", "c")
-        await loaded.load("b", "c", replaces=True)
-        await loaded.unload("a")
-        await loaded.load("c", "c")
-        assert set(loaded.loaded) == {"b", "c"}
+            await loaded.load(ANYBODY, "c", "c")
+        await loaded.load(ANYBODY, "b", "c", replaces=True)
+        await loaded.unload(ANYBODY, "a")
+        await loaded.load(ANYBODY, "c", "c")
+        assert set(loaded.names_for(ANYBODY).adapters) == {"b", "c"}
 
     run(body())
 

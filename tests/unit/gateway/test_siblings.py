@@ -1,123 +1,254 @@
-"""Calls that concern the other gateway processes, too: an Abort of their request, adapters that all of them serve."""
+"""Calls that concern the other gateway processes, too: ends of their requests, adapters that all of them serve."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
+import httpx2
+import numpy as np
 import pytest
 
-from services.common.errors import PeerError
-from services.gateway.siblings import PASSED_ON, Siblings
-from services.pb import gateway_pb2, gateway_pb2_grpc
+from services.common.child_options import ChildOptions
+from services.common.config import EMBEDDED_MODEL
+from services.gateway.siblings import Siblings
+from services.pb import gateway_pb2, siblings_pb2, siblings_pb2_grpc, triton_pb2_grpc
+from tests.support.adapters import make_adapter
+from tests.support.clients.gateway_calls import ids
+from tests.support.clients.http_clients import async_client
+from tests.support.clients.inference_messages import ENDLESS, STOP, message, output
+from tests.support.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.workers.fake_dense import FakeDense
 
-MAX_BYTES = 1 << 20
+KEYS = {"ann": "ann-ann-ann-ann-ann", "bob": "bob-bob-bob-bob-bob"}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+WAYS: list[Callable[[str], dict[str, str]]] = [
+    lambda key: {"authorization": f"Bearer {key}"},
+    lambda key: {"Authorization": f"bearer  {key}"},
+    lambda key: {"x-api-key": key},
+]
+Gateways = list[RunningGateway]
 
 
-class FakeGateway(gateway_pb2_grpc.GatewayServicer):
-    """Runs one request of the caller with the API key `secret`."""
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    """A directory with the adapters a and b of the embedded model."""
+    directory = tmp_path / "adapters"
+    for seed, name in enumerate(("a", "b")):
+        make_adapter(directory / name, EMBEDDED_MODEL, rank=4, modules=("q_proj",), seed=seed)
+    return directory
 
-    def __init__(self, running: str) -> None:
-        self.running = running
-        self.metadata: list[dict[str, str]] = []
-        self.directories = {"everywhere"}
-        self.adapters: set[str] = set()
 
-    async def Abort(
-        self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> gateway_pb2.AbortResponse:
-        metadata = dict(context.invocation_metadata() or ())
-        self.metadata.append(metadata)
-        if metadata.get("authorization") != "Bearer secret":
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no API key")
-        return gateway_pb2.AbortResponse(was_running=request.request_id == self.running)
-
-    async def LoadAdapter(
-        self, request: gateway_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
-    ) -> gateway_pb2.LoadAdapterResponse:
-        if request.path not in self.directories:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such directory here")
-        self.adapters.add(request.name)
-        return gateway_pb2.LoadAdapterResponse()
-
-    async def UnloadAdapter(
-        self, request: gateway_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
-    ) -> gateway_pb2.UnloadAdapterResponse:
-        if request.name not in self.adapters:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such adapter")
-        self.adapters.remove(request.name)
-        return gateway_pb2.UnloadAdapterResponse()
+def options_of(directory: Path, index: int, num_gateways: int) -> ChildOptions:
+    addresses = [f"unix:{directory}/sibling-{each}.sock" for each in range(num_gateways)]
+    return ChildOptions(
+        sibling_address=addresses[index],
+        sibling_addresses=tuple(each for each in addresses if each != addresses[index]),
+        change_lock=directory / "lock",
+    )
 
 
 @contextlib.asynccontextmanager
-async def serving(gateways: Sequence[FakeGateway], directory: Path) -> AsyncIterator[list[str]]:
-    addresses, servers = [], []
-    for index, gateway in enumerate(gateways):
-        addresses.append(f"unix:{directory}/{index}.sock")
-        servers.append(grpc.aio.server())
-        gateway_pb2_grpc.add_GatewayServicer_to_server(gateway, servers[-1])
-        servers[-1].add_insecure_port(addresses[-1])
-        await servers[-1].start()
-    try:
-        yield addresses
-    finally:
-        for server in servers:
-            await server.stop(None)
+async def gateway_of(
+    directory: Path, index: int, num_gateways: int, dense: FakeDense, **options: Any
+) -> AsyncIterator[RunningGateway]:
+    own = directory / str(index)
+    own.mkdir(exist_ok=True)
+    options |= {"options": options_of(directory, index, num_gateways)}
+    async with running_gateway(own, dense, max_loras=1, **options) as gateway:
+        yield gateway
 
 
-def abort(directory: Path, request_id: str, *metadata: tuple[str, str]) -> tuple[bool, list[FakeGateway]]:
-    gateways = [FakeGateway("a"), FakeGateway("b")]
-
-    async def main() -> bool:
-        async with serving(gateways, directory) as addresses:
-            siblings = Siblings([*addresses, f"unix:{directory}/being-started.sock"], MAX_BYTES)
-            return await siblings.abort(gateway_pb2.AbortRequest(request_id=request_id), metadata)
-
-    return asyncio.run(main()), gateways
+def endless() -> FakeDense:
+    return FakeDense(lambda submit: ids(" a") * 5000, step_s=0.001)
 
 
-def test_an_abort_is_passed_on_to_all_siblings_with_the_callers_credentials(tmp_path: Path) -> None:
-    key = ("authorization", "Bearer secret")
-    was_running, gateways = abort(tmp_path, "b", key, ("x-other", "stays here"))
-    assert was_running
-    for gateway in gateways:
-        [metadata] = gateway.metadata
-        assert metadata["authorization"] == "Bearer secret" and metadata[PASSED_ON] == "1"
-        assert "x-other" not in metadata
-    assert abort(tmp_path, "c", key)[0] is False
+def with_gateways(
+    directory: Path, test: Callable[[Gateways, list[FakeDense]], Awaitable[None]], num_gateways: int = 3, **options: Any
+) -> None:
+    """Runs `test` against gateways that are siblings, each with a dense worker of its own."""
+
+    async def body() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            workers = [endless() for _ in range(num_gateways)]
+            gateways = [
+                await stack.enter_async_context(gateway_of(directory, index, num_gateways, dense, **options))
+                for index, dense in enumerate(workers)
+            ]
+            await test(gateways, workers)
+
+    run(body())
 
 
-def test_without_the_key_nothing_is_aborted(tmp_path: Path) -> None:
-    assert abort(tmp_path, "b")[0] is False
+def keys_file(directory: Path) -> Path:
+    file = directory / "keys.toml"
+    file.write_text("".join(f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in KEYS.items()))
+    return file
 
 
-def test_an_abort_from_a_sibling_is_not_passed_on_again(tmp_path: Path) -> None:
-    was_running, gateways = abort(tmp_path, "b", ("authorization", "Bearer secret"), (PASSED_ON, "1"))
-    assert not was_running and not gateways[0].metadata and not gateways[1].metadata
+async def post(gateway: RunningGateway, path: str, body: dict[str, Any], headers: dict[str, str]) -> httpx2.Response:
+    async with async_client(gateway.http_address) as client:
+        return await client.post(path, json=body, headers=headers, timeout=60)
 
 
-def test_an_adapter_that_a_sibling_does_not_load_is_an_error_that_names_it(tmp_path: Path) -> None:
-    gateways = [FakeGateway("a"), FakeGateway("b")]
-    gateways[0].directories.add("at the first")
+async def names_at(gateway: RunningGateway, headers: dict[str, str]) -> set[str]:
+    async with async_client(gateway.http_address) as client:
+        models = (await client.get("/v1/models", headers=headers)).json()["data"]
+        return {each["id"] for each in models if each["parent"] is not None}
 
-    async def main() -> None:
-        async with serving(gateways, tmp_path) as addresses:
-            siblings = Siblings(addresses, MAX_BYTES)
-            everywhere = gateway_pb2.LoadAdapterRequest(name="x", path="everywhere")
-            await siblings.load_adapter(everywhere, [(PASSED_ON, "1")])
-            assert not gateways[0].adapters, "it came from a sibling"
-            await siblings.load_adapter(everywhere, [])
-            assert [gateway.adapters for gateway in gateways] == [{"x"}, {"x"}]
-            with pytest.raises(PeerError, match=rf"'y' .* at {addresses[1]} \(no such directory here\)") as caught:
-                await siblings.load_adapter(gateway_pb2.LoadAdapterRequest(name="y", path="at the first"), [])
-            assert addresses[0] not in str(caught.value)
-            await siblings.unload_adapter(gateway_pb2.UnloadAdapterRequest(name="y"), [])  # the second never had it
-            assert [gateway.adapters for gateway in gateways] == [{"x"}, {"x"}]
-            absent = Siblings([*addresses, f"unix:{tmp_path}/gone.sock"], MAX_BYTES)
-            with pytest.raises(PeerError, match=r"gone\.sock"):
-                await absent.unload_adapter(gateway_pb2.UnloadAdapterRequest(name="x"), [])
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+def bearer(name: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {KEYS[name]}")]
+
+
+def test_an_adapter_is_loaded_by_all_gateways_whichever_way_the_key_is_given(tmp_path: Path, adapters: Path) -> None:
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        for index, way in enumerate(WAYS):
+            headers, asked = way(KEYS["ann"]), gateways[index]
+            loaded = await post(asked, LOAD, {"lora_name": "x", "lora_path": "a"}, headers)
+            assert loaded.status_code == 200, loaded.text
+            assert [await names_at(each, headers) for each in gateways] == [{"x"}] * 3
+            unloaded = await post(gateways[index - 1], UNLOAD, {"lora_name": "x"}, headers)
+            assert unloaded.status_code == 200, unloaded.text
+            assert [await names_at(each, headers) for each in gateways] == [set()] * 3
+
+    with_gateways(tmp_path, test, api_keys_file=keys_file(tmp_path), lora_directory=adapters)
+
+
+def test_an_adapter_that_one_gateway_cannot_load_is_loaded_by_none(tmp_path: Path, adapters: Path) -> None:
+    """The files change between the first one's reading and the others'."""
+
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        headers = WAYS[0](KEYS["ann"])
+        assert (await post(gateways[0], LOAD, {"lora_name": "x", "lora_path": "a"}, headers)).status_code == 200
+        message = siblings_pb2.SiblingAdapter(owner="ann", name="y", path="b", hash="0" * 64)
+        siblings = Siblings([options_of(tmp_path, 1, 3).sibling_address, f"unix:{tmp_path}/gone.sock"])  # type: ignore[list-item]
+        with pytest.raises(Exception, match=r"'y' is not loaded.*sibling-1\.sock \(Loading lora y failed: its files"):
+            await siblings.stage_adapter(message)
+        assert [await names_at(each, headers) for each in gateways] == [{"x"}] * 3
+
+    with_gateways(tmp_path, test, api_keys_file=keys_file(tmp_path), lora_directory=adapters)
+
+
+def test_while_a_gateway_is_down_nothing_is_loaded_and_when_it_starts_it_has_everything(
+    tmp_path: Path, adapters: Path
+) -> None:
+    async def body() -> None:
+        options = {"lora_directory": adapters}
+        async with gateway_of(tmp_path, 0, 2, endless(), **options) as first:
+            async with gateway_of(tmp_path, 1, 2, endless(), **options):
+                assert (await post(first, LOAD, {"lora_name": "x", "lora_path": "a"}, {})).status_code == 200
+                assert (await post(first, LOAD, {"lora_name": "y", "lora_path": "b"}, {})).status_code == 200
+            body = {"lora_name": "x", "lora_path": "b", "load_inplace": True}
+            refused = await post(first, LOAD, body, {})
+            assert refused.status_code == 503 and "sibling-1.sock" in refused.text
+            refused = await post(first, LOAD, {"lora_name": "z", "lora_path": "a"}, {})
+            assert refused.status_code == 503
+            assert (await post(first, UNLOAD, {"lora_name": "y"}, {})).status_code == 200
+            async with gateway_of(tmp_path, 1, 2, endless(), **options) as second:
+                infos = [await each.stub.ModelInfo(gateway_pb2.ModelInfoRequest()) for each in (first, second)]
+                assert [[(each.name, Path(each.path).name) for each in info.adapters] for info in infos] == [
+                    [("x", "a")]
+                ] * 2
+
+    run(body())
+
+
+def test_loads_of_one_name_at_several_gateways_at_once_leave_one_adapter(tmp_path: Path, adapters: Path) -> None:
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        for round_number in range(3):
+            body = {"lora_name": "x", "load_inplace": round_number > 0}
+            answers = await asyncio.gather(
+                *(post(each, LOAD, body | {"lora_path": "ab"[i % 2]}, {}) for i, each in enumerate(gateways))
+            )
+            num_loaded = 1 if round_number == 0 else len(gateways)
+            assert [each.status_code for each in answers].count(200) == num_loaded
+            infos = [await each.stub.ModelInfo(gateway_pb2.ModelInfoRequest()) for each in gateways]
+            assert len({each.adapters[0].hash for each in infos}) == 1
+
+    with_gateways(tmp_path, test, lora_directory=adapters)
+
+
+def test_a_gateway_that_starts_takes_the_changes_of_its_siblings_meanwhile(tmp_path: Path, adapters: Path) -> None:
+    """It has not staged what it is to serve; then it reads that itself."""
+
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        [address] = {options_of(tmp_path, 0, 1).sibling_address}
+        async with grpc.aio.insecure_channel(str(address)) as channel:
+            stub = siblings_pb2_grpc.SiblingsStub(channel)
+            loaded = (await gateways[0].stub.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="x", path="a"))).adapter
+            adapter = siblings_pb2.SiblingAdapter(name="y", path="a", hash=loaded.hash)
+            await stub.ServeAdapter(adapter)
+            assert await names_at(gateways[0], {}) == {"x", "y"}
+            await stub.ForgetAdapter(siblings_pb2.ForgetAdapterRequest(name="y"))
+            await stub.ForgetAdapter(siblings_pb2.ForgetAdapterRequest(name="y"))
+            assert await names_at(gateways[0], {}) == {"x"}
+            shutil.rmtree(adapters / "a")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.ServeAdapter(adapter)
+
+    with_gateways(tmp_path, test, num_gateways=1, lora_directory=adapters)
+
+
+def test_clients_do_not_reach_the_calls_of_siblings(tmp_path: Path, adapters: Path) -> None:
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        stub = siblings_pb2_grpc.SiblingsStub(gateways[0].channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ForgetAdapter(siblings_pb2.ForgetAdapterRequest(name="x"), metadata=bearer("ann"))
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    with_gateways(tmp_path, test, num_gateways=1, api_keys_file=keys_file(tmp_path), lora_directory=adapters)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_are_ended_by_their_own_key_at_any_gateway(
+    tmp_path: Path, way: Callable[[str], dict[str, str]]
+) -> None:
+    whole = {**ENDLESS, "streaming": np.array([[False]])}
+    stop = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True, "id": "same"}
+
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        first, second = gateways
+        inference = triton_pb2_grpc.GRPCInferenceServiceStub(first.channel)
+        named = message("tensorrt_llm", whole, id="same")
+        calls = {name: inference.ModelInfer(named, metadata=bearer(name)) for name in KEYS}
+        request = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1900, ignore_eos=True, request_id="mine")
+        answer = first.stub.Generate(request, metadata=bearer("ann"))
+        await until(lambda: len(workers[0].submits) == 3)
+        abort = gateway_pb2.AbortRequest(request_id="mine")
+        assert not (await second.stub.Abort(abort, metadata=bearer("bob"))).was_running
+        assert (await second.stub.Abort(abort, metadata=bearer("ann"))).was_running
+        assert (await answer).completions[0].finish.reason == gateway_pb2.FINISH_REASON_ABORT
+        stopped = await post(second, "/v2/models/tensorrt_llm/generate", stop, way(KEYS["bob"]))
+        assert stopped.status_code == 200, stopped.text
+        assert output(await calls["bob"], "sequence_length")[0, 0] < 1900
+        assert not calls["ann"].done()
+        await triton_pb2_grpc.GRPCInferenceServiceStub(second.channel).ModelInfer(
+            message("tensorrt_llm", STOP, id="same"), metadata=bearer("ann")
+        )
+        assert output(await calls["ann"], "sequence_length")[0, 0] < 1900
+
+    with_gateways(tmp_path, test, num_gateways=2, api_keys_file=keys_file(tmp_path))
+
+
+def test_without_keys_only_the_address_of_a_request_aborts_it(tmp_path: Path) -> None:
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        first, second = gateways
+        request = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1900, ignore_eos=True, request_id="same")
+        from_one, from_two = ([("x-forwarded-for", f"10.0.0.{number}")] for number in (1, 2))
+        answer = first.stub.Generate(request, metadata=from_one)
+        other = first.stub.Generate(request, metadata=from_two)
+        await until(lambda: len(workers[0].submits) == 2)
+        abort = gateway_pb2.AbortRequest(request_id="same")
+        assert not (await second.stub.Abort(abort)).was_running
+        assert (await second.stub.Abort(abort, metadata=from_one)).was_running
+        assert (await answer).completions[0].finish.reason == gateway_pb2.FINISH_REASON_ABORT
+        assert not other.done()
+        other.cancel()
+
+    with_gateways(tmp_path, test, num_gateways=2, trusted_proxies=("unix",))

@@ -11,11 +11,9 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 from services.gateway.http.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
-from services.gateway.siblings import Metadata, Siblings
-from services.pb import gateway_pb2
 
 
-def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblings) -> APIRouter:
+def adapter_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The routes that load and unload adapters, in all gateways at this port."""
     router = APIRouter(route_class=json_route(section.max_body_values), tags=["Server"], responses=ERROR_RESPONSES)
 
@@ -25,10 +23,9 @@ def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblin
         _check_enabled()
         body.log_unknown_fields(request.state.request_id)
         frontend.count_requests(1, request.state.caller)
-        replaces = bool(body.load_inplace)
-        await frontend.adapters.load(body.lora_name, body.lora_path, replaces=replaces)
-        message = gateway_pb2.LoadAdapterRequest(name=body.lora_name, path=body.lora_path, replaces=replaces)
-        await siblings.load_adapter(message, _metadata(request))
+        await frontend.adapters.load(
+            request.state.caller, body.lora_name, body.lora_path, replaces=bool(body.load_inplace)
+        )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
@@ -37,9 +34,7 @@ def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblin
         _check_enabled()
         body.log_unknown_fields(request.state.request_id)
         frontend.count_requests(1, request.state.caller)
-        await frontend.adapters.unload(body.lora_name)
-        message = gateway_pb2.UnloadAdapterRequest(name=body.lora_name)
-        await siblings.unload_adapter(message, _metadata(request))
+        await frontend.adapters.unload(request.state.caller, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _check_enabled() -> None:
@@ -47,9 +42,3 @@ def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblin
             raise HTTPException(404, "adapters cannot be changed here: gateway.lora_directory is not set")
 
     return router
-
-
-def _metadata(request: Request) -> Metadata:
-    """The client's credentials, as gRPC metadata."""
-    header = request.headers.get("authorization")
-    return [] if header is None else [("authorization", header)]

@@ -53,7 +53,7 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """The number of tokens that the prompt would have."""
         await asyncio.sleep(0)
         body.log_unknown_fields(request.state.request_id)
-        frontend.names.check(body.model)
+        frontend.names_for(request.state.caller).check(body.model)
         message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))
         with client_field_names(param_names(body)):
             [token_ids] = await frontend.tokenize([message], request.state.caller)

@@ -14,6 +14,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES, is_anthropic
 from services.gateway.http.schemas.anthropic.answers import ModelInfo, ModelPage
 from services.gateway.http.schemas.server import Health, Live, Load, ModelList, ModelObject, Version
+from services.gateway.model_names import ModelNames
 
 
 def server_routes(frontend: Frontend) -> APIRouter:
@@ -23,15 +24,15 @@ def server_routes(frontend: Frontend) -> APIRouter:
     health_answers: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
     model_errors = {status: ERROR_RESPONSES[status] for status in (400, 404, 503)}
 
-    def model_object(name: str) -> ModelObject:
-        adapter = frontend.adapters.loaded.get(name)
+    def model_object(name: str, names: ModelNames) -> ModelObject:
+        adapter = names.adapters.get(name)
         return {
             "id": name,
             "object": "model",
             "created": start,
             "owned_by": "twostroke",
-            "root": frontend.names.root if adapter is None else adapter.path,
-            "parent": None if adapter is None else frontend.names.first,
+            "root": names.root if adapter is None else adapter.path,
+            "parent": None if adapter is None else names.first,
             "max_model_len": frontend.model.max_model_len,
             "vocab_size": frontend.model.vocab_size,
         }
@@ -49,18 +50,23 @@ def server_routes(frontend: Frontend) -> APIRouter:
     @router.get("/models", include_in_schema=False, response_model=None)
     @router.get("/v1/models", responses={503: ERROR_RESPONSES[503]})
     async def list_models(request: Request) -> ModelList | ModelPage:
-        """The served model under its names, and its adapters. With the header anthropic-version as Anthropic."""
-        names = [*frontend.names.names, *frontend.adapters.loaded]
+        """The served model under its names, and the adapters that the caller may use.
+
+        With the header anthropic-version as Anthropic.
+        """
+        served = frontend.names_for(request.state.caller)
+        names = [*served.names, *served.adapters]
         if is_anthropic(request.scope):
             infos = [model_info(name) for name in names]
             return {"data": infos, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return {"object": "list", "data": [model_object(name) for name in names]}
+        return {"object": "list", "data": [model_object(name, served) for name in names]}
 
     @router.get("/v1/models/{name:path}", responses=model_errors)
     async def retrieve_model(name: str, request: Request) -> ModelObject | ModelInfo:
         """The served model or an adapter, by its name."""
-        frontend.names.check(name)
-        return model_info(name) if is_anthropic(request.scope) else model_object(name)
+        names = frontend.names_for(request.state.caller)
+        names.check(name)
+        return model_info(name) if is_anthropic(request.scope) else model_object(name, names)
 
     @router.get("/live")
     async def live() -> Live:

@@ -41,7 +41,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
         await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         body.log_unknown_fields(request.state.request_id)
-        frontend.names.check(body.model or "")
+        frontend.names_for(request.state.caller).check(body.model or "")
         is_list = isinstance(body.prompt, list)
         messages = tokenize_messages(body)
         _check_count("prompt", len(messages), section.max_prompts)
@@ -64,7 +64,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """The text of token ids, or the texts of several lists of them."""
         await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         body.log_unknown_fields(request.state.request_id)
-        frontend.names.check(body.model or "")
+        frontend.names_for(request.state.caller).check(body.model or "")
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if is_list else [body.tokens]
         _check_count("tokens", len(lists), section.max_prompts)
@@ -77,7 +77,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """The text of a chat as its template writes it."""
         await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         body.log_unknown_fields(request.state.request_id)
-        frontend.names.check(body.model or "")
+        frontend.names_for(request.state.caller).check(body.model or "")
         message = gateway_pb2.TokenizeRequest(chat=chat_of(body))
         return JSONResponse({"prompt": await frontend.render_chat(message, request.state.caller)})
 

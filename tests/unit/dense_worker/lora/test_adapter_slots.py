@@ -185,6 +185,22 @@ def test_an_adapter_that_cannot_be_loaded_ends_only_its_sequences() -> None:
     assert sorted(cluster.order_of_ends()) == [2, 3]
 
 
+def test_an_adapter_with_the_same_tensors_in_another_directory_is_loaded_from_there() -> None:
+    """Two tenants may have the same adapter. The files of one may be damaged, which must not concern the other."""
+    cluster = AdapterCluster(1, load_steps=2)
+    cluster.failing = {"theirs"}
+    theirs, ours = Adapter("theirs", "a" * 64, "/theirs"), Adapter("ours", "a" * 64, "/ours")
+    for seq_id, adapter in enumerate((theirs, ours, theirs, ours), start=1):
+        cluster.add(seq_id, adapter)
+    for _ in range(20):
+        cluster.step()
+    failed = [each.sequence.seq_id for each in cluster.outputs if each.finish_reason is FinishReason.ERROR]
+    assert failed == [1, 3] and cluster.loads == ["theirs", "ours"]
+    cluster.outputs = [each for each in cluster.outputs if each.finish_reason is not FinishReason.ERROR]
+    cluster.run_until_idle()
+    assert sorted(cluster.order_of_ends()) == [2, 4]
+
+
 def test_without_slots_a_sequence_with_an_adapter_is_refused() -> None:
     cluster = AdapterCluster(0)
     with pytest.raises(InvalidRequest, match=r"'a' cannot be used: dense\.max_loras is 0"):

@@ -12,13 +12,11 @@ import httpx2
 import numpy as np
 import pytest
 
-from services.gateway.siblings import PASSED_ON, Siblings
-from services.pb import triton_pb2, triton_pb2_grpc
+from services.pb import triton_pb2_grpc
 from tests.support.clients.gateway_calls import ids, with_gateway
 from tests.support.clients.http_clients import async_client
 from tests.support.clients.inference_messages import ASK, ENDLESS, STOP, TOKENS, Request, int32, message, output
-from tests.support.running_gateway import RunningGateway, running_gateway, until
-from tests.support.running_gateway import run as run_test
+from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 KEYS = {"ann": "ann-ann-ann-ann-ann", "bob": "bob-bob-bob-bob-bob"}
@@ -82,28 +80,34 @@ def test_a_stop_ends_only_requests_of_the_same_key(tmp_path: Path) -> None:
     with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path))
 
 
-def test_a_stop_reaches_a_request_in_another_gateway_process(tmp_path: Path) -> None:
-    """As a sibling passes it on. The process that has received it from a sibling keeps it to itself."""
+@pytest.mark.parametrize("is_http", [False, True], ids=["grpc", "http"])
+def test_without_keys_a_stop_ends_only_requests_from_the_same_address(tmp_path: Path, is_http: bool) -> None:
     dense = endless()
+    addresses = {"ann": "10.0.0.1", "bob": "10.0.0.2"}
 
-    async def test() -> None:
-        async with running_gateway(tmp_path, dense) as gateway:
-            stub = triton_pb2_grpc.GRPCInferenceServiceStub(gateway.channel)
-            running = stub.ModelInfer(message("tensorrt_llm", WHOLE, id="there"))
-            await until(lambda: len(dense.submits) == 1)
-            siblings = Siblings([gateway.address, f"unix:{tmp_path}/being-started.sock"], 2**20)
-            stop = message("tensorrt_llm", STOP, id="there")
+    async def test(gateway: RunningGateway) -> None:
+        stub = triton_pb2_grpc.GRPCInferenceServiceStub(gateway.channel)
+        running = {
+            name: stub.ModelInfer(
+                message("tensorrt_llm", WHOLE, id="same"), metadata=[("x-forwarded-for", address)]
+            )
+            for name, address in addresses.items()
+        }
+        await until(lambda: len(dense.submits) == 2)
+        if is_http:
+            fields = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True, "id": "same"}
+            async with async_client(gateway.http_address) as client:
+                url, headers = "/v2/models/tensorrt_llm/generate", {"x-forwarded-for": addresses["bob"]}
+                assert (await client.post(url, json=fields, headers=headers)).status_code == 200
+        else:
+            stop = message("tensorrt_llm", STOP, id="same")
+            await stub.ModelInfer(stop, metadata=[("x-forwarded-for", addresses["bob"])])
+        assert output(await running["bob"], "sequence_length")[0, 0] < 1900
+        await until(lambda: len(dense.cancelled_seq_ids) == 1)
+        assert not running["ann"].done()
+        running["ann"].cancel()
 
-            def call(channel: grpc.aio.Channel, **options: object) -> grpc.aio.UnaryUnaryCall:
-                return triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(stop, **options)
-
-            assert await siblings.pass_on(call, [(PASSED_ON, "1")]) == [], "it came from a sibling"
-            assert not running.done()
-            [answer] = await siblings.pass_on(call, [])
-            assert answer == triton_pb2.ModelInferResponse(model_name="tensorrt_llm", model_version="1", id="there")
-            assert output(await running, "sequence_length")[0, 0] < 1900
-
-    run_test(test())
+    with_gateway(tmp_path, dense, test, trusted_proxies=("unix",))
 
 
 def test_a_stream_that_nobody_reads_ends_with_its_requests(tmp_path: Path) -> None:
