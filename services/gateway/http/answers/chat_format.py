@@ -95,7 +95,9 @@ class ChatFormat:
             if chunk.finish.beam_score is not None:
                 choices[-1]["beam_score"] = chunk.finish.beam_score
         elif not has_text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
-            return ()  # the token is an incomplete character, or a part of a marker
+            if not self._has_usage:
+                return ()  # the token is an incomplete character, or a part of a marker
+            delta["content"] = ""  # who counts tokens also measures when they come
         objects = [self._object(each, chunk.num_output_tokens) for each in choices]
         if has_prompt_logprobs:
             objects[0]["prompt_logprobs"] = prompt_logprobs(

@@ -65,8 +65,8 @@ class CompletionFormat:
             choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
             if chunk.finish.beam_score is not None:
                 choice["beam_score"] = chunk.finish.beam_score
-        if not chunk.text and choice["logprobs"] is None and len(choice) == 4:
-            return ()  # the token is an incomplete character
+        if not (chunk.text or self._has_usage) and choice["logprobs"] is None and len(choice) == 4:
+            return ()  # the token is an incomplete character; who counts tokens also measures when they come
         whole: CompletionObject = {**self._head, "choices": [choice]}
         if self._has_running_usage:
             whole["usage"] = running_usage(len(self._prompts[prompt_index]), chunk.num_output_tokens)

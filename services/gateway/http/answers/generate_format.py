@@ -42,7 +42,7 @@ class GenerateFormat:
         self._is_list = body.is_batch or self._num_answers > 1
         self._prompts: Sequence[list[int]] = ()
         self._answers: dict[int, Completion] = {}  # so far, by index
-        self._num_sent: dict[int, int] = {}  # characters in the last event, by index of the answer
+        self._num_sent: dict[int, tuple[int, int]] = {}  # characters and tokens in the last event, by index
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
@@ -54,10 +54,13 @@ class GenerateFormat:
         index = prompt_index * self._num_answers + chunk.index
         answer = self._answers.setdefault(index, Completion(chunk.index))
         answer.append(chunk)
-        num_new = len(answer.text) - self._num_sent.get(index, 0)
-        if chunk.finish is None and num_new <= len(answer.text) // MAX_REPEATS:
+        num_characters, num_tokens = self._num_sent.get(index, (0, 0))
+        num_new, length = len(answer.text) - num_characters, len(answer.text)
+        if not num_new:  # such as ids beyond the tokenizer
+            num_new, length = len(answer.token_ids) - num_tokens, len(answer.token_ids)
+        if chunk.finish is None and num_new <= length // MAX_REPEATS:
             return ()
-        self._num_sent[index] = len(answer.text)
+        self._num_sent[index] = len(answer.text), len(answer.token_ids)
         described = self._describe(prompt_index, answer, None)
         return [{**described, "index": index} if self._is_list else described]
 

@@ -39,13 +39,14 @@ def post(
     *,
     vocab_size: int = 32_000,
     max_logprobs: int = 20,
+    step_s: float = 0.002,
     **body: Any,
 ) -> list[Any]:
     """Sends a request whose sequences all get `token_ids`. Returns the events of a stream, or else one object."""
     objects: list[Any] = []
 
     async def test() -> None:
-        dense = FakeDense(lambda submit: token_ids, step_s=0.002, vocab_size=vocab_size)
+        dense = FakeDense(lambda submit: token_ids, step_s=step_s, vocab_size=vocab_size)
         gateway_of_test = running_gateway(tmp_path, dense, max_logprobs=max_logprobs)
         async with gateway_of_test as gateway, async_client(gateway.http_address) as client:
             response = await client.post(path, json={**INPUTS[path], "max_tokens": len(token_ids), **body})
@@ -82,11 +83,12 @@ def test_continuous_usage_counts_the_tokens_of_each_answer(path: str, tmp_path: 
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_tokens_whose_text_is_held_back_count_in_the_next_chunk(tmp_path: Path) -> None:
+def test_tokens_whose_text_is_held_back_are_counted(tmp_path: Path) -> None:
     token_ids = ids("🙂🙃")
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = post(tmp_path, "/v1/completions", token_ids, stream=True, stream_options=options, echo=True)
-    assert len(chunks) < len(token_ids), "a character of several tokens must be in one chunk"
+    texts = [text_of(chunk["choices"][0]) for chunk in chunks]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts) and "" in texts, "some tokens complete no character"
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(set(counts))
     assert counts[-1] == len(token_ids) == last["usage"]["completion_tokens"]
@@ -213,3 +215,25 @@ def test_the_echo_of_a_chat_is_its_last_assistant_message(
     for choice in (choice for each in objects for choice in each["choices"]):
         texts[choice["index"]] += text_of(choice) if is_stream else choice["message"]["content"]
     assert list(texts.values()) == [f"{lead} city"] * 2
+
+
+WITHOUT_TEXT = 31_000  # an id beyond the tokenizer
+ASKING = [
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"return_token_ids": True},
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("asking", ASKING, ids=["usage", "continuous usage", "token ids"])
+def test_who_counts_tokens_gets_those_without_text(path: str, asking: dict[str, Any], tmp_path: Path) -> None:
+    assert len(REFERENCE) <= WITHOUT_TEXT
+    token_ids = [WITHOUT_TEXT] * 4
+    chunks = [each for each in post(tmp_path, path, token_ids, step_s=0.05, stream=True, **asking) if each["choices"]]
+    unfinished = [each for each in chunks if each["choices"][0]["finish_reason"] is None]
+    opening = 1 if path == "/v1/chat/completions" else 0
+    assert len(unfinished) > opening, "the first token is seen when it comes"
+    assert {text_of(each["choices"][0]) for each in unfinished} == {""}
+    plain = post(tmp_path, path, token_ids, step_s=0.05, stream=True)
+    assert [each["choices"][0]["finish_reason"] for each in plain] == [*[None] * opening, "length"]

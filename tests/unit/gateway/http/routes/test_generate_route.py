@@ -119,6 +119,18 @@ def test_long_streams_do_not_grow_with_the_square_of_their_length(tmp_path: Path
     with_client(tmp_path, dense, test)
 
 
+def test_tokens_without_text_are_sent_when_they_come(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 4}}
+        found = events((await client.post(URL, json=body)).text)
+        assert len(found) > 1 and found[-1]["output_ids"] == [31_000] * 4
+        assert {each["text"] for each in found} == {""}
+        counts = [each["meta_info"]["completion_tokens"] for each in found]
+        assert counts == sorted(set(counts)) and counts == [len(each["output_ids"]) for each in found]
+
+    with_client(tmp_path, FakeDense(lambda submit: [31_000] * 4, step_s=0.05, vocab_size=32_000), test)
+
+
 def test_log_probabilities_are_those_of_completions(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         options: dict[str, Any] = {"top_logprobs_num": 2, "logprob_start_len": 1, "return_text_in_logprobs": True}
