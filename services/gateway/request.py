@@ -21,7 +21,7 @@ from services.gateway.beam_request import decode_beams, greedy_for_beams, read_w
 from services.gateway.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.model_names import ModelNames
 from services.gateway.prompts.prompt_embeds import PromptEmbeds
-from services.gateway.prompts.prompt_vectors import read_vectors, stand_in_front
+from services.gateway.prompts.prompt_vectors import check_vectors, read_vectors, stand_in_front
 from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
@@ -182,7 +182,7 @@ async def read_request(
         given = table_ids
     else:
         check_size(message, tokenizer, limits)
-        given, chat = await read_text_or_chat(message, tokenizer)
+        given, chat = await read_text_or_chat(message, tokenizer, table_ids)
     num_front = len(table_ids) if is_in_front else 0
     num_kept = len(given)
     if message.HasField("truncate_prompt_tokens"):
@@ -244,9 +244,14 @@ async def read_request(
 
 
 async def read_text_or_chat(
-    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer
+    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
+    tokenizer: Tokenizer,
+    table_ids: range = range(0),
 ) -> tuple[list[int], Chat | None]:
-    """Token ids of a message's text or chat, and the chat. Raises `InvalidRequest` if it is missing or unusable."""
+    """Token ids of a message's text or chat, and the chat. Raises `InvalidRequest` if it is missing or unusable.
+
+    `table_ids` stand for the vectors of the chat.
+    """
     kind = message.WhichOneof("input")
     adds_special_tokens = kind != "chat"  # a chat template writes its own special tokens
     if message.HasField("add_special_tokens"):
@@ -260,7 +265,8 @@ async def read_text_or_chat(
             raise InvalidRequest("prompt is empty", kind)
         return await tokenizer.encode(text, adds_special_tokens), None
     chat = await read_chat_off_loop(message.chat, tokenizer)
-    return await tokenizer.encode_chat(chat, adds_special_tokens), chat
+    check_vectors(chat, len(table_ids))
+    return await tokenizer.encode_chat(chat, adds_special_tokens, table_ids.start), chat
 
 
 async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:

@@ -124,6 +124,13 @@ def chat_of(body: ChatRequest | TokenizeBody | TemplateBody) -> gateway_pb2.Chat
     )
 
 
+def refuse_embeds(body: ChatRequest | TokenizeBody | TemplateBody, why: str) -> None:
+    """Raises `InvalidRequest` if a message has vectors."""
+    for i, each in enumerate(body.messages or ()):
+        if each.embeds:
+            raise InvalidRequest(f"messages[{i}] has prompt_embeds, which cannot be used here: {why}", f"messages[{i}]")
+
+
 def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
     return gateway_pb2.ChatMessage(
         role="system" if each.role == "developer" else each.role,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.common.errors import InvalidRequest
 from services.gateway.context_length import check_prompt_length
 from services.gateway.prompts.prompt_embeds import PromptEmbeds
+from services.gateway.text.chat_template import Chat
 from services.lora.adapter import Adapter
 from services.lora.prompt_table import PromptTable
 from services.pb import gateway_pb2
@@ -42,7 +43,18 @@ def stand_in_front(message: gateway_pb2.GenerateRequest, adapter: Adapter | None
     """Whether all vectors of a prompt stand before its tokens; else its token ids, if any, say where they stand."""
     if adapter is not None and adapter.table is not None:
         return True
-    return message.HasField(TABLE) and message.WhichOneof("input") in ("prompt", "chat")
+    is_placed = any(each.vectors for each in message.chat.messages)
+    return message.HasField(TABLE) and message.WhichOneof("input") in ("prompt", "chat") and not is_placed
+
+
+def check_vectors(chat: Chat, num_rows: int) -> None:
+    """Raises `InvalidRequest` unless a chat with vectors has as many as the table has rows."""
+    num_placed = sum(each.num_rows for each in chat.vectors)
+    if chat.vectors and num_placed != num_rows:
+        raise InvalidRequest(
+            f"the messages have {num_placed} vectors, and the request's table {num_rows}: they must be the same",
+            "messages",
+        )
 
 
 def _check_virtual_tokens(

@@ -19,6 +19,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from services.common.errors import InvalidRequest
+from services.gateway.prompts.chat_vectors import ChatVectors
 from services.gateway.text.chat_message import Message
 from services.gateway.text.harmony.markers import is_harmony_template
 from services.gateway.text.harmony.messages import harmony_fields
@@ -46,6 +47,7 @@ class Chat:
     tools: Tools = NO_TOOLS
     max_reasoning_tokens: int | None = None  # of the answer; None: no limit
     template: str | None = None  # the client's own template; None: the model's
+    vectors: Sequence[ChatVectors] = ()  # for which placeholders stand in the messages
 
 
 class ChatTemplate:

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
+from services.gateway.prompts.chat_vectors import ChatVectors, content_of
 from services.gateway.text.chat_message import Message, MessageCall
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.harmony.markers import REASONING_EFFORTS
@@ -28,7 +29,8 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
     """The chat of a message. Raises `InvalidRequest` for the first error, also if the model cannot be given tools."""
     if not chat.messages:
         raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
-    messages = [_read_message(each, i, formats) for i, each in enumerate(chat.messages)]
+    vectors: list[ChatVectors] = []
+    messages = [_read_message(each, i, formats, vectors) for i, each in enumerate(chat.messages)]
     is_parallel = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
     tools = read_tools(chat.tools, chat.tool_choice, is_parallel)
     formats.check(tools)
@@ -57,6 +59,7 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
         tools,
         max_reasoning_tokens,
         chat.chat_template or None,
+        vectors,
     )
 
 
@@ -66,8 +69,10 @@ async def read_chat_off_loop(chat: gateway_pb2.Chat, tokenizer: Tokenizer) -> Ch
     return await tokenizer.off_loop(size, read_chat, chat, tokenizer.chat_formats)
 
 
-def _read_message(each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats) -> Message:
-    may_be_empty = each.role in ("assistant", "tool")
+def _read_message(
+    each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats, vectors: list[ChatVectors]
+) -> Message:
+    may_be_empty = each.role in ("assistant", "tool") or each.vectors
     if not each.role or not (each.content or may_be_empty):
         field = f"messages[{i}].{'content' if each.role else 'role'}"
         raise InvalidRequest(f"{field} is empty", field)
@@ -81,7 +86,7 @@ def _read_message(each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats) -
         raise InvalidRequest(f"{field} has {len(each.tool_calls)} calls, but only the assistant may call tools", field)
     return Message(
         each.role,
-        each.content,
+        content_of(each, vectors) if each.vectors else each.content,
         each.name,
         _read_calls(each.tool_calls, f"messages[{i}].tool_calls", formats),
         _template_id(each.tool_call_id, formats),

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from services.common.errors import ConfigError, InvalidRequest
 from services.gateway.client_templates.client_templates import ClientTemplates
+from services.gateway.prompts.chat_vectors import encode_around
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
 from services.gateway.text.fill_in_middle import FillInMiddle
@@ -73,22 +74,29 @@ class Tokenizer:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, chat: Chat, add_special_tokens: bool = False) -> list[int]:
+    async def encode_chat(
+        self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0
+    ) -> list[int]:
         """Token ids of a chat, by default without further special tokens, since the template writes its own.
 
+        `first_table_id` stands for the first of the chat's vectors, the ids after it for the others.
         Special tokens written out in messages are plain text. Raises `InvalidRequest` if the template refuses or fails.
         """
         self._template.check(chat)
         loop = asyncio.get_running_loop()
         if chat.template is None:
-            return await loop.run_in_executor(self._threads, self._encode_chat, chat, add_special_tokens)
+            return await loop.run_in_executor(
+                self._threads, self._encode_chat, chat, add_special_tokens, first_table_id
+            )
         nonce = new_nonce()
         marked = self._control_tokens.marked(self._template.variables(chat), nonce)
         try:
             text = await self._render_for_client(chat, marked)
         except InvalidRequest as error:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
-        return await loop.run_in_executor(self._threads, self._control_tokens.encode, text, nonce, add_special_tokens)
+        return await loop.run_in_executor(
+            self._threads, self._encode_rendered, chat, text, nonce, add_special_tokens, first_table_id
+        )
 
     async def render_chat(self, chat: Chat) -> str:
         """The text of a chat as its template writes it. Raises `InvalidRequest` if the template refuses or fails."""
@@ -159,16 +167,27 @@ class Tokenizer:
             )
         return await self._client_templates.render(chat, *variables, self.hf_tokenizer.special_tokens_map)
 
-    def _encode_chat(self, chat: Chat, add_special_tokens: bool) -> list[int]:
+    def _encode_rendered(
+        self, chat: Chat, text: str, nonce: str, add_special_tokens: bool, first_table_id: int
+    ) -> list[int]:
+        if not chat.vectors:
+            return self._control_tokens.encode(text, nonce, add_special_tokens)
+        if add_special_tokens:
+            raise InvalidRequest("add_special_tokens cannot be used with prompt_embeds", "add_special_tokens")
+        return encode_around(
+            chat.vectors, text, first_table_id, lambda piece: self._control_tokens.encode(piece, nonce, False)
+        )
+
+    def _encode_chat(self, chat: Chat, add_special_tokens: bool, first_table_id: int) -> list[int]:
         given, nonce = self._template.variables(chat), new_nonce()
         marked = self._control_tokens.marked(given, nonce)
         try:
             text = self._template.render(chat, *marked)
         except InvalidRequest as error:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
-        if marked == given and not self._control_tokens.are_normalized:
+        if marked == given and not chat.vectors and not self._control_tokens.are_normalized:
             return self._encode(text, add_special_tokens)
-        return self._control_tokens.encode(text, nonce, add_special_tokens)
+        return self._encode_rendered(chat, text, nonce, add_special_tokens, first_table_id)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode_batch_fast` releases the interpreter lock, `encode` does not.

@@ -30,6 +30,7 @@ PARAM_NAMES = {
     "chat": "messages",
     "logprobs": "top_logprobs",
     "prompt": "messages",
+    "prompt_embedding_table": "messages",
     "prompt_token_ids": "messages",
     "request_id": REQUEST_ID_HEADER,
 }

@@ -18,6 +18,7 @@ from services.gateway.http.answers.answer import Answer
 from services.gateway.http.answers.chat_format import ChatFormat
 from services.gateway.http.answers.completion_format import CompletionFormat
 from services.gateway.http.answers.measured_format import measured
+from services.gateway.http.conversions.chat_embeds import read_chat_embeds
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 from services.gateway.http.schemas.chat import ChatObject, ChatRequest
@@ -86,9 +87,11 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
+        message = chat_message(body, request_id, frontend.limits)
+        await read_chat_embeds(body, message, frontend.prompt_embeds, frontend.limits.max_model_len)
         return Answer(
             frontend,
-            traced([chat_message(body, request_id, frontend.limits)], request),
+            traced([message], request),
             measured(ChatFormat(frontend, body, request_id), body, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,

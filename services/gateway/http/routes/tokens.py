@@ -25,7 +25,7 @@ from services.gateway.http.schemas.tokens import (
     TokenizerInfo,
     TokenPiece,
 )
-from services.gateway.http.to_message import chat_of, tokenize_messages
+from services.gateway.http.to_message import chat_of, refuse_embeds, tokenize_messages
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -43,6 +43,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         body.log_unknown_fields(request.state.request_id)
         frontend.names_for(request.state.caller).check(body.model or "")
         is_list = isinstance(body.prompt, list)
+        refuse_embeds(body, "only texts are shown as tokens")
         messages = tokenize_messages(body)
         _check_count("prompt", len(messages), section.max_prompts)
         lists = await frontend.tokenize(messages, request.state.caller)
@@ -78,6 +79,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         body.log_unknown_fields(request.state.request_id)
         frontend.names_for(request.state.caller).check(body.model or "")
+        refuse_embeds(body, "a template writes texts only")
         message = gateway_pb2.TokenizeRequest(chat=chat_of(body))
         return JSONResponse({"prompt": await frontend.render_chat(message, request.state.caller)})
 

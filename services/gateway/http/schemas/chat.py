@@ -41,6 +41,18 @@ class TextPart(RequestModel):
     text: str
 
 
+class EmbedsPart(RequestModel):
+    """Vectors in a part of a message, as vLLM has them; only with gateway.enable_prompt_embeds."""
+
+    type: Literal["prompt_embeds"]
+    data: str = Field(description="A tensor [tokens, hidden] as torch.save writes it, in base64")
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<embeds>" if kind == "prompt_embeds" else "<text>"
+
+
 def _as_part(value: Any) -> Any:
     return {"type": "text", "text": value} if isinstance(value, str) else value  # as vLLM reads a bare text
 
@@ -48,7 +60,13 @@ def _as_part(value: Any) -> Any:
 Content = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[
-        list[Annotated[TextPart, pydantic.BeforeValidator(_as_part)]],
+        list[
+            Annotated[
+                Annotated[TextPart, Tag("<text>")] | Annotated[EmbedsPart, Tag("<embeds>")],
+                Discriminator(_kind_of_part),
+                pydantic.BeforeValidator(_as_part),
+            ]
+        ],
         Field(fail_fast=True),
         at_most(MAX_PARTS),
         Tag("<parts>"),
@@ -118,12 +136,23 @@ class ChatMessageObject(RequestModel):
 
     @property
     def text(self) -> str:
-        """All parts as one text."""
+        """All parts of text as one."""
         if self.content is None:
             return ""
         if isinstance(self.content, str):
             return self.content
-        return "".join([part.text for part in self.content])
+        return "".join([part.text for part in self.content if isinstance(part, TextPart)])
+
+    @property
+    def embeds(self) -> list[tuple[int, str]]:
+        """The parts of vectors, each with the characters of `text` before it."""
+        found, position = [], 0
+        for part in self.content if isinstance(self.content, list) else ():
+            if isinstance(part, TextPart):
+                position += len(part.text)
+            else:
+                found.append((position, part.data))
+        return found
 
 
 def _check_parts(messages: Any) -> Any:
