@@ -111,7 +111,7 @@ class AttentionEngine:
             new.token_ids,
             new.num_prompt_tokens,
             _cache_key(new),
-            ignores_prefix_cache=new.num_prompt_logprobs is not None or new.return_context_logits,
+            ignores_prefix_cache=new.num_prompt_logprobs is not None or new.token_report.needs_all_tokens,
         )
         self.num_cached_tokens += result.num_cached_tokens
         attachment.request_ids[new.seq_id] = new.request_id

@@ -86,7 +86,8 @@ class GatewaySection(Section):
     # maximum number of log-probabilities in all answers to one request: tokens times (1 + most likely, named or all
     # tokens for each); 128 k tokens with 20 most likely tokens each make 2.8 million
     max_request_logprobs: Count = 4_000_000
-    # memory for logits that open requests ask for, all together; a row has 4 bytes for each token of the vocabulary
+    # memory for logits and hidden states that open requests ask for, all together; a row of logits has 4 bytes for each
+    # token of the vocabulary, a hidden state 56 bytes for each value
     max_logits_bytes: Count = 256 * 2**20
     max_num_waiting: Count = 4_000  # answers that have not started yet; further requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # the same limit in prompt tokens; each takes about 100 bytes

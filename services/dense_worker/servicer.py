@@ -28,7 +28,7 @@ from services.lora.adapter import decode_adapter
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.watchdog import Watchdog
-from services.step import Logits, PromptLogprobs
+from services.step import Logits, PromptLogprobs, TokenReport
 
 log = structlog.get_logger()
 
@@ -168,7 +168,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         messages: dict[_Outbox, dense_pb2.StepOutput] = defaultdict(
             lambda: dense_pb2.StepOutput(step_id=report.step_id)
         )
-        self._deliver_logits(report)
+        self._deliver_logits(report, messages)
         for sequence in report.started:
             if outbox := self._outbox_of(sequence):
                 messages[outbox].started.add(
@@ -198,11 +198,16 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         for outbox, message in messages.items():
             outbox.put_nowait(message)
 
-    def _deliver_logits(self, report: StepReport) -> None:
-        """Sends logits before the tokens that they belong to, in messages of limited size."""
+    def _deliver_logits(self, report: StepReport, messages: dict[_Outbox, dense_pb2.StepOutput]) -> None:
+        """Sends logits before the tokens that they belong to, in messages of limited size. Rows without values join
+        the step's message.
+        """
         for field, pairs in (("logits", report.logits), ("prompt_logits", report.prompt_logits)):
             for sequence, logits in pairs:
                 if outbox := self._outbox_of(sequence):
+                    if not logits.values.size:
+                        messages[outbox].prompt_logits.extend(encode_logits(logits))
+                        continue
                     for part in encode_logits(logits):
                         outbox.put_nowait(dense_pb2.StepOutput(step_id=report.step_id, **{field: [part]}))
 
@@ -302,7 +307,7 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         cache_salt=submit.cache_salt,
         num_logprobs=submit.num_logprobs if submit.HasField("num_logprobs") else None,
         num_prompt_logprobs=submit.num_prompt_logprobs if submit.HasField("num_prompt_logprobs") else None,
-        return_context_logits=submit.return_context_logits,
+        token_report=TokenReport(submit.token_report),
         return_generation_logits=submit.return_generation_logits,
         adapter=decode_adapter(submit.adapter),
         priority=submit.priority,
@@ -330,7 +335,7 @@ def encode_prompt_logprobs(logprobs: PromptLogprobs) -> Iterator[dense_pb2.Promp
 def encode_logits(logits: Logits) -> list[dense_pb2.Logits]:
     """Messages of at most `MAX_LOGITS_BYTES`, or one row."""
     values = logits.values
-    size = max(1, MAX_LOGITS_BYTES // values[0].nbytes)
+    size = max(1, MAX_LOGITS_BYTES // max(1, values[0].nbytes))
     return [
         dense_pb2.Logits(
             seq_id=logits.seq_id,

@@ -51,7 +51,14 @@ def greedy_for_beams(message: gateway_pb2.GenerateRequest, sampling: SamplingPar
             field = form.field_name if name == "structured_output" and form is not None else name
             shown = f" is {value:g}, which" if isinstance(value, int | float) else ""
             raise InvalidRequest(f"{field}{shown} cannot be used with beam search", field)
-    for name in ("stop", "prompt_logprobs", "return_context_logits", "return_generation_logits"):
+    for name in (
+        "stop",
+        "prompt_logprobs",
+        "return_context_logits",
+        "return_generation_logits",
+        "return_hidden_states",
+        "return_progress",
+    ):
         if (name == "prompt_logprobs" and message.HasField(name)) or getattr(message, name):
             raise InvalidRequest(f"{name} cannot be used with beam search", name)
     return sampling

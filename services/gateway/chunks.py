@@ -50,6 +50,16 @@ class Prompt:
     logits: Logits | None = None  # after each token, if requested and computed
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the prompt of an answer is computed; counts are tokens."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int  # cached ones included
+    time_s: float  # since its first step
+
+
 @dataclass(slots=True)  # not frozen: a frozen one takes three times as long to make, and there is one per token
 class Chunk:
     """The new part of an answer since its last chunk."""
@@ -63,6 +73,8 @@ class Chunk:
     prompt: Prompt | None  # on the first chunk of answer 0, if requested
     logits: Logits | None = None  # of `token_ids`, if requested
     deltas: Sequence[Delta] = ()  # content, reasoning and calls, if they are told apart; `text` is the content
+    hidden_states: Logits | None = None  # on the last chunk, if requested: of all tokens but the last one
+    progress: Progress | None = None  # if requested and changed
 
 
 @dataclass(slots=True)
@@ -75,6 +87,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     logits: list[Logits] = field(default_factory=list)  # of `token_ids`, if requested
+    hidden_states: Logits | None = None  # of all tokens but the last one, if requested
     parts: AnswerParts | None = None  # content, reasoning and calls, if they are told apart; `text` is the content
 
     def append(self, chunk: Chunk) -> None:
@@ -85,6 +98,7 @@ class Completion:
         self.finish = chunk.finish
         if chunk.logits is not None:
             self.logits.append(chunk.logits)
+        self.hidden_states = chunk.hidden_states
         if chunk.deltas:
             self.parts = self.parts or AnswerParts()
             self.parts.add(chunk.deltas)
@@ -96,7 +110,9 @@ class Completion:
 def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:
     """Whether encoding these takes more than a millisecond; then a thread should do it, not the event loop."""
     num_values = sum(len(each.token_ids) for each in pieces)
-    if any(each.logits for each in pieces) or any(each is not None and each.logits for each in prompts):
+    if any(each.logits or each.hidden_states for each in pieces):
+        return True
+    if any(each is not None and each.logits for each in prompts):
         return True
     for logprobs in (*(each.logprobs for each in pieces), *(each.logprobs for each in prompts if each is not None)):
         if logprobs:

@@ -19,7 +19,7 @@ from services.gateway.generation import Generation
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason
-from services.gateway.link.logits import BYTES_PER_LOGIT
+from services.gateway.link.logits import BYTES_PER_HIDDEN_VALUE, BYTES_PER_LOGIT
 from services.gateway.link.served_model import ServedModel
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.model_names import ModelNames
@@ -156,6 +156,8 @@ class Frontend:
             if request.max_num_logit_rows:
                 num_bytes = BYTES_PER_LOGIT * request.max_num_logit_rows * self.model.vocab_size
                 _reserve(self._logits_budget, num_bytes, ticket)
+            if request.return_hidden_states:
+                self._reserve_hidden_states(request, ticket)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -166,6 +168,17 @@ class Frontend:
                 self.metrics.on_rejected(error)
             span.end(str(error) or type(error).__name__)
             raise
+
+    def _reserve_hidden_states(self, request: GenerationRequest, ticket: Ticket) -> None:
+        hidden_size = self.model.hidden_size
+        if not hidden_size:
+            raise InvalidRequest(
+                "the dense worker's backend cannot return hidden states: dense.backend must be torch",
+                "return_hidden_states",
+            )
+        num_bytes = BYTES_PER_HIDDEN_VALUE * hidden_size * request.max_num_hidden_states
+        self._logits_budget.reserve(num_bytes, "hidden states", "return_hidden_states")
+        ticket.at_close(lambda: self._logits_budget.release(num_bytes))
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:

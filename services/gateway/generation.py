@@ -14,9 +14,10 @@ from typing import Protocol
 import structlog
 
 from services.gateway.access.admission import Ticket
-from services.gateway.chunks import Chunk, Completion, Finish, Prompt, Timings
+from services.gateway.chunks import Chunk, Completion, Finish, Progress, Prompt, Timings
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
+from services.gateway.link.logits import Logits
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerationRequest
 from services.gateway.text.deltas import ContentDelta, Delta
@@ -198,7 +199,7 @@ class _Answer:
             )
             self.close()
         prompt = None
-        if is_first and not entry.index and request.returns_prompt:
+        if is_first and (token_ids or reason is not None) and not entry.index and request.returns_prompt:
             # An answer may have been aborted before they were computed.
             has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
             context_logits = None
@@ -217,7 +218,21 @@ class _Answer:
             prompt,
             logits,
             deltas,
+            self._hidden_states() if request.return_hidden_states and reason is not None else None,
+            self._progress() if entry.progress is not None else None,
         )
+
+    def _hidden_states(self) -> Logits | None:
+        """Those of all tokens but the last one, which is never computed; None if an abort came before the prompt's."""
+        rows = self.entry.hidden_states
+        num_rows = len(self.entry.request.prompt_token_ids) + max(0, self.num_output_tokens - 1)
+        return None if rows is None or rows.num_rows < num_rows else rows.take(num_rows)
+
+    def _progress(self) -> Progress:
+        entry = self.entry
+        num_computed = entry.take_progress() or 0
+        time_s = time.monotonic() - entry.arrival - (entry.queue_s or 0.0)
+        return Progress(len(entry.request.prompt_token_ids), entry.num_cached_tokens, num_computed, time_s)
 
     def close(self) -> None:
         """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""

@@ -92,6 +92,8 @@ class GenerationRequest:
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
     return_context_logits: bool = False  # report the logits after each prompt token
     return_generation_logits: bool = False  # report the logits from which each output token was sampled
+    return_hidden_states: bool = False  # keep the last hidden state of every token that is computed
+    return_progress: bool = False  # tell of the computed tokens of the prompt
     adapter: Adapter | None = None  # the LoRA adapter that the request names as its model
     prompt_table: PromptTable | None = None  # vectors for some of its prompt tokens; None: all are of the vocabulary
     first_table_id: int = 0  # the token id that stands for the first row of the table
@@ -114,6 +116,13 @@ class GenerationRequest:
         """Tokens whose logits all its answers may have."""
         num_rows = self.best_of * self.max_tokens if self.return_generation_logits else 0
         return num_rows + (len(self.prompt_token_ids) if self.return_context_logits else 0)
+
+    @property
+    def max_num_hidden_states(self) -> int:
+        """Tokens whose hidden states all its answers may have."""
+        if not self.return_hidden_states:
+            return 0
+        return self.best_of * (len(self.prompt_token_ids) + self.max_tokens)
 
     @property
     def num_sequences(self) -> int:
@@ -232,6 +241,8 @@ async def read_request(
         echo=message.echo,
         return_context_logits=message.return_context_logits,
         return_generation_logits=message.return_generation_logits,
+        return_hidden_states=message.return_hidden_states,
+        return_progress=message.return_progress,
         priority=message.priority if message.HasField("priority") else None,
         adapter=None if adapter is None or adapter.table is not None else adapter,
         prompt_table=table,

@@ -143,6 +143,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> Generation:
         if not message.traceparent:
             message.traceparent = _traceparent(context)
+        for field in ("return_hidden_states", "return_progress"):
+            if getattr(message, field):
+                raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
         generation = await self._frontend.start(message, current_caller())
         # Closed here, because a handler that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())

@@ -12,6 +12,7 @@ from services.step.plan import (
     PlanEntry,
     StepPlan,
     TokenColumns,
+    TokenReport,
     positions_of,
     spans_of,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "TokenColumns",
+    "TokenReport",
     "positions_of",
     "spans_of",
 ]

@@ -12,7 +12,7 @@ from services.common.sampling_messages import decode_sampling, encode_sampling
 from services.lora.adapter import decode_adapter, encode_adapter
 from services.pb import attn_pb2, step_pb2
 from services.step.answers import PlanAccepted, SequenceOpened
-from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns
+from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns, TokenReport
 
 # Of the columns of entries and tokens: little-endian arrays in bytes, which move without a Python object per row.
 _SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<u4")
@@ -131,7 +131,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         num_logprobs=sequence.num_logprobs,
         num_prompt_logprobs=sequence.num_prompt_logprobs,
         traceparent=sequence.traceparent,
-        return_context_logits=sequence.return_context_logits,
+        token_report=sequence.token_report,
         return_generation_logits=sequence.return_generation_logits,
         adapter=encode_adapter(sequence.adapter),
         prompt_table_hash=sequence.prompt_table_hash,
@@ -151,7 +151,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
-        return_context_logits=message.return_context_logits,
+        token_report=TokenReport(message.token_report),
         return_generation_logits=message.return_generation_logits,
         adapter=decode_adapter(message.adapter),
         prompt_table_hash=message.prompt_table_hash,

@@ -7,6 +7,7 @@ again only after the result of its step.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +16,20 @@ import numpy as np
 
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter
+
+
+class TokenReport(enum.IntEnum):
+    """What a sequence reports of each token that it computes; the numbers are those of `protos/sampling.proto`."""
+
+    NONE = 0
+    CONTEXT_LOGITS = 1  # of tokens of the prompt: the logits of the next token
+    HIDDEN_STATES = 2  # its last hidden state, after the final norm
+    PROGRESS = 3  # of tokens of the prompt: only that they are computed
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether tokens in the prefix cache must be computed all the same."""
+        return self in (TokenReport.CONTEXT_LOGITS, TokenReport.HIDDEN_STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +46,7 @@ class NewSequence:
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; if set, all their logits are needed
     cache_salt: str = ""  # only sequences of equal salt share blocks
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
-    return_context_logits: bool = False  # whether the logits after each prompt token are reported
+    token_report: TokenReport = TokenReport.NONE  # what is reported of each token
     return_generation_logits: bool = False  # whether those from which each output token was sampled are
     adapter: Adapter | None = None  # computes all its tokens; only sequences with equal hashes share blocks
     prompt_table_hash: str = ""  # of the vectors for some of its prompt tokens; the same holds for it; empty: none

@@ -15,7 +15,7 @@ from services.dense_worker.engine.beams.search import Hypothesis, SearchStep
 from services.dense_worker.engine.fairness.flows import Flow
 from services.grammar.matcher import GrammarMatcher
 from services.lora.adapter import Adapter
-from services.step import NewSequence
+from services.step import NewSequence, TokenReport
 
 if TYPE_CHECKING:  # they need numpy and torch
     from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
@@ -60,7 +60,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; also None after all have been reported
-    return_context_logits: bool = False  # report the logits after each prompt token; False after all were reported
+    token_report: TokenReport = TokenReport.NONE  # of each token; NONE after all those of the prompt, if only of these
     return_generation_logits: bool = False  # report the logits from which each output token was sampled
     adapter: Adapter | None = None  # computes all its tokens; None: the model alone
     # Names all answers to its prompt: sequences with the same prompt, salt, adapter and table. 0: it has no siblings.
@@ -181,7 +181,7 @@ class Sequence:
             num_logprobs=self.num_logprobs if self.beams is None else self.beams.num_candidates,
             num_prompt_logprobs=self.num_prompt_logprobs,
             cache_salt=self.cache_salt,
-            return_context_logits=self.return_context_logits,
+            token_report=self.token_report,
             return_generation_logits=self.return_generation_logits,
             adapter=self.adapter,
             prompt_table_hash="" if self.prompt_table is None else self.prompt_table.hash,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
-from services.step import Logits, PromptLogprobs
+from services.step import Logits, PromptLogprobs, TokenReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,10 @@ def record_logits(sequences: Iterable[Sequence], found: SequenceOf[Logits]) -> l
 
 
 def record_prompt_logits(sequences: Iterable[Sequence], found: SequenceOf[Logits]) -> list[tuple[Sequence, Logits]]:
-    """The same for logits of prompts. A sequence with a complete prompt reports them no more."""
+    """The same for what is reported of each token. If that is of prompts only, it ends with the prompt."""
     recorded = record_logits(sequences, found)
     for sequence, each in recorded:
-        if each.start + len(each.values) == sequence.num_prompt_tokens:
-            sequence.return_context_logits = False
+        is_complete = each.start + len(each.values) == sequence.num_prompt_tokens
+        if is_complete and sequence.token_report is not TokenReport.HIDDEN_STATES:
+            sequence.token_report = TokenReport.NONE
     return recorded

@@ -21,14 +21,14 @@ class RowFeature(enum.IntFlag):
     GRAMMAR = enum.auto()  # its output has a form
     GIVEN_VECTORS = enum.auto()  # instead of some prompt tokens
     PROMPT_LOGPROBS = enum.auto()
-    CONTEXT_LOGITS = enum.auto()
+    TOKEN_REPORT = enum.auto()  # see `services.step.TokenReport`
     GENERATION_LOGITS = enum.auto()
     CHOSEN_TOKENS = enum.auto()  # the scheduler's, not those that are sampled
 
 
 # Those that ask for more of a step than tokens, or give it more.
 MORE_THAN_TOKENS = (
-    RowFeature.GIVEN_VECTORS | RowFeature.PROMPT_LOGPROBS | RowFeature.CONTEXT_LOGITS | RowFeature.GENERATION_LOGITS
+    RowFeature.GIVEN_VECTORS | RowFeature.PROMPT_LOGPROBS | RowFeature.TOKEN_REPORT | RowFeature.GENERATION_LOGITS
 )
 
 
@@ -81,7 +81,7 @@ def _features(sequence: KnownSequence) -> RowFeature:
         (RowFeature.GRAMMAR, sequence.grammar is not None),
         (RowFeature.GIVEN_VECTORS, sequence.table is not None),
         (RowFeature.PROMPT_LOGPROBS, new.num_prompt_logprobs is not None),
-        (RowFeature.CONTEXT_LOGITS, new.return_context_logits),
+        (RowFeature.TOKEN_REPORT, bool(new.token_report)),
         (RowFeature.GENERATION_LOGITS, new.return_generation_logits),
         (RowFeature.CHOSEN_TOKENS, new.has_chosen_tokens),
     ):

@@ -24,7 +24,7 @@ from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows,
 from services.dense_worker.runner.guesses import Guessing, KeptResiduals
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
-from services.dense_worker.runner.step_logits import NO_LOGITS, PendingLogits, WantedLogits, copy_prompts, copy_sampled
+from services.dense_worker.runner.step_logits import NO_LOGITS, PendingLogits, WantedLogits, copy_rows, copy_sampled
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
@@ -240,9 +240,9 @@ class ModelRunner:
             entry = entries[index]
             if span := find_span(entry, batch.sequences[index].new, int(row_ends[index]) - entry.num_tokens):
                 spans.append(span)
-        for index in batch.with_feature(RowFeature.CONTEXT_LOGITS):
+        for index in batch.with_feature(RowFeature.TOKEN_REPORT):
             entry = entries[index]
-            wanted.add_prompt(entry, batch.sequences[index].new, int(row_ends[index]) - entry.num_tokens)
+            wanted.add_tokens(entry, batch.sequences[index].new, int(row_ends[index]) - entry.num_tokens)
         for index in batch.with_feature(RowFeature.GENERATION_LOGITS):
             first = int(entries.num_logits[:index].sum())
             wanted.sampled.extend(range(first, first + entries.num_logits.item(index)))
@@ -298,17 +298,17 @@ class ModelRunner:
         """
         wanted = step.wanted_logits
         num_logprobs: dict[int, int] = {}
-        ranked = prompt_ranked = prompt_logits = token_ids = None
+        ranked = prompt_ranked = prompt_logits = hidden = token_ids = None
         kept_logits = copy_sampled(logits, wanted)
         if len(step.sampled_rows):
             sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
             token_ids = sampled.token_ids
             host_token_ids.copy_(token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
-        if wanted.prompts:
-            assert residual is not None, "prompts need the step's residual"
+        if wanted.needs_residual:
+            assert residual is not None, "further rows need the step's residual"
             attn_out = channel.attn_out[: len(step.token_ids)]
-            prompt_logits = copy_prompts(self._backend, attn_out, residual, wanted.prompts, self._max_num_seqs)
+            prompt_logits, hidden = copy_rows(self._backend, attn_out, residual, wanted, self._max_num_seqs)
         if step.spans:
             assert residual is not None, "spans need the step's residual"
             attn_out = channel.attn_out[: len(step.token_ids)]
@@ -316,7 +316,7 @@ class ModelRunner:
             prompt_ranked = ranked_rows.to_host()
         if self._guessing is not None:
             self._guessing.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
-        logits = PendingLogits(wanted, kept_logits, prompt_logits) if wanted.sampled or wanted.prompts else None
+        logits = PendingLogits(wanted, kept_logits, prompt_logits, hidden) if wanted else None
         return PendingTokens(
             step.bound, self._rows, host_token_ids, num_logprobs, ranked, prompt_ranked, logits, token_ids
         )

@@ -82,7 +82,7 @@ class StepInput:
     @property
     def needs_residual(self) -> bool:
         """Whether rows beyond the sampled ones need logits."""
-        return bool(self.spans or self.wanted_logits.prompts)
+        return bool(self.spans) or self.wanted_logits.needs_residual
 
 
 class SampledRows(NamedTuple):

@@ -18,17 +18,21 @@ class ByteBudget:
     advice: str  # to a client that asks for more than there can be
     num_reserved: int = 0
 
-    def reserve(self, num_bytes: int) -> None:
-        """Raises `InvalidRequest` for more than the whole budget, `CapacityError` for more than what is left of it."""
+    def reserve(self, num_bytes: int, what: str | None = None, param: str | None = None) -> None:
+        """Raises `InvalidRequest` for more than the whole budget, `CapacityError` for more than what is left of it.
+
+        `what` and `param` are those of the budget unless they are given.
+        """
+        what = what or self.what
         if num_bytes > self.max_bytes:
             raise InvalidRequest(
-                f"the request may have {num_bytes} bytes of {self.what}, {self.key} is {self.max_bytes}: {self.advice}",
-                self.param,
+                f"the request may have {num_bytes} bytes of {what}, {self.key} is {self.max_bytes}: {self.advice}",
+                param or self.param,
             )
         if self.num_reserved + num_bytes > self.max_bytes:
             raise CapacityError(
-                f"open requests may have {self.num_reserved} bytes of {self.what}, {num_bytes} more would exceed "
-                f"{self.max_bytes} ({self.key})"
+                f"open requests may have {self.num_reserved} bytes of {self.what}, {num_bytes} more "
+                f"of {what} would exceed {self.max_bytes} ({self.key})"
             )
         self.num_reserved += num_bytes
 

@@ -86,6 +86,7 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     message = _common_message(body, limits)
     message.request_id = request_id
     message.chat.CopyFrom(chat_of(body))
+    message.return_progress = body.has_progress
     message.chat.tool_choice = choice_text(body.tool_choice)
     message.chat.reasoning_effort = body.reasoning_effort or ""
     budget = body.thinking_token_budget if body.max_reasoning_tokens is None else body.max_reasoning_tokens

@@ -60,7 +60,7 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             queue_timeout_ms=entry.queue_timeout_ms,
             traceparent=request.traceparent,
             num_crashes=entry.num_crashes,
-            return_context_logits=entry.wants_context_logits,
+            token_report=entry.token_report,
             return_generation_logits=request.return_generation_logits,
             adapter=encode_adapter(request.adapter),
             prompt_table=_encode_table(request),
@@ -133,8 +133,8 @@ def keep_logits(sequences: StreamSequences, output: dense_pb2.StepOutput) -> Non
             entry.logits.set_rows(each.start, each.num_rows, each.values)
     for each in output.prompt_logits:
         entry = sequences.get(each.seq_id)
-        if entry is not None and entry.context_logits is not None:
-            entry.context_logits.set_rows(each.start, each.num_rows, each.values)
+        if entry is not None:
+            entry.keep_token_report(each.start, each.num_rows, each.values)
 
 
 def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:

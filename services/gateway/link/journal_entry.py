@@ -20,7 +20,7 @@ from services.common.token_logprobs import TokenLogprobs
 from services.gateway.link.logits import LogitRows
 from services.gateway.link.search_record import SearchRecord
 from services.gateway.request import GenerationRequest
-from services.pb import dense_pb2
+from services.pb import dense_pb2, sampling_pb2
 
 
 class FinishReason(Enum):
@@ -71,6 +71,7 @@ class JournalEntry:
         "finish_reason",
         "first_token_at",
         "followers",
+        "hidden_states",
         "index",
         "is_admitted",
         "is_follower",
@@ -80,6 +81,7 @@ class JournalEntry:
         "num_cached_tokens",
         "num_crashes",
         "output_token_ids",
+        "progress",
         "prompt_logprobs",
         "queue_s",
         "request",
@@ -110,6 +112,8 @@ class JournalEntry:
         self.logits = LogitRows() if request.return_generation_logits else None  # of output tokens
         # After prompt tokens. They are the same for all answers, so only the first one requests them.
         self.context_logits = LogitRows() if request.return_context_logits and not index else None
+        self.hidden_states = LogitRows() if request.return_hidden_states else None  # of all computed tokens
+        self.progress: int | None = None  # computed tokens of the prompt that the client has not been told of
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         self.queue_s: float | None = None  # from its arrival at the dense worker until it first ran
         self.arrival = time.monotonic()
@@ -152,6 +156,17 @@ class JournalEntry:
         return self.context_logits is not None and self.context_logits.num_rows < len(self.request.prompt_token_ids)
 
     @property
+    def token_report(self) -> sampling_pb2.TokenReport:
+        """What the dense worker has to report of each token. Hidden states come again from the first token on."""
+        if self.hidden_states is not None:
+            return sampling_pb2.TOKEN_REPORT_HIDDEN_STATES
+        if self.wants_context_logits:
+            return sampling_pb2.TOKEN_REPORT_CONTEXT_LOGITS
+        if self.request.return_progress and not self.index and not self.output_token_ids:
+            return sampling_pb2.TOKEN_REPORT_PROGRESS
+        return sampling_pb2.TOKEN_REPORT_NONE
+
+    @property
     def queue_timeout_ms(self) -> int:
         """The rest of its waiting time in milliseconds; 0 (no limit) after it has run."""
         limit_s = self.request.queue_timeout_s
@@ -187,6 +202,21 @@ class JournalEntry:
         """Stores log-probabilities of prompt tokens from index `start` on. A span may arrive again after a crash."""
         if start - 1 <= len(self.prompt_logprobs):
             self.prompt_logprobs[start - 1 : start - 1 + len(logprobs)] = logprobs
+
+    def keep_token_report(self, start: int, num_rows: int, values: bytes) -> None:
+        """Stores what is reported of the tokens from index `start` on. They may come again after a crash."""
+        rows = self.context_logits if self.hidden_states is None else self.hidden_states
+        if rows is not None:
+            rows.set_rows(start, num_rows, values)
+        elif self.request.return_progress and not self.is_ended:
+            self.progress = start + num_rows
+            if not self._is_in_updates:
+                self._put_in_updates()
+
+    def take_progress(self) -> int | None:
+        """Takes the number of computed tokens of the prompt; None if it has not changed."""
+        progress, self.progress = self.progress, None
+        return progress
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the sequence; its last token has been appended before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BYTES_PER_LOGIT = 4  # a 32-bit float
+BYTES_PER_HIDDEN_VALUE = 56  # a value of a hidden state: twice as a 32-bit float and twice as JSON, at most 24 bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from services.common.token_logprobs import TokenLogprobs
 from services.gateway.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.answer import DONE
+from services.gateway.http.answers.hidden_states import HiddenStates
 from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.schemas.generate import FinishObject, GenerateBody, GenerateObject, LogprobTriple, MetaInfo
 from services.gateway.link.journal_entry import FinishReason
@@ -95,6 +96,9 @@ class GenerateFormat:
             shown = prompt is not None and prompt.logprobs is not None and start not in (None, -1)
             token_ids = prompt.token_ids[start:] if shown else []
             about |= self._logprobs("input", token_ids, [None, *prompt.logprobs][start:] if shown else [], named)
+        if self._body.return_hidden_states and finish is not None:
+            found = answer.hidden_states
+            about["hidden_states"] = None if found is None else HiddenStates(found, finish.num_prompt_tokens)
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
 
     def _logprobs(

@@ -7,12 +7,16 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from services.gateway.http.answers.hidden_states import HiddenStates
+
 MAX_PIECE_VALUES = 4096  # about a millisecond
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
     """The JSON of `value` in pieces: objects by key, lists with large elements by element, other lists by slices."""
-    if isinstance(value, dict):
+    if isinstance(value, HiddenStates):
+        yield from value.json_pieces()
+    elif isinstance(value, dict):
         separator = b"{"
         for key, each in value.items():
             yield separator + to_json(key) + b":"
@@ -47,6 +51,8 @@ def _elements(elements: Sequence[Any]) -> Iterator[bytes]:
 
 def _num_values(element: Any, most: int = MAX_PIECE_VALUES + 1) -> int:
     """Number of JSON values in one element, counted up to `most`."""
+    if isinstance(element, HiddenStates):
+        return most
     if not isinstance(element, Mapping | list):
         return 1
     count = 1

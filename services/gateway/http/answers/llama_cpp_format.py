@@ -10,7 +10,7 @@ from services.common.token_logprobs import TokenLogprobs
 from services.gateway.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.logprobs import LEAST_LOGPROB
-from services.gateway.http.answers.timings import timings, timings_so_far
+from services.gateway.http.answers.timings import prompt_progress, timings, timings_so_far
 from services.gateway.http.errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.answers import TimingsObject
@@ -72,6 +72,19 @@ class LlamaCppFormat:
         if "\n" in text:
             self._with_new_line.add(index)
         objects: list[LlamaCppObject] = []
+        if chunk.progress is not None:
+            objects.append(
+                {
+                    "index": index,
+                    "content": "",
+                    "tokens": [],
+                    "stop": False,
+                    "id_slot": NO_SLOT,
+                    "tokens_predicted": 0,
+                    "tokens_evaluated": len(self._prompts[prompt_index]),
+                    "prompt_progress": prompt_progress(chunk.progress),
+                }
+            )
         if text or chunk.token_ids:
             piece: LlamaCppObject = {
                 "index": index,

@@ -1,4 +1,4 @@
-"""`MeasuredFormat`: adds times to the objects of another format, for requests or servers that want them."""
+"""`MeasuredFormat`: adds times and progress to the objects of another format, where they are wanted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 
 from services.gateway.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.http.answers.answer import Format
-from services.gateway.http.answers.timings import request_metrics, timings, timings_so_far
+from services.gateway.http.answers.timings import prompt_progress, request_metrics, timings, timings_so_far
+from services.gateway.http.schemas.chat import ChatRequest
 from services.gateway.http.schemas.sampling import GenerationFields
+
+HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint")
 
 
 def measured(form: Format, body: GenerationFields, *, has_metrics: bool) -> Format:
-    """`form` itself if no times are asked for. `has_metrics`: whether the server gives vLLM's `metrics`."""
-    if not has_metrics and not body.timings_per_token:
+    """`form` itself if nothing is asked for. `has_metrics`: whether the server gives vLLM's `metrics`."""
+    has_progress = isinstance(body, ChatRequest) and body.has_progress
+    if not has_metrics and not body.timings_per_token and not has_progress:
         return form
     return MeasuredFormat(form, has_timings=bool(body.timings_per_token), has_metrics=has_metrics)
 
@@ -23,7 +27,8 @@ class MeasuredFormat:
     """The objects of completions or chats with `timings`, as in llama.cpp, and `metrics`, as in vLLM.
 
     `timings` is in every event of a stream. A whole answer has it, or with several answers each choice. `metrics` is in
-    the whole object, or in the event with the usage, if there is one answer in all.
+    the whole object, or in the event with the usage, if there is one answer in all. While the prompt of a streamed chat
+    is computed, events have `prompt_progress`, as in llama.cpp.
     """
 
     def __init__(self, form: Format, *, has_timings: bool, has_metrics: bool) -> None:
@@ -36,15 +41,28 @@ class MeasuredFormat:
         self._begun_at = 0.0
         self._first_at: dict[tuple[int, int], float] = {}  # when the first tokens came, by prompt and answer
         self._finishes: list[Finish] = []
+        self._head: dict[str, Any] = {}  # what all events have
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._begun_at = time.monotonic()
         await self._form.begin(prompts)
 
     def opening(self) -> Sequence[Any]:
-        return self._form.opening()
+        objects = self._form.opening()
+        self._head = {name: value for each in objects[:1] for name, value in each.items() if name in HEAD_FIELDS}
+        return objects
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        progress = []
+        if chunk.progress is not None:
+            delta = {"role": "assistant", "content": None}
+            choice = {"index": chunk.index, "delta": delta, "finish_reason": None}
+            progress.append({**self._head, "choices": [choice], "prompt_progress": prompt_progress(chunk.progress)})
+            if not chunk.token_ids and chunk.finish is None:
+                return progress
+        return [*progress, *self._measured_chunk(prompt_index, chunk)]
+
+    def _measured_chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         objects = self._form.chunk(prompt_index, chunk)
         now = time.monotonic()
         first_at = self._first_at.setdefault((prompt_index, chunk.index), now)
@@ -60,7 +78,7 @@ class MeasuredFormat:
 
     def closing(self) -> Sequence[Any]:
         objects = self._form.closing()
-        if not self._has_metrics or len(self._first_at) != 1:
+        if not self._has_metrics or len(self._finishes) != 1:
             return objects
         return [{**each, "metrics": self._metrics()} for each in objects]
 

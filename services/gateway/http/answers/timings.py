@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.chunks import Finish
-from services.gateway.http.schemas.answers import RequestMetrics, TimingsObject
+from services.gateway.chunks import Finish, Progress
+from services.gateway.http.schemas.answers import ProgressObject, RequestMetrics, TimingsObject
 
 
 def timings(finish: Finish) -> TimingsObject:
@@ -26,6 +26,16 @@ def timings(finish: Finish) -> TimingsObject:
 def timings_so_far(prompt_s: float, num_tokens: int, predicted_s: float) -> TimingsObject:
     """The same for an answer that goes on; what of its prompt was cached is told at the end."""
     return {"prompt_ms": 1e3 * prompt_s, **_rates("predicted", num_tokens, predicted_s)}  # type: ignore[return-value]
+
+
+def prompt_progress(progress: Progress) -> ProgressObject:
+    """llama.cpp's object: how far the prompt is computed, and the time since its first step began."""
+    return {
+        "total": progress.num_prompt_tokens,
+        "cache": progress.num_cached_tokens,
+        "processed": progress.num_computed_tokens,
+        "time_ms": round(1e3 * progress.time_s),
+    }
 
 
 def request_metrics(finish: Finish) -> RequestMetrics:

@@ -29,6 +29,7 @@ async def llama_cpp_messages(
             message.default_max_tokens = 0  # the rest of the context
         if body.cache_prompt is False:
             message.cache_salt = secrets.token_hex(16)  # no other prompt has the same
+        message.return_progress = bool(body.return_progress and body.stream)
         sampling = message.sampling
         if sampling.HasField("top_k"):
             sampling.top_k = min(sampling.top_k, limits.vocab_size)

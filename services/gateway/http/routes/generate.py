@@ -47,6 +47,7 @@ def generate_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         messages = completion_messages(completion, request_id, limits)
         for prompt_index, message in enumerate(messages):
             message.sampling.logprob_token_ids.extend(body.named_tokens(prompt_index))
+            message.return_hidden_states = bool(body.return_hidden_states)
         return Answer(
             frontend,
             traced(messages, request),

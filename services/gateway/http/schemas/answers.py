@@ -45,6 +45,15 @@ class TimingsObject(TypedDict):
     predicted_per_second: float
 
 
+class ProgressObject(TypedDict):
+    """How far a prompt is computed, in tokens, as in llama.cpp."""
+
+    total: int
+    cache: int  # found in the prefix cache
+    processed: int  # those included
+    time_ms: int  # since its first step
+
+
 class RequestMetrics(TypedDict):
     """How long a request took, as in vLLM, with gateway.request_metrics; null where there is nothing to measure."""
 

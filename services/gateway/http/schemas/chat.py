@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from services.gateway.http.schemas.answers import (
     FinishReasonName,
+    ProgressObject,
     PromptLogprobs,
     RequestMetrics,
     TimingsObject,
@@ -220,11 +221,19 @@ class ChatRequest(GenerationFields):
         None, description="Start every answer with the text of the last message, if that is the assistant's"
     )
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
+    return_progress: bool | None = Field(
+        None, description="Send events with llama.cpp's prompt_progress while the prompt of a stream is computed"
+    )
     top_logprobs: CountOrAll | None = Field(
         None,
         description="Most likely tokens to give for each token, up to gateway.max_logprobs; -1: the whole vocabulary. "
         "Those of all answers together are at most gateway.max_request_logprobs",
     )
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether events tell how far the prompt is computed."""
+        return bool(self.return_progress and self.stream)
 
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
@@ -347,3 +356,4 @@ class ChatChunkObject(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
     timings: NotRequired[TimingsObject]
     metrics: NotRequired[RequestMetrics]
+    prompt_progress: NotRequired[ProgressObject]  # in events without text

@@ -52,6 +52,7 @@ class CompletionRequest(GenerationFields):
         # fields of chats
         "functions": ([],),
         "max_completion_tokens": (),
+        "return_progress": (False,),
         "max_reasoning_tokens": (),
         "messages": (),
         "tools": ([],),

@@ -54,7 +54,6 @@ class GenerateBody(RequestModel):
         "audio_data": ([],),
         "video_data": ([],),
         "input_embeds": (),
-        "return_hidden_states": (False,),
         "session_params": ({},),
         "custom_logit_processor": ("",),
     }
@@ -74,6 +73,9 @@ class GenerateBody(RequestModel):
         None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
     )
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | None = Field(
+        None, description="Give the last hidden state of each token but the last one of the answer; not with stream"
+    )
     rid: str | None = Field(None, description="The request's name, for logs and meta_info.id")
     lora_path: str | None = Field(None, description="The name of an adapter")
 
@@ -90,8 +92,9 @@ class GenerateBody(RequestModel):
             raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
         if self.token_ids_logprob:
             self._check_named_tokens(self.token_ids_logprob)
-        if self.stream and self.return_logprob:
-            raise PydanticCustomError("stream", "cannot be used with stream", {"field": "return_logprob"})
+        for field in ("return_logprob", "return_hidden_states"):
+            if self.stream and getattr(self, field):
+                raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
         return self
 
     def _check_named_tokens(self, given: list[int] | list[list[int] | None]) -> None:
@@ -161,6 +164,7 @@ class MetaInfo(TypedDict):
     completion_tokens: int
     cached_tokens: NotRequired[int]  # once the answer is whole
     e2e_latency: NotRequired[float]  # seconds
+    hidden_states: NotRequired[list[Any] | None]  # a list of those of the prompt, then one of each token; null: aborted
     output_token_logprobs: NotRequired[list[LogprobTriple]]
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     input_token_logprobs: NotRequired[list[LogprobTriple]]

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
-from services.gateway.http.schemas.answers import TimingsObject
+from services.gateway.http.schemas.answers import ProgressObject, TimingsObject
 from services.gateway.http.schemas.base import MAX_INT64, MIN_INT64, CountOrAll, Int64, TokenIdList, UInt32, at_most
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.request import MAX_STRING_CHARACTERS
@@ -23,7 +23,7 @@ RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's names of a random seed
 ALL = -1
 MAX_TEXTS = 64  # that one prompt has between token ids, or that `logit_bias` names: each takes half a millisecond
 MAX_RESPONSE_FIELDS = 64
-OWN_FIELDS = ("n_predict", "n_probs", "repeat_penalty", "samplers")
+OWN_FIELDS = ("n_predict", "n_probs", "repeat_penalty", "return_progress", "samplers")
 
 
 def _kind_of_sequence(value: Any) -> str:
@@ -85,7 +85,6 @@ class LlamaCppBody(CompletionRequest):
         "min_keep": (0,),
         "n_indent": (0,),
         "post_sampling_probs": (False,),
-        "return_progress": (False,),
         "samplers": (SAMPLERS,),
         "system_prompt": ("",),
         "t_max_predict_ms": (0,),
@@ -123,6 +122,9 @@ class LlamaCppBody(CompletionRequest):
         "or of all tokens of the text; false: never sample it",
     )
     cache_prompt: bool | None = Field(None, description="false: compute the prompt without the prefix cache")
+    return_progress: bool | None = Field(
+        None, description="Send events with prompt_progress while the prompt of a stream is computed"
+    )
     return_tokens: bool | None = Field(None, description="Give the token ids of the answer; streams always do")
     response_fields: Annotated[list[str] | None, at_most(MAX_RESPONSE_FIELDS)] = Field(
         None, description="Give only these fields; a/b gives the field b of a under the name a/b"
@@ -259,6 +261,7 @@ class LlamaCppObject(TypedDict):
     stop_type: NotRequired[Literal["none", "eos", "limit", "word"]]  # none: the request was aborted
     stopping_word: NotRequired[str]
     timings: NotRequired[TimingsObject]
+    prompt_progress: NotRequired[ProgressObject]  # in events without text
     completion_probabilities: NotRequired[list[TokenProbability]]
 
 

@@ -188,3 +188,14 @@ def test_an_unknown_adapter_is_a_404(tmp_path: Path) -> None:
         check_error(await client.post(URL, json={"text": "a", "lora_path": "sql"}), 404, "lora_path", "sql")
 
     with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_hidden_states_are_refused_by_name_where_the_backend_has_none(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(URL, json={"text": PROMPT, "return_hidden_states": True})
+        check_error(response, 400, "return_hidden_states", "dense.backend must be torch")
+        assert not dense.submits
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS])
+    dense.info.hidden_size = 0  # as a worker with TensorRT says
+    with_client(tmp_path, dense, test)
