@@ -19,11 +19,16 @@ DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
 OWN_FIELDS = ("no_stop_trim",)  # of SGLang, which a completion has under another name
 
 
+def _kind_of_named(value: Any) -> str:
+    is_nested = isinstance(value, list) and bool(value) and (value[0] is None or isinstance(value[0], list))
+    return "<lists>" if is_nested else "<token_ids>"
+
+
 _Named = Annotated[list[UInt32], at_most(MAX_LOGPROB_TOKENS)]
 NamedTokens = Annotated[
     Annotated[_Named, Tag("<token_ids>")]
     | Annotated[list[_Named | None], at_most(MAX_PROMPTS), Tag("<lists>")],
-    Discriminator(lambda value: "<token_ids>" if not value or type(value[0]) is int else "<lists>"),
+    Discriminator(_kind_of_named),
 ]
 
 
