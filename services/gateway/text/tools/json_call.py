@@ -152,7 +152,7 @@ class JsonCall:
         if depth == 1 and state in (State.FIRST_KEY, State.KEY, State.VALUE) and character not in _WHITESPACE + "}":
             self._member = []
         if self._member is not None:
-            self._add(shown, is_key=state in (State.FIRST_KEY, State.KEY, State.KEY_STRING))
+            self._add(shown, is_key=depth == 1 and state in (State.FIRST_KEY, State.KEY, State.KEY_STRING))
         if self.is_complete:
             self._end()
         return 1

@@ -183,6 +183,7 @@ def test_objects_that_are_no_calls_stay_content() -> None:
     for text in (
         '{"city": "Paris"}',
         '{"name": "Ann", "parameters": {}}',
+        '{"name": {}}',
         '{"name": "f", "age": 3}',
         'Use {"name": "f", "parameters": {}} for that.',
         '{"user": {"name": "f", "parameters": {}}}',
