@@ -113,7 +113,7 @@ class PromptEmbeds(_message.Message):
     def __init__(self, values: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "return_hidden_states", "return_progress", "suffix", "middle")
+    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "keep_first_tokens", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "return_hidden_states", "return_progress", "suffix", "middle")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class GenerateRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_CONTEXT_LOGITS_FIELD_NUMBER: _ClassVar[int]
     RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +174,7 @@ class GenerateRequest(_message.Message):
     traceparent: str
     default_max_tokens: int
     truncate_prompt_tokens: int
+    keep_first_tokens: bool
     return_context_logits: bool
     return_generation_logits: bool
     beam_search: _sampling_pb2.BeamSearch
@@ -182,7 +184,7 @@ class GenerateRequest(_message.Message):
     return_progress: bool
     suffix: str
     middle: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., keep_first_tokens: _Optional[bool] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_reasoning_tokens")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+from services.gateway.http.schemas.anthropic.request import CountTokensRequest, MessagesRequest
 from tests.clients.environments import Environment
 from tests.clients.test_clients import PROGRAMS, needs, run
 from tests.support.chats.chat_models import make_chat_model, prompt_text, writes
@@ -47,6 +48,24 @@ def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
 
     run_test(test())
     assert "<tool_response>\nsunny\n</tool_response>" in prompt_text(dense.submits[2])
+
+
+# Who asks, from where, how fast and for how much money, and what Anthropic caches or does when it refuses.
+WITHOUT_EFFECT = {
+    *("betas", "billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo"),
+    *("service_tier", "speed", "user_profile_id", "workspace_id"),
+}
+REFUSED = {"compaction", "container", "context_management", "mcp_servers"}
+
+
+@needs("anthropic")
+def test_every_field_is_served_refused_or_without_effect() -> None:
+    command = [Environment("anthropic").program("python"), str(PROGRAMS / "anthropic_fields.py")]
+    for name, fields in json.loads(run(command)).items():
+        model = CountTokensRequest if name == "count_tokens" else MessagesRequest
+        assert model.unsupported.keys() == REFUSED
+        served = model.model_fields.keys() - WITHOUT_EFFECT
+        assert set(fields) - served - REFUSED == WITHOUT_EFFECT & set(fields), name
 
 
 @needs("anthropic")

@@ -75,8 +75,10 @@ def completion_messages(
         elif isinstance(prompt, gateway_pb2.PromptEmbeds):
             message.prompt_embeds.CopyFrom(prompt)
         else:
-            is_cut = body.truncate_prompt_tokens is not None  # copy no more tokens than can be kept
-            message.prompt_token_ids.ids.extend(prompt[-limits.max_model_len :] if is_cut else prompt)
+            if body.truncate_prompt_tokens is not None:  # copy no more tokens than can be kept
+                most = limits.max_model_len
+                prompt = prompt[:most] if common.keep_first_tokens else prompt[-most:]
+            message.prompt_token_ids.ids.extend(prompt)
         messages.append(message)
     return messages
 
@@ -174,6 +176,7 @@ def _common_message(body: GenerationFields, limits: ModelLimits) -> gateway_pb2.
         stop_token_ids=body.stop_token_ids,
         bad_words=body.bad_words,
         truncate_prompt_tokens=0 if body.truncate_prompt_tokens == ALL else body.truncate_prompt_tokens,
+        keep_first_tokens=body.truncation_side == "right",
         prompt_logprobs=limits.vocab_size if body.prompt_logprobs == ALL else body.prompt_logprobs,
         beam_search=_beam_search_of(body),
         **_given(body, SAME_FIELDS),

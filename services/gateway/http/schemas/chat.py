@@ -183,6 +183,7 @@ class ChatRequest(GenerationFields):
         **GenerationFields.unsupported,
         # OpenAI
         "audio": (),
+        "moderation": (),
         "function_call": ("none",),  # the older name of tool_choice
         "functions": ([],),  # the older name of tools
         "modalities": (["text"],),

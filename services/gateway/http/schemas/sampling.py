@@ -130,6 +130,9 @@ class GenerationFields(RequestModel):
     truncate_prompt_tokens: CountOrAll | None = Field(
         None, description="Keep only this many of the prompt's last tokens; -1: as many as leave room for max_tokens"
     )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="With truncate_prompt_tokens, where tokens are left out: left, the default, or right"
+    )
     return_token_ids: bool | None = Field(
         None, description="Give the token ids of the answer in addition to its text, and once those of the prompt"
     )
@@ -146,6 +149,8 @@ class GenerationFields(RequestModel):
     user: str | None = Field(None, description="Name of the end user, for logs only")
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
     prompt_cache_key: _Label | None = Field(None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    prompt_cache_retention: _Label | None = Field(None, description=IGNORED)
     reasoning_effort: _Label | None = Field(None, description=f"{IGNORED}; in chats a variable of the template")
     safety_identifier: _Label | None = Field(None, description=IGNORED)
     service_tier: _Label | None = Field(None, description=IGNORED)

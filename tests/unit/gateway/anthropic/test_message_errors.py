@@ -214,3 +214,17 @@ def test_a_thread_is_refused_in_a_way_that_clients_know(tmp_path: Path) -> None:
             assert (await client.post(path, json=BODY | {"thread": None})).status_code == 200
 
     with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_edits_of_the_conversation_are_refused_unless_they_keep_all(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        keep = {"type": "clear_thinking_20251015", "keep": "all"}
+        shorter = keep | {"keep": {"type": "thinking_turns", "value": 1}}
+        for edits in ([{"type": "clear_tool_uses_20250919"}], [shorter]):
+            response = await client.post(MESSAGES, json=BODY | {"context_management": {"edits": edits}})
+            check(response, 400, "invalid_request_error", "context_management")
+        for neutral in ([], [keep]):
+            body = BODY | {"context_management": {"edits": neutral}}
+            assert (await client.post(MESSAGES, json=body)).status_code == 200
+
+    with_client(tmp_path, FakeDense(say(" one")), test)

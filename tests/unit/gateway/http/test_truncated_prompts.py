@@ -65,6 +65,17 @@ def test_the_last_tokens_are_kept(kind: str, options: dict[str, Any], num_kept: 
     assert answer["usage"]["prompt_tokens"] == num_kept
 
 
+@pytest.mark.parametrize(("side", "count"), [("left", 7), ("right", 7), ("right", -1)])
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_the_side_that_is_left_out(kind: str, side: str, count: int, tmp_path: Path) -> None:
+    prompt, token_ids = PROMPTS[kind]
+    dense = FakeDense(lambda submit: [5] * MAX_MODEL_LEN, max_model_len=MAX_MODEL_LEN)
+    post(tmp_path, dense, prompt | {"truncate_prompt_tokens": count, "truncation_side": side, "max_tokens": 30})
+    num_kept = MAX_MODEL_LEN - 30 if count == -1 else count
+    expected = token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]
+    assert list(dense.submits[0].prompt_token_ids) == expected
+
+
 @pytest.mark.parametrize("count", [-1, 50])
 def test_a_short_prompt_is_not_truncated(count: int, tmp_path: Path) -> None:
     dense = FakeDense(lambda submit: [5] * 4)

@@ -17,6 +17,7 @@ from services.gateway.request import MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.text.tools.tool import MAX_TOOLS
 
+KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit of the conversation that changes nothing
 UNSUPPORTED_THREAD = "thread_unsupported_request"  # Anthropic's client then sends the whole conversation by itself
 
 
@@ -91,7 +92,9 @@ class CountTokensRequest(RequestModel):
     """Everything that becomes the prompt."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "compaction": (),
         "container": (),
+        "context_management": ({}, {"edits": []}, {"edits": [KEEP_THINKING]}),
         "mcp_servers": ([],),
     }
     model: str

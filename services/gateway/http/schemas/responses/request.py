@@ -63,7 +63,11 @@ class ResponsesRequest(RequestModel):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
         "conversation": (),
+        "image": (),
+        "moderation": (),
         "prompt": (),
     }
     model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
@@ -99,7 +103,11 @@ class ResponsesRequest(RequestModel):
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = Field(None, description="The answer repeats it")
     cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    access_programs: Any = Field(None, description=IGNORED)
+    max_tool_calls: Int64 | None = Field(None, description=f"{IGNORED}: it limits tools that the server itself runs")
     prompt_cache_key: _Label | None = Field(None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    prompt_cache_retention: _Label | None = Field(None, description=IGNORED)
     safety_identifier: _Label | None = Field(None, description=IGNORED)
     service_tier: _Label | None = Field(None, description=IGNORED)
 
