@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import REPOSITORY
+from tests.support.imports import MODULES, imports_of
 
-GENERATED = REPOSITORY / "services" / "pb"
 # The packages of services/, and the others that each may import. The three services share only messages.
 LAYERS = {
     "pb": set(),
@@ -25,34 +22,6 @@ LAYERS = {
     "attn_worker": {"common", "step", "channel", "rpc", "pb"},
     "launch": {"common", "channel", "rpc", "gateway", "pb"},  # gateway: the chat client; channel: the cleanup
 }
-
-
-def python_files(*folders: str) -> list[Path]:
-    """The Python files of these folders, without generated ones."""
-    files = (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
-    return [path for path in files if GENERATED not in path.parents]
-
-
-def module_name(path: Path) -> str:
-    """The name by which it is imported. The name of an `__init__.py` is that of its package."""
-    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(path): path for path in python_files("services")}
-
-
-def imports_of(name: str) -> set[str]:
-    """The modules of services/ that a module imports, also within functions and only for type checkers."""
-    found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, f"{name} imports relatively"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {full if full in MODULES else node.module for full in names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {each for each in found if each.startswith("services.")} - {name}
-
 
 GRAPH = {name: imports_of(name) for name in MODULES}
 

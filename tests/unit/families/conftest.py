@@ -1,0 +1,15 @@
+"""What tests of families export and build is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.dense.kept_exports import kept_exports
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept() -> Iterator[None]:
+    with kept_exports():
+        yield
