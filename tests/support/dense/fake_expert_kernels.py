@@ -44,8 +44,12 @@ def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
     grouped |= {"choose_block_rows": lambda *_: BLOCK_ROWS}
     few = {"few_gate_up": kernels.few_gate_up, "few_down": kernels.few_down}
     quantized = {"grouped_quantized": kernels.grouped_quantized, "MAX_BLOCK_ROWS": 64}
-    by_module = {"router": router, "grouped": grouped, "grouped_quantized": quantized, "few": few}
-    return {f"experts.triton_{name}": names for name, names in by_module.items()}
+    return {
+        "services.dense_worker.backends.experts.triton_router": router,
+        "services.dense_worker.backends.experts.triton_grouped": grouped,
+        "services.dense_worker.backends.experts.triton_grouped_quantized": quantized,
+        "services.dense_worker.backends.experts.triton_few": few,
+    }
 
 
 class _Kernels:

@@ -1,7 +1,7 @@
 """Computes the dense worker's Triton kernels by torch on a CPU, without triton, and records each launch.
 
-These functions replace the modules `services.dense_worker.backends.triton_*`. So `CudaBackend` itself runs everywhere,
-and a test can read which kernels a step launches, in which order, and the shapes of their results.
+These functions replace modules of kernels. So `CudaBackend` itself runs everywhere, and a test can read which kernels a
+step launches, in which order, and the shapes of their results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ from tests.support.dense.fake_quantized_kernels import (
     skinny_quantized,
 )
 
-PACKAGE = "services.dense_worker.backends"
+# What imports kernels, and is imported anew with those that replace them.
+USERS = (
+    "services.dense_worker.backends.cuda_backend",
+    "services.dense_worker.backends.cuda_linear",
+    "services.dense_worker.backends.cuda_operations",
+    "services.dense_worker.backends.experts.cuda_experts",
+    "services.dense_worker.backends.quantized.multiplied_codes",
+    "services.dense_worker.backends.quantized.multiplied_tiles",
+    "services.dense_worker.backends.quantized.multiplied_values",
+    "services.dense_worker.backends.quantized.streamed_quantized",
+    "services.dense_worker.backends.streamed_plain",
+)
 # The operations of torch that launch a kernel. Views and allocations do not.
 TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "embedding", "copy_", "_to_copy")
 TORCH_KERNELS += ("add", "add_", "mul", "silu", "cat", "fill_", "zero_")
@@ -71,25 +82,17 @@ def fake_triton_kernels() -> Iterator[LaunchRecorder]:
     """A context in which `CudaBackend` can be imported, and runs on the device of the weights."""
     recorder = LaunchRecorder()
     modules = _Kernels(recorder).modules()
-    replaced = {name: module for name, module in sys.modules.items() if _is_cuda_module(name)}
-    for name in replaced:
-        del sys.modules[name]
+    names = (*modules, *USERS)
+    replaced = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     for name, contents in modules.items():
-        sys.modules[f"{PACKAGE}.{name}"] = module = ModuleType(f"{PACKAGE}.{name}")
+        sys.modules[name] = module = ModuleType(name)
         vars(module).update(contents)
     try:
         yield recorder
     finally:
-        for name in [name for name in sys.modules if _is_cuda_module(name)]:
-            del sys.modules[name]
+        for name in names:
+            sys.modules.pop(name, None)
         sys.modules.update(replaced)
-
-
-def _is_cuda_module(name: str) -> bool:
-    """Whether it is a module of kernels, or one that imports kernels."""
-    prefixes = ("triton_", "cuda_", "streamed_", "quantized.triton_", "quantized.streamed_", "quantized.multiplied_")
-    prefixes += ("experts.triton_", "experts.cuda_")
-    return name.startswith(tuple(f"{PACKAGE}.{prefix}" for prefix in prefixes))
 
 
 class _Launcher:
@@ -122,24 +125,53 @@ class _Kernels:
     def modules(self) -> dict[str, dict[str, object]]:
         """The names that other modules import from each module of kernels."""
         return {
-            "triton_activation": {"activate": self.activate},
-            "triton_gemv": {"gemv": self.gemv, "MAX_IN_FEATURES": 32768},
-            "triton_gate": {"apply_gate": self.apply_gate},
-            "triton_latent": {"place_latent": self.place_latent},
-            "triton_launch": {"KernelLauncher": _Launcher},
-            "triton_norm": {"add_norm": self.add_norm, "normalize_heads": self.normalize_heads},
-            "triton_skinny": {
+            "services.dense_worker.backends.triton_activation": {
+                "activate": self.activate,
+            },
+            "services.dense_worker.backends.triton_gemv": {
+                "gemv": self.gemv,
+                "MAX_IN_FEATURES": 32768,
+            },
+            "services.dense_worker.backends.triton_gate": {
+                "apply_gate": self.apply_gate,
+            },
+            "services.dense_worker.backends.triton_latent": {
+                "place_latent": self.place_latent,
+            },
+            "services.dense_worker.backends.triton_launch": {
+                "KernelLauncher": _Launcher,
+            },
+            "services.dense_worker.backends.triton_norm": {
+                "add_norm": self.add_norm,
+                "normalize_heads": self.normalize_heads,
+            },
+            "services.dense_worker.backends.triton_skinny": {
                 "skinny_linear": self.skinny_linear,
                 "SplitWorkspace": _SplitWorkspace,
                 "SPLIT_AREA": 4096,
             },
             **expert_kernels(self._own),
-            "quantized.triton_prepare": {"prepare_input": prepare_input},
-            "quantized.triton_skinny_quantized": {"skinny_quantized": skinny_quantized, "PROGRAMS_PER_SM": 1},
-            "quantized.triton_gemv_quantized": {"can_gemv": can_gemv, "gemv_quantized": gemv_quantized},
-            "quantized.triton_value_tiles": {"multiply_value_tiles": partial(multiply_tiles, self._own)},
-            "quantized.triton_block_tiles": {"multiply_block_tiles": partial(multiply_tiles, self._own)},
-            "quantized.triton_dequantize": {"can_dequantize": can_dequantize, "dequantize": dequantize},
+            "services.dense_worker.backends.quantized.triton_prepare": {
+                "prepare_input": prepare_input,
+            },
+            "services.dense_worker.backends.quantized.triton_skinny_quantized": {
+                "skinny_quantized": skinny_quantized,
+                "PROGRAMS_PER_SM": 1,
+            },
+            "services.dense_worker.backends.quantized.triton_gemv_quantized": {
+                "can_gemv": can_gemv,
+                "gemv_quantized": gemv_quantized,
+            },
+            "services.dense_worker.backends.quantized.triton_value_tiles": {
+                "multiply_value_tiles": partial(multiply_tiles, self._own),
+            },
+            "services.dense_worker.backends.quantized.triton_block_tiles": {
+                "multiply_block_tiles": partial(multiply_tiles, self._own),
+            },
+            "services.dense_worker.backends.quantized.triton_dequantize": {
+                "can_dequantize": can_dequantize,
+                "dequantize": dequantize,
+            },
         }
 
     def add_norm(
