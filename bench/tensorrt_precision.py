@@ -17,8 +17,8 @@ import torch
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.parameters import tensors_by_name, with_tensors
 from services.dense_worker.model.torch_operations import TorchOperations
+from services.dense_worker.parameters import tensors_by_name, with_tensors
 
 MAX_RATIO = 2.0  # of TensorRT's error and the error of torch
 TERMS_PER_SUM = 16  # products that a tensor core adds before it rounds the sum

@@ -17,12 +17,12 @@ from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.backends.linear_choice import ROW_BUCKETS, time_in_graph_us
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.backends.triton_gemv import gemv
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.norm.norm import RmsNorm
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.norm import RmsNorm
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.parameters import Parameter
 
 _SWIGLU = MlpActivation(Activation.SILU, is_gated=True)
 _PROFILED_STEPS = 3

@@ -27,7 +27,7 @@ from services.dense_worker.backends.linear_choice import TILED_BUCKETS, LinearKe
 from services.dense_worker.backends.quantized.operands import PreparedInput
 from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, LARGEST_TILE, VALUE_TILES, Tiles
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.parameters import parameters
+from services.dense_worker.parameters import parameters
 from tests.support.quantized.random_weights import INT8, Make, RandomWeights, linear_of
 
 FORMATS: dict[str, Make] = {
@@ -88,8 +88,8 @@ class ProductBench:
     def __init__(self, device: torch.device) -> None:
         from services.dense_worker.backends.cuda_linear import CudaLinear
         from services.dense_worker.backends.quantized.multiplied_tiles import MultipliedTiles
-        from services.dense_worker.backends.triton_launch import KernelLauncher
         from services.dense_worker.backends.triton_skinny import SPLIT_AREA, SplitWorkspace
+        from services.dense_worker.kernels.triton_launch import KernelLauncher
 
         self._device, self._launcher = device, KernelLauncher(device)
         self._products = CudaLinear(self._launcher, device, torch.bfloat16)

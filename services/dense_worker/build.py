@@ -39,10 +39,10 @@ from services.dense_worker.model.gated.recurrence_weights import (
 )
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.quantized.kv_scales import read_kv_scales
 from services.dense_worker.model.quantized.on_the_fly import with_quantization
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
+from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.guesses import Guessing, GuessingHeads
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler

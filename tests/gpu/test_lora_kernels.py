@@ -13,8 +13,8 @@ from services.common.families.shape import Activation
 from services.dense_worker.lora.torch_lora import TorchLora
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Cut, Linear, Projection
-from services.dense_worker.model.parameters import Parameter
 from services.dense_worker.model.plain_weight import PlainWeight
+from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors
 
 pytest.importorskip("triton", reason="needs triton")

@@ -21,9 +21,9 @@ from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.segments import Middle, segments_of
+from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of

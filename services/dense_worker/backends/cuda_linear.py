@@ -18,10 +18,10 @@ from services.dense_worker.backends.quantized.multiplied_values import Multiplie
 from services.dense_worker.backends.quantized.operands import InputForm
 from services.dense_worker.backends.quantized.streamed_quantized import streamed_quantized
 from services.dense_worker.backends.streamed_plain import StreamedPlain
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import Norm, RmsNorm
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.backends.triton_gemv import MAX_IN_FEATURES, gemv
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import Norm
 from services.dense_worker.model.plain_weight import PlainWeight
 
 _DTYPES = (torch.bfloat16, torch.float16)

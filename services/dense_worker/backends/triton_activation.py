@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.activation import MlpActivation
 
 _BLOCK_SIZE = 1024

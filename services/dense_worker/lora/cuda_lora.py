@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from services.dense_worker.backends.streamed_plain import can_stream_plain
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import MAX_ROWS
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.lora.tensors import to_tensor
 from services.dense_worker.lora.triton_fused import MAX_RANKS, FusedWorkspace, SlotMemory, fused_linear
 from services.dense_worker.lora.triton_lora import (

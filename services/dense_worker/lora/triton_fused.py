@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import (
     MAX_ROWS,
     SplitWorkspace,
@@ -24,6 +23,7 @@ from services.dense_worker.backends.triton_skinny import (
     sum_products,
     write_features,
 )
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.lora.triton_lora import RANK_STEP
 from services.dense_worker.model.activation import MlpActivation
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 RANK_STEP = 16  # ranks are padded to a multiple of it with zeros
 FEW_ROWS = 256  # up to so many rows the sums of `shrink` are divided, to occupy the GPU

@@ -20,6 +20,7 @@ from services.common.families.shape import (
 )
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
+from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
@@ -40,10 +41,9 @@ from services.dense_worker.model.layer import (
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
-from services.dense_worker.model.parameters import Parameter, Source, StoredLayout
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.stored_layout import GroupedHeads, StackedExperts, Transposed
+from services.dense_worker.parameters import Parameter, Source, StoredLayout
 
 
 def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:

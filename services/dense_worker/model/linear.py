@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from services.dense_worker.model.parameters import Parameter, StoredLayout
+from services.dense_worker.parameters import Parameter, StoredLayout
 
 
 class WeightFormat(Protocol):

@@ -9,7 +9,7 @@ import torch
 
 from services.dense_worker.model.head import Embedding, Head, LearnedPositions
 from services.dense_worker.model.layer import DecoderLayer
-from services.dense_worker.model.parameters import Parameter, parameters, parts_of_type
+from services.dense_worker.parameters import Parameter, parameters, parts_of_type
 
 
 @dataclass(frozen=True, slots=True)

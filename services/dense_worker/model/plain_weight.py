@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from services.dense_worker.model.parameters import Parameter, share_of_rows
+from services.dense_worker.parameters import Parameter, share_of_rows
 
 
 @dataclass(frozen=True, slots=True)

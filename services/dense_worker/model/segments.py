@@ -17,7 +17,7 @@ from services.dense_worker.model.head import Embedding, Head
 from services.dense_worker.model.layer import AfterAttention, BeforeAttention
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.operations import Operations, Residual
-from services.dense_worker.model.parameters import tensors_by_name
+from services.dense_worker.parameters import tensors_by_name
 from services.dense_worker.prompts.given_rows import GivenRows
 
 Weights = dict[str, torch.Tensor]  # by name of the parameter

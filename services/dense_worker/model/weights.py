@@ -29,7 +29,9 @@ from services.dense_worker.model.families import build_decoder
 from services.dense_worker.model.gated.recurrence_weights import recurrence_names
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.parameters import (
+from services.dense_worker.model.plain_weight import PlainWeight
+from services.dense_worker.model.quantized.layer import FLOATS
+from services.dense_worker.parameters import (
     Loaded,
     Source,
     StoredTensor,
@@ -37,8 +39,6 @@ from services.dense_worker.model.parameters import (
     tensors_by_name,
     with_tensors,
 )
-from services.dense_worker.model.plain_weight import PlainWeight
-from services.dense_worker.model.quantized.layer import FLOATS
 
 RANDOM_STD = 0.02
 _HASH_SAMPLES = 64

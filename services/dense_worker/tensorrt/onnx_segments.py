@@ -18,10 +18,10 @@ from torch import nn
 from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.operations import Operations
-from services.dense_worker.model.parameters import tensors_by_name, with_tensors
 from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
+from services.dense_worker.parameters import tensors_by_name, with_tensors
 from services.dense_worker.tensorrt.onnx_lowering import CODE_DTYPES, ONNX_DTYPES, Lowering
 from services.dense_worker.tensorrt.quantized.exported_products import ExportedOperations, check_exportable
 

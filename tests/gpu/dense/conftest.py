@@ -9,7 +9,7 @@ from tests.gpu.dense.operands import TOLERANCES
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 
 @pytest.fixture(params=TOLERANCES, ids=str)

@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation
+from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.parameters import Parameter
 
 EPS = 1e-5
 # ‖out − exact‖ / ‖exact‖. Inputs and each operator's result are rounded to 2^-9 (bfloat16) or 2^-12 (float16),

@@ -23,8 +23,8 @@ pytest.importorskip("triton", reason="needs triton")
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.triton_gemv import gemv
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.
 SHAPES = [(256, 512), (137, 272), (40, 1500), (6500, 96)]

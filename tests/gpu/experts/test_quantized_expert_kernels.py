@@ -24,13 +24,13 @@ from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import SoftmaxRouter
 from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.parameters import Parameter, tensors_by_name, with_tensors
+from services.dense_worker.parameters import Parameter, tensors_by_name, with_tensors
 from tests.support.model_configs import small_config
 
 pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.experts.cuda_experts import CudaExperts
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 CPU = torch.device("cpu")
 HOPPER_SHARED_BYTES = 227 << 10

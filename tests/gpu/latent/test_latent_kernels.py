@@ -10,9 +10,9 @@ import torch
 
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
-from services.dense_worker.model.norm import RmsNorm
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model.torch_operations import TorchOperations
+from services.dense_worker.parameters import Parameter
 from tests.gpu.attention_pair import (
     MAX_MODEL_LEN,
     TOLERANCES,
@@ -168,8 +168,8 @@ def test_rotated_parts_and_latent_vectors_are_those_of_torch(
     """Everything around them stays as it is."""
     if kernel_device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter does not round bfloat16")
-    triton_latent = pytest.importorskip("services.dense_worker.backends.triton_latent", reason="needs triton")
-    from services.dense_worker.backends.triton_launch import KernelLauncher
+    triton_latent = pytest.importorskip("services.dense_worker.kernels.norm.triton_latent", reason="needs triton")
+    from services.dense_worker.kernels.triton_launch import KernelLauncher
 
     query_size = num_heads * (plain_dim + rotated_dim)
     norm = RmsNorm(Parameter("norm", torch.randn(rank).to(dtype)), 1e-6)

@@ -13,7 +13,7 @@ from services.common.families.shape import Activation, ClampedSwiglu
 from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix
 from services.dense_worker.model.activation import ACTIVATIONS, clamped_swiglu
 from services.dense_worker.model.experts.router import GroupedRouter, SoftmaxRouter
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.parameters import Parameter
 from tests.support.dense.fake_quantized_kernels import dequantized
 
 Tensor = torch.Tensor

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from services.dense_worker.backends.quantized.operands import Codes, InputForm, PreparedInput, QuantizedMatrix
 from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
+from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.quantized.activations import to_codes, token_scale
 
 Tensor = torch.Tensor

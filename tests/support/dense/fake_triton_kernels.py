@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
 from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.norm import HeadNorms, Norm
 from tests.support.dense.fake_expert_kernels import expert_kernels
 from tests.support.dense.fake_quantized_kernels import (
     can_dequantize,
@@ -132,16 +132,16 @@ class _Kernels:
                 "gemv": self.gemv,
                 "MAX_IN_FEATURES": 32768,
             },
-            "services.dense_worker.backends.triton_gate": {
+            "services.dense_worker.kernels.norm.triton_gate": {
                 "apply_gate": self.apply_gate,
             },
-            "services.dense_worker.backends.triton_latent": {
+            "services.dense_worker.kernels.norm.triton_latent": {
                 "place_latent": self.place_latent,
             },
-            "services.dense_worker.backends.triton_launch": {
+            "services.dense_worker.kernels.triton_launch": {
                 "KernelLauncher": _Launcher,
             },
-            "services.dense_worker.backends.triton_norm": {
+            "services.dense_worker.kernels.norm.triton_norm": {
                 "add_norm": self.add_norm,
                 "normalize_heads": self.normalize_heads,
             },

@@ -12,7 +12,7 @@ from services.common.model_config import ModelConfig
 from services.dense_worker import build
 from services.dense_worker.__main__ import main
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.parameters import tensors_by_name
+from services.dense_worker.parameters import tensors_by_name
 
 # Embeddings are so much larger than what the layers add to them that the last hidden state keeps their direction.
 EMBEDDING_SCALE = 2000.0

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import GroupedRouting
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _FEW_ROWS = 64
 _LEAST_KEY = tl.constexpr(-3.0e38)  # instead of NaN and what is below: above the key of an expert that is taken

@@ -26,8 +26,8 @@ from services.dense_worker.backends.quantized.tile_choice import (
 from services.dense_worker.backends.quantized.triton_block_tiles import multiply_block_tiles
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
 from services.dense_worker.backends.quantized.triton_value_tiles import multiply_value_tiles
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SPLIT_AREA, SplitWorkspace
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
 

@@ -19,11 +19,11 @@ from services.dense_worker.backends.quantized.operands import (
 from services.dense_worker.backends.quantized.triton_gemv_quantized import can_gemv, gemv_quantized
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
 from services.dense_worker.backends.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace
+from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear, WeightFormat
-from services.dense_worker.model.norm import Norm, RmsNorm
 from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
 from services.dense_worker.model.quantized.mxfp4_weight import GROUP_SIZE, Mxfp4Weight

@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix
 from services.dense_worker.backends.quantized.tile_choice import Tiles
 from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, add_splits, write_features
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 
 def multiply_block_tiles(

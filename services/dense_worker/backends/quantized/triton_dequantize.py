@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.backends.quantized.operands import Codes, QuantizedMatrix
 from services.dense_worker.backends.quantized.triton_codes import codes_in_float32, scales_in_float32
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _BLOCK_OUT = 8
 _BLOCK_BYTES = 512

@@ -18,9 +18,9 @@ from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, 
 from services.dense_worker.backends.quantized.triton_prepare import greater
 from services.dense_worker.backends.quantized.triton_word_products import greatest_of, pairs_of_row, word_products
 from services.dense_worker.backends.triton_activation import activated
-from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.kernels.norm.norm import RmsNorm
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.norm import RmsNorm
 
 _WORD_BYTES = 4
 

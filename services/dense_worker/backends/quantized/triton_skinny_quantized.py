@@ -20,7 +20,6 @@ from services.dense_worker.backends.quantized.triton_codes import (
     scales_in_float32,
     uint4_in_16_bits,
 )
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import (
     MAX_ROWS,
     MIN_ROWS,
@@ -28,6 +27,7 @@ from services.dense_worker.backends.triton_skinny import (
     add_splits,
     write_features,
 )
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.activation import MlpActivation
 
 _MAX_SPLITS = 16

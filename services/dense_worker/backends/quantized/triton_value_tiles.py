@@ -22,8 +22,8 @@ from services.dense_worker.backends.quantized.triton_codes import (
     scales_in_float32,
     uint4_in_16_bits,
 )
-from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, add_splits, write_features
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 
 def multiply_value_tiles(

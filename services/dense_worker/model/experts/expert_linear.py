@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from services.dense_worker.model.linear import WeightFormat
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.parameters import Parameter
 
 
 @dataclass(frozen=True)  # without slots, for `_shares`

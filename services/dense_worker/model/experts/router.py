@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import GroupedRouting
-from services.dense_worker.model.norm import UnweightedRmsNorm
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.kernels.norm.norm import UnweightedRmsNorm
+from services.dense_worker.parameters import Parameter
 
 
 class Router(Protocol):

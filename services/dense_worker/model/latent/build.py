@@ -13,9 +13,9 @@ from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.latent.attention import LatentOutput, LatentQkv, LatentQueries
 from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.linear import Cut, Projection
-from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor
 from services.dense_worker.model.quantized.block_fp8_weight import dequantized_source
 from services.dense_worker.model.quantized.layer import FLOATS, converted
+from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor
 
 _EPS = 1e-6  # of the norms of latent vectors, whatever config.json says
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.dense_worker.model.parameters import Parameter, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
 from services.dense_worker.model.quantized.packing import unpack
+from services.dense_worker.parameters import Parameter, share_of_rows
 
 
 @dataclass(frozen=True, slots=True)

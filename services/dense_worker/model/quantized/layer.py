@@ -9,7 +9,7 @@ import torch
 
 from services.common.errors import ModelError
 from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.parameters import Conversion, Parameter, Source, StoredTensor
+from services.dense_worker.parameters import Conversion, Parameter, Source, StoredTensor
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 

@@ -14,9 +14,9 @@ import torch
 from services.common.errors import ModelError
 from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
 from services.dense_worker.model.quantized.layer import QuantizedLayer, check_divides, converted
+from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 GROUP_SIZE = 32
 _EXPONENT_BIAS, _NAN = 127, 255  # of a scale, which is an exponent in 8 bits (E8M0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.common.errors import ModelError
-from services.dense_worker.model.parameters import Loaded
+from services.dense_worker.parameters import Loaded
 
 
 def checked_scales(loaded: Loaded, dtype: torch.dtype = torch.float32) -> torch.Tensor:

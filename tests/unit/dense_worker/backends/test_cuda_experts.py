@@ -25,8 +25,8 @@ from services.dense_worker.backends.linear_choice import LinearChoice, LinearKer
 from services.dense_worker.backends.select import prepare_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.tensorrt.profiles import Limits
 from services.step import PlanEntries, PlanEntry, StepPlan
 from tests.support.dense.fake_triton_kernels import LaunchRecorder, fake_triton_kernels

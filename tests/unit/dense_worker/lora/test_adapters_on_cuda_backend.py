@@ -17,8 +17,8 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.lora.torch_lora import TorchLora
 from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.parameters import parts_of_type
 from services.lora.checkpoint import read_adapter
 from services.lora.shapes import adapted_shapes
 from tests.support.adapters import make_adapter, merge_adapter

@@ -16,8 +16,8 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.lora.torch_lora import TorchLora, group_rows
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import empty_weights, load_weights
+from services.dense_worker.parameters import parts_of_type
 from services.lora.checkpoint import read_adapter
 from services.lora.shapes import adapted_shapes
 from services.step import StepPlan

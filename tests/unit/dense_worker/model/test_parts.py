@@ -18,6 +18,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model import weights as weights_module
 from services.dense_worker.model.allocator import WeightAllocator, checkpoint_sources, sum_of_sizes
 from services.dense_worker.model.families import (
@@ -30,11 +31,10 @@ from services.dense_worker.model.families import (
 from services.dense_worker.model.layer import DecoderLayer, Mlp
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.operations import Operations, Residual
-from services.dense_worker.model.parameters import Parameter, parts_of_type, with_tensors
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights, load_weights
+from services.dense_worker.parameters import Parameter, parts_of_type, with_tensors
 from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels

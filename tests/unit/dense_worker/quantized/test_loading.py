@@ -22,9 +22,9 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.build import load_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.weights import load_weights, weights_hash
+from services.dense_worker.parameters import parts_of_type
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.family_models import make_family_model
 from tests.support.dense.steps import relative_error, run_step

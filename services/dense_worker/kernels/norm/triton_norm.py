@@ -1,6 +1,6 @@
 """Norm kernels: one that also adds to the residual, and one for the heads of q, k and v.
 
-References: the norms' `normalize` in `model/norm.py`. The kernels compute in float32 and round where Hugging Face does.
+References: the norms' `normalize` in `norm.py`. The kernels compute in float32 and round where Hugging Face does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm, RmsNorm, RmsNormPlusOne
+from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, RmsNorm, RmsNormPlusOne
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _HEADS_PER_PROGRAM = 8
 _HEAD_ELEMENTS_PER_PROGRAM = 4096

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.parameters import Parameter
 
 
 class Norm(Protocol):

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_norm import normalize
+from services.dense_worker.kernels.norm.triton_norm import normalize
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _HEADS_PER_PROGRAM = 16
 
