@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.linear import Linear
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.parameters import tensors_by_name, with_tensors

@@ -20,16 +20,16 @@ import numpy as np
 import torch
 
 from services.common.families.shape import Activation
-from services.dense_worker.backends.linear_choice import time_in_graph_us
-from services.dense_worker.backends.triton_activation import activate
-from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
+from services.dense_worker.kernels.linear.linear_choice import time_in_graph_us
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.triton_activation import activate
+from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.lora.cuda_lora import CudaLora
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Cut, Linear, Projection
-from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors
 

@@ -23,10 +23,10 @@ import torch
 
 from bench.gpu.device_rates import describe_environment, require_gpu
 from services.common.quantization.schemes import Activations
-from services.dense_worker.backends.linear_choice import TILED_BUCKETS, LinearKernel, time_in_graph_us
-from services.dense_worker.backends.quantized.operands import PreparedInput
-from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, LARGEST_TILE, VALUE_TILES, Tiles
-from services.dense_worker.model.linear import Linear
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import TILED_BUCKETS, LinearKernel, time_in_graph_us
+from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
+from services.dense_worker.kernels.linear.quantized.tile_choice import CODE_TILES, LARGEST_TILE, VALUE_TILES, Tiles
 from services.dense_worker.parameters import parameters
 from tests.support.quantized.random_weights import INT8, Make, RandomWeights, linear_of
 
@@ -87,8 +87,8 @@ class ProductBench:
 
     def __init__(self, device: torch.device) -> None:
         from services.dense_worker.backends.cuda_linear import CudaLinear
-        from services.dense_worker.backends.quantized.multiplied_tiles import MultipliedTiles
-        from services.dense_worker.backends.triton_skinny import SPLIT_AREA, SplitWorkspace
+        from services.dense_worker.kernels.linear.quantized.multiplied_tiles import MultipliedTiles
+        from services.dense_worker.kernels.linear.triton_skinny import SPLIT_AREA, SplitWorkspace
         from services.dense_worker.kernels.triton_launch import KernelLauncher
 
         self._device, self._launcher = device, KernelLauncher(device)
@@ -144,7 +144,7 @@ class ProductBench:
         )
 
     def _prepare(self, linear: Linear, x: torch.Tensor) -> PreparedInput:
-        from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+        from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 
         form = self._tiled.input_form(linear)
         return PreparedInput(x[None], None) if form.is_any else prepare_input(self._launcher, x, form)
@@ -157,9 +157,9 @@ class ProductBench:
         out: torch.Tensor,
         prepared: PreparedInput | None = None,  # None: x is prepared first
     ) -> None:
-        from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS
-        from services.dense_worker.backends.quantized.triton_block_tiles import multiply_block_tiles
-        from services.dense_worker.backends.quantized.triton_value_tiles import multiply_value_tiles
+        from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+        from services.dense_worker.kernels.linear.quantized.triton_block_tiles import multiply_block_tiles
+        from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
 
         prepared = prepared or self._prepare(linear, x)
         matrix = OPERANDS[type(linear.weight)].matrix(linear.weight)

@@ -24,6 +24,7 @@ from services.dense_worker.eagle.guessing_eagle import GuessingEagle
 from services.dense_worker.eagle.load_eagle import load_eagle_head, make_eagle_model
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
 from services.dense_worker.medusa.heads import MedusaHeads
@@ -37,10 +38,9 @@ from services.dense_worker.model.gated.recurrence_weights import (
     load_recurrence_weights,
     random_recurrence_weights,
 )
-from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.kv_scales import read_kv_scales
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.quantized.kv_scales import read_kv_scales
-from services.dense_worker.model.quantized.on_the_fly import with_quantization
+from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.guesses import Guessing, GuessingHeads

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.lora.torch_lora import TorchLora
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Cut, Linear, Projection
-from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors
 

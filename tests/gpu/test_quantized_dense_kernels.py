@@ -7,18 +7,18 @@ import torch
 
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.activations import rounded_by_groups, to_codes, token_scale
 from services.dense_worker.kernels.norm.norm import RmsNorm
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.quantized.activations import rounded_by_groups, to_codes, token_scale
 from services.dense_worker.parameters import Parameter
 from tests.support.quantized.random_weights import KINDS, RandomWeights, in_float32, linear_of
 
 pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.cuda_linear import CudaLinear
-from services.dense_worker.backends.linear_choice import LinearKernel
-from services.dense_worker.backends.quantized.operands import InputForm
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.linear_choice import LinearKernel
+from services.dense_worker.kernels.linear.quantized.operands import InputForm
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 FP8, INT8 = Element.FP8, Element.INT8

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
-from services.dense_worker.backends.quantized.multiplied_codes import MultipliedCodes
-from services.dense_worker.backends.quantized.multiplied_tiles import MultipliedTiles
-from services.dense_worker.backends.quantized.multiplied_values import MultipliedValues
-from services.dense_worker.backends.quantized.operands import InputForm
-from services.dense_worker.backends.quantized.streamed_quantized import streamed_quantized
-from services.dense_worker.backends.streamed_plain import StreamedPlain
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.quantized.multiplied_codes import MultipliedCodes
+from services.dense_worker.kernels.linear.quantized.multiplied_tiles import MultipliedTiles
+from services.dense_worker.kernels.linear.quantized.multiplied_values import MultipliedValues
+from services.dense_worker.kernels.linear.quantized.operands import InputForm
+from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
+from services.dense_worker.kernels.linear.quantized.streamed_quantized import streamed_quantized
+from services.dense_worker.kernels.linear.streamed_plain import StreamedPlain
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.plain_weight import PlainWeight
-from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
 
 if TYPE_CHECKING:
     from services.dense_worker.lora.cuda_lora import CudaLora

@@ -17,10 +17,10 @@ from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
@@ -167,7 +167,7 @@ def _check_experts(model: ResolvedModel) -> None:
 
 
 def _check_quantized_experts(model: ResolvedModel, linear: ExpertLinear) -> None:
-    from services.dense_worker.backends.quantized.streamed_quantized import why_not  # needs triton
+    from services.dense_worker.kernels.linear.quantized.streamed_quantized import why_not  # needs triton
     from services.dense_worker.kernels.triton_launch import KernelLauncher
 
     reason = why_not(KernelLauncher(model.device), linear.weight, linear.in_features, model.dtype)

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS
 from services.dense_worker.kernels.norm.norm import RmsNorm
-from services.dense_worker.model.activation import ACTIVATIONS
 
 Attend = Callable[[torch.Tensor], torch.Tensor]  # qkv [n, qkv_size], which may be overwritten -> [n, attn_size]
 

@@ -19,9 +19,9 @@ from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE
 from services.dense_worker.eagle.eagle_config import NUM_RESIDUALS, EagleConfig, read_eagle_config
 from services.dense_worker.eagle.eagle_layer import EagleLayer
 from services.dense_worker.eagle.eagle_model import EagleModel
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
-from services.dense_worker.model.quantized.layer import FLOATS
 from services.dense_worker.parameters import Parameter
 
 log = structlog.get_logger()

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.dense_worker.backends.streamed_plain import can_stream_plain
-from services.dense_worker.backends.triton_skinny import MAX_ROWS
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.streamed_plain import can_stream_plain
+from services.dense_worker.kernels.linear.triton_skinny import MAX_ROWS
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.lora.tensors import to_tensor
 from services.dense_worker.lora.triton_fused import MAX_RANKS, FusedWorkspace, SlotMemory, fused_linear
@@ -29,8 +31,6 @@ from services.dense_worker.lora.triton_lora import (
     plan_blocks,
     shrink,
 )
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
 from services.lora.checkpoint import LoraTensors
 
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.common.errors import InvalidRequest
-from services.dense_worker.model.linear import Linear
+from services.dense_worker.kernels.linear.linear import Linear
 from services.lora.checkpoint import LoraTensors
 
 

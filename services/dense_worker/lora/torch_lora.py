@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.lora.tensors import to_tensor
-from services.dense_worker.model.linear import Linear
 from services.lora.checkpoint import LoraTensors
 
 

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_skinny import (
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.triton_skinny import (
     MAX_ROWS,
     SplitWorkspace,
     add_splits,
@@ -25,7 +26,6 @@ from services.dense_worker.backends.triton_skinny import (
 )
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.lora.triton_lora import RANK_STEP
-from services.dense_worker.model.activation import MlpActivation
 
 MAX_RANKS = 512  # of all slots together; each program goes through all of them, also those that nobody uses
 _BLOCK_OUT = 64

@@ -12,10 +12,10 @@ import torch
 
 from services.common.errors import ModelError
 from services.common.model_config import ModelConfig
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.medusa.heads import MedusaHeads, ResidualBlocks
 from services.dense_worker.medusa.heads_config import MAX_HEADS, HeadsConfig, read_heads_config
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files
-from services.dense_worker.model.quantized.layer import FLOATS
 
 _FILE = "medusa_lm_head.safetensors"  # of FasterDecoding; vLLM's has the usual name
 _PREFIX = "medusa_heads."  # of all names in some checkpoints for vLLM

@@ -9,8 +9,8 @@ import torch
 from services.common.errors import ModelError
 from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
-from services.dense_worker.model.quantized.layer import FLOATS
 
 Sinks = tuple[tuple[float, ...], ...]  # [num_layers][num_heads]
 

@@ -20,6 +20,8 @@ from services.common.families.shape import (
 )
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
+from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
@@ -38,10 +40,8 @@ from services.dense_worker.model.layer import (
     ParallelResidual,
     SequentialResidual,
 )
-from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.stored_layout import GroupedHeads, StackedExperts, Transposed
 from services.dense_worker.parameters import Parameter, Source, StoredLayout
 

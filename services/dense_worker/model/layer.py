@@ -12,9 +12,9 @@ import torch
 
 from services.channel import rows_of_layer
 from services.common.families.shape import Activation
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
-from services.dense_worker.model.activation import ACTIVATIONS
-from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.operations import MlpInput, Operations, Residual
 from services.dense_worker.parameters import Parameter
 

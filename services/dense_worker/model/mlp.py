@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.families.shape import Activation
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.operations import MlpInput, Operations, Residual
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
 from services.dense_worker.parameters import Parameter
 
 if TYPE_CHECKING:

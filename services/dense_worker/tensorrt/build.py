@@ -20,7 +20,7 @@ from services.common.config import DenseSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.select import torch_backend
-from services.dense_worker.model.quantized.on_the_fly import with_quantization
+from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import weights_hash
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlanRecord, EnginePlans

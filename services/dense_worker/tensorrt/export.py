@@ -21,7 +21,7 @@ import torch
 from services.common.cli import dashed
 from services.common.errors import ConfigError, ModelError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
-from services.dense_worker.model.quantized.on_the_fly import with_quantization
+from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.tensorrt.files.atomic_file import make_directory, write_atomically

@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper
 
 from services.common.errors import ConfigError
-from services.dense_worker.model.quantized.activations import RANGES
+from services.dense_worker.kernels.linear.quantized.activations import RANGES
 from services.dense_worker.tensorrt.api import FLOAT32_MARK
 
 ONNX_DTYPES = {

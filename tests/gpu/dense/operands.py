@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
-from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.parameters import Parameter
 
 EPS = 1e-5

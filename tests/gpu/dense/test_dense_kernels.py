@@ -11,8 +11,8 @@ import torch
 
 from services.common.model_config import ModelConfig, RopeConfig
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import random_weights
 from services.dense_worker.prompts.given_rows import GivenRows
@@ -21,9 +21,9 @@ from tests.gpu.dense.operands import ACTIVATIONS, EPS, NORMS, SWIGLU, Case, exac
 pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.cuda_backend import CudaBackend
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
-from services.dense_worker.backends.triton_gemv import gemv
-from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.triton_gemv import gemv
+from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.

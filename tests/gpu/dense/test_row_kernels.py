@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.norm.norm import (
     HeadNorms,
     LayerNorm,
@@ -14,13 +15,12 @@ from services.dense_worker.kernels.norm.norm import (
     RmsNormPlusOne,
     UnweightedRmsNorm,
 )
-from services.dense_worker.model.activation import MlpActivation
 from services.dense_worker.parameters import Parameter
 from tests.gpu.dense.operands import ACTIVATIONS, EPS, NORMS, Case, exact_activation, exact_norm, rms_norm
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.backends.triton_activation import activate
+from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.triton_gate import apply_gate
 from services.dense_worker.kernels.norm.triton_norm import add_norm, normalize_heads
 from services.dense_worker.kernels.triton_launch import KernelLauncher

@@ -20,10 +20,10 @@ from services.common.quantization.schemes import (
     Scheme,
     SchemeGroup,
 )
+from services.dense_worker.kernels.linear.linear import Projection
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import SoftmaxRouter
-from services.dense_worker.model.linear import Projection
 from services.dense_worker.parameters import Parameter, tensors_by_name, with_tensors
 from tests.support.model_configs import small_config
 

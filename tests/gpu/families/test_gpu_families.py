@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from tests.gpu.families.gpu_model import GpuModel
 from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
 from tests.support.dense.whole_model import BLOCK_SIZE

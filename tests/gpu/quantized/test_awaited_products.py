@@ -13,13 +13,13 @@ pytest.importorskip("triton", reason="needs triton")
 from services.common.families.shape import Activation
 from services.dense_worker.backends.experts.triton_grouped_quantized import grouped_quantized
 from services.dense_worker.backends.experts.triton_router import PairBlocks
-from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS
-from services.dense_worker.backends.quantized.tile_choice import VALUE_TILES
-from services.dense_worker.backends.quantized.triton_skinny_quantized import skinny_quantized
-from services.dense_worker.backends.quantized.triton_value_tiles import multiply_value_tiles
-from services.dense_worker.backends.triton_skinny import SplitWorkspace
-from services.dense_worker.model.activation import MlpActivation
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+from services.dense_worker.kernels.linear.quantized.tile_choice import VALUE_TILES
+from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import skinny_quantized
+from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
+from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace
 from tests.support.dense.hopper_launcher import HopperLauncher
 from tests.support.quantized.random_weights import KINDS, RandomWeights
 

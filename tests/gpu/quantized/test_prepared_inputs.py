@@ -10,16 +10,16 @@ from torch.nn import functional as F
 
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Element
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.activations import rounded, rounded_by_groups, token_scale
 from services.dense_worker.kernels.norm.norm import RmsNorm
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.quantized.activations import rounded, rounded_by_groups, token_scale
 from services.dense_worker.parameters import Parameter
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
-from services.dense_worker.backends.triton_activation import activate
+from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 

@@ -10,25 +10,25 @@ from torch.nn import functional as F
 
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.quantized.activations import to_codes, token_scale
 from services.dense_worker.kernels.norm.norm import RmsNorm
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.quantized.activations import to_codes, token_scale
 from services.dense_worker.parameters import Parameter
 from tests.support.quantized.random_weights import KINDS, RandomWeights, in_float32, linear_of
 
 pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.cuda_linear import CudaLinear
-from services.dense_worker.backends.linear_choice import LinearKernel
-from services.dense_worker.backends.quantized.multiplied_tiles import MultipliedTiles
-from services.dense_worker.backends.quantized.operands import PreparedInput
-from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS
-from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, LARGEST_TILE, VALUE_TILES, Tiles
-from services.dense_worker.backends.quantized.triton_block_tiles import multiply_block_tiles
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
-from services.dense_worker.backends.quantized.triton_value_tiles import multiply_value_tiles
-from services.dense_worker.backends.triton_skinny import SPLIT_AREA, SplitWorkspace
+from services.dense_worker.kernels.linear.linear_choice import LinearKernel
+from services.dense_worker.kernels.linear.quantized.multiplied_tiles import MultipliedTiles
+from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
+from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+from services.dense_worker.kernels.linear.quantized.tile_choice import CODE_TILES, LARGEST_TILE, VALUE_TILES, Tiles
+from services.dense_worker.kernels.linear.quantized.triton_block_tiles import multiply_block_tiles
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
+from services.dense_worker.kernels.linear.triton_skinny import SPLIT_AREA, SplitWorkspace
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # ‖out − reference‖ / ‖reference‖. Weights and the result are rounded to 2^-9 or 2^-12.

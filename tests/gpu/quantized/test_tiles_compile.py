@@ -18,10 +18,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.dense_worker.backends.quantized.operands import Codes
-from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
-from services.dense_worker.backends.quantized.triton_block_tiles import _block_tiles_kernel
-from services.dense_worker.backends.quantized.triton_value_tiles import _value_tiles_kernel
+from services.dense_worker.kernels.linear.quantized.operands import Codes
+from services.dense_worker.kernels.linear.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
+from services.dense_worker.kernels.linear.quantized.triton_block_tiles import _block_tiles_kernel
+from services.dense_worker.kernels.linear.quantized.triton_value_tiles import _value_tiles_kernel
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix
-from services.dense_worker.model.activation import ACTIVATIONS, clamped_swiglu
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS, clamped_swiglu
+from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix
 from services.dense_worker.model.experts.router import GroupedRouter, SoftmaxRouter
 from services.dense_worker.parameters import Parameter
 from tests.support.dense.fake_quantized_kernels import dequantized

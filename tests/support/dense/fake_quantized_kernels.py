@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
-from services.dense_worker.backends.quantized.operands import Codes, InputForm, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.activations import to_codes, token_scale
+from services.dense_worker.kernels.linear.quantized.operands import Codes, InputForm, PreparedInput, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
 from services.dense_worker.kernels.norm.norm import RmsNorm
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.quantized.activations import to_codes, token_scale
 
 Tensor = torch.Tensor
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
-from services.dense_worker.model.activation import MlpActivation
 from tests.support.dense.fake_expert_kernels import expert_kernels
 from tests.support.dense.fake_quantized_kernels import (
     can_dequantize,
@@ -36,11 +36,11 @@ USERS = (
     "services.dense_worker.backends.cuda_linear",
     "services.dense_worker.backends.cuda_operations",
     "services.dense_worker.backends.experts.cuda_experts",
-    "services.dense_worker.backends.quantized.multiplied_codes",
-    "services.dense_worker.backends.quantized.multiplied_tiles",
-    "services.dense_worker.backends.quantized.multiplied_values",
-    "services.dense_worker.backends.quantized.streamed_quantized",
-    "services.dense_worker.backends.streamed_plain",
+    "services.dense_worker.kernels.linear.quantized.multiplied_codes",
+    "services.dense_worker.kernels.linear.quantized.multiplied_tiles",
+    "services.dense_worker.kernels.linear.quantized.multiplied_values",
+    "services.dense_worker.kernels.linear.quantized.streamed_quantized",
+    "services.dense_worker.kernels.linear.streamed_plain",
 )
 # The operations of torch that launch a kernel. Views and allocations do not.
 TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "embedding", "copy_", "_to_copy")
@@ -125,10 +125,10 @@ class _Kernels:
     def modules(self) -> dict[str, dict[str, object]]:
         """The names that other modules import from each module of kernels."""
         return {
-            "services.dense_worker.backends.triton_activation": {
+            "services.dense_worker.kernels.linear.triton_activation": {
                 "activate": self.activate,
             },
-            "services.dense_worker.backends.triton_gemv": {
+            "services.dense_worker.kernels.linear.triton_gemv": {
                 "gemv": self.gemv,
                 "MAX_IN_FEATURES": 32768,
             },
@@ -145,30 +145,30 @@ class _Kernels:
                 "add_norm": self.add_norm,
                 "normalize_heads": self.normalize_heads,
             },
-            "services.dense_worker.backends.triton_skinny": {
+            "services.dense_worker.kernels.linear.triton_skinny": {
                 "skinny_linear": self.skinny_linear,
                 "SplitWorkspace": _SplitWorkspace,
                 "SPLIT_AREA": 4096,
             },
             **expert_kernels(self._own),
-            "services.dense_worker.backends.quantized.triton_prepare": {
+            "services.dense_worker.kernels.linear.quantized.triton_prepare": {
                 "prepare_input": prepare_input,
             },
-            "services.dense_worker.backends.quantized.triton_skinny_quantized": {
+            "services.dense_worker.kernels.linear.quantized.triton_skinny_quantized": {
                 "skinny_quantized": skinny_quantized,
                 "PROGRAMS_PER_SM": 1,
             },
-            "services.dense_worker.backends.quantized.triton_gemv_quantized": {
+            "services.dense_worker.kernels.linear.quantized.triton_gemv_quantized": {
                 "can_gemv": can_gemv,
                 "gemv_quantized": gemv_quantized,
             },
-            "services.dense_worker.backends.quantized.triton_value_tiles": {
+            "services.dense_worker.kernels.linear.quantized.triton_value_tiles": {
                 "multiply_value_tiles": partial(multiply_tiles, self._own),
             },
-            "services.dense_worker.backends.quantized.triton_block_tiles": {
+            "services.dense_worker.kernels.linear.quantized.triton_block_tiles": {
                 "multiply_block_tiles": partial(multiply_tiles, self._own),
             },
-            "services.dense_worker.backends.quantized.triton_dequantize": {
+            "services.dense_worker.kernels.linear.quantized.triton_dequantize": {
                 "can_dequantize": can_dequantize,
                 "dequantize": dequantize,
             },

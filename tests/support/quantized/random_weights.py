@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.model.linear import Cut, Linear, Projection, QuantizedFormat
-from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
-from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
-from services.dense_worker.model.quantized.mxfp4_weight import Mxfp4Weight
-from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
+from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection, QuantizedFormat
+from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
+from services.dense_worker.kernels.linear.quantized.grouped_int_weight import GroupedIntWeight
+from services.dense_worker.kernels.linear.quantized.mxfp4_weight import Mxfp4Weight
+from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.parameters import Parameter
 
 FP8, INT8 = Element.FP8, Element.INT8

@@ -20,16 +20,16 @@ from services.dense_worker.backends.experts.triton_router import (
     router_logits,
     router_tiles,
 )
-from services.dense_worker.backends.quantized.operands import PreparedInput
-from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
+from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter
-from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.sampling.upload import upload
 
 _SHARED_BYTES = 192 << 10  # as in `streamed_plain`: what the tiles of `few_gate_up` are sized for

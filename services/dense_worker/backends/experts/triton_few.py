@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import Activation, ClampedSwiglu
 from services.dense_worker.backends.experts.triton_gates import activate, gate_name
-from services.dense_worker.backends.triton_gemv import choose_gemv_tiles
+from services.dense_worker.kernels.linear.triton_gemv import choose_gemv_tiles
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _DOWN_COLUMNS = 1024  # features in a step of the loop of `down`

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.backends.triton_activation import activated
+from services.dense_worker.kernels.linear.triton_activation import activated
 
 
 def gate_name(activation: Activation, clamped: ClampedSwiglu | None) -> str:

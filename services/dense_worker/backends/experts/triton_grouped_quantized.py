@@ -14,9 +14,9 @@ from services.common.families.shape import Activation, ClampedSwiglu
 from services.dense_worker.backends.experts.triton_gates import activate, gate_name
 from services.dense_worker.backends.experts.triton_grouped import max_num_blocks
 from services.dense_worker.backends.experts.triton_router import PairBlocks
-from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, awaited
-from services.dense_worker.backends.quantized.triton_skinny_quantized import add_product
+from services.dense_worker.kernels.linear.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES, awaited
+from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import add_product
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 MAX_BLOCK_ROWS = 64

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from services.dense_worker.model.linear import WeightFormat
+from services.dense_worker.kernels.linear.linear import WeightFormat
 from services.dense_worker.parameters import Parameter
 
 

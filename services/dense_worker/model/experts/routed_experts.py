@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.model.activation import ACTIVATIONS, clamped_swiglu
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS, clamped_swiglu
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.router import Router
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.checkpoint import Checkpoint
-from services.dense_worker.model.quantized.layer import FLOATS
 
 
 def unstack_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:

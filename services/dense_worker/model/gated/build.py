@@ -5,11 +5,11 @@ from __future__ import annotations
 from services.common.families.names import CheckpointNames, GatedDeltaNames
 from services.common.families.shape import GatedDelta, LayerHeads, NormKind
 from services.common.model_config import ModelConfig
+from services.dense_worker.kernels.linear.linear import Cut, Projection
 from services.dense_worker.kernels.norm.norm import HeadNorms, RmsNorm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.gated.layer import GatedAttention, GatedDeltaOutput, GatedRows
 from services.dense_worker.model.layer import AfterAttention
-from services.dense_worker.model.linear import Cut, Projection
 from services.dense_worker.model.stored_layout import PartsByHead
 
 

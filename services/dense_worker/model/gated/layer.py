@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from services.channel import rows_of_layer
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.layer import AfterAttention
-from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.operations import Operations, Residual
 
 

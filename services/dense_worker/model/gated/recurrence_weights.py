@@ -11,8 +11,8 @@ from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.errors import ModelError
 from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
-from services.dense_worker.model.quantized.layer import FLOATS
 
 RecurrenceWeights = dict[int, GatedDeltaWeights]  # by layer, in order
 

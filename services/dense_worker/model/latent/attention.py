@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.layer import AfterAttention
-from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.parameters import Parameter
 

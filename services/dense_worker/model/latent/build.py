@@ -9,12 +9,12 @@ from services.common.families.names import CheckpointNames
 from services.common.families.shape import LatentAttention
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import BlockFp8Scheme, OnTheFlyFp8
+from services.dense_worker.kernels.linear.linear import Cut, Projection
+from services.dense_worker.kernels.linear.quantized.block_fp8_weight import dequantized_source
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS, converted
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.latent.attention import LatentOutput, LatentQkv, LatentQueries
 from services.dense_worker.model.layer import AfterAttention
-from services.dense_worker.model.linear import Cut, Projection
-from services.dense_worker.model.quantized.block_fp8_weight import dequantized_source
-from services.dense_worker.model.quantized.layer import FLOATS, converted
 from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor
 
 _EPS = 1e-6  # of the norms of latent vectors, whatever config.json says

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from services.common.errors import ModelError
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.model.linear import Linear, WeightFormat
-from services.dense_worker.model.quantized.activations import to_codes, token_scale
-from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
-from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
-from services.dense_worker.model.quantized.mxfp4_weight import Mxfp4Weight
-from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
+from services.dense_worker.kernels.linear.linear import Linear, WeightFormat
+from services.dense_worker.kernels.linear.quantized.activations import to_codes, token_scale
+from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
+from services.dense_worker.kernels.linear.quantized.grouped_int_weight import GroupedIntWeight
+from services.dense_worker.kernels.linear.quantized.mxfp4_weight import Mxfp4Weight
+from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.parameters import parts_of_type
 

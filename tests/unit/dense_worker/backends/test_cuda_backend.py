@@ -9,8 +9,8 @@ import torch
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
 from services.step import StepPlan

@@ -9,9 +9,9 @@ from services.common.config import DenseSection, ModelSection
 from services.common.errors import ConfigError
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.select import prepare_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.tensorrt.profiles import Limits
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.dense_worker.backends import linear_choice
-from services.dense_worker.backends.linear_choice import TILED_BUCKETS, LinearChoice, LinearKernel, row_bucket
-from services.dense_worker.model.linear import Linear
+from services.dense_worker.kernels.linear import linear_choice
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import TILED_BUCKETS, LinearChoice, LinearKernel, row_bucket
 from tests.support.quantized.random_weights import RandomWeights, linear_of
 
 CUBLAS, STREAMED, TILED = LinearKernel.CUBLAS, LinearKernel.STREAMED, LinearKernel.TILED

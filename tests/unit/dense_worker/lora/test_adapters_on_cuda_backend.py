@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from services.common.model_config import load_model_config
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.lora.torch_lora import TorchLora
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parts_of_type
 from services.lora.checkpoint import read_adapter

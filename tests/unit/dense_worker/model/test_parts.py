@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from services.common.families.names import NAMES
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model import weights as weights_module
 from services.dense_worker.model.allocator import WeightAllocator, checkpoint_sources, sum_of_sizes
@@ -29,7 +30,6 @@ from services.dense_worker.model.families import (
     build_o,
 )
 from services.dense_worker.model.layer import DecoderLayer, Mlp
-from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.torch_operations import TorchOperations

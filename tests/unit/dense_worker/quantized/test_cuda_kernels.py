@@ -10,8 +10,8 @@ import structlog
 import torch
 
 from services.common.model_config import load_model_config
-from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.weights import load_weights
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.steps import relative_error, run_step

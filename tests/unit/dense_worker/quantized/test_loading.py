@@ -17,12 +17,12 @@ from services.common.config import Config, DenseSection, ModelSection, Scheduler
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
-from services.dense_worker.backends.linear_choice import LinearChoice
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.build import load_model, resolve_dense_model, with_stated_hash
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.checkpoint import Checkpoint
-from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.weights import load_weights, weights_hash
 from services.dense_worker.parameters import parts_of_type
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from services.dense_worker.backends.quantized.tile_choice import (
+from services.dense_worker.kernels.linear.quantized.tile_choice import (
     CODE_TILES,
     LARGEST_TILE,
     MIN_ROUNDS,

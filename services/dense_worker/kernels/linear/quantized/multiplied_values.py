@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from services.dense_worker.backends.quantized.operands import InputForm
-from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS, why_not
-from services.dense_worker.backends.quantized.triton_dequantize import can_dequantize, dequantize
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
+from services.dense_worker.kernels.linear.quantized.operands import InputForm
+from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS, why_not
+from services.dense_worker.kernels.linear.quantized.triton_dequantize import can_dequantize, dequantize
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.plain_weight import multiply_matrix
-from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
 
 
 class MultipliedValues:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.quantized.operands import Codes, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_codes import codes_in_float32, scales_in_float32
+from services.dense_worker.kernels.linear.quantized.operands import Codes, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.triton_codes import codes_in_float32, scales_in_float32
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _BLOCK_OUT = 8

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 import structlog
 import torch
 
-from services.dense_worker.model.linear import Linear
+from services.dense_worker.kernels.linear.linear import Linear
 
 log = structlog.get_logger()
 

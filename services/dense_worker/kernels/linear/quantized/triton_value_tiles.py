@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix, largest_power_of_2
-from services.dense_worker.backends.quantized.tile_choice import Tiles
-from services.dense_worker.backends.quantized.triton_codes import (
+from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix, largest_power_of_2
+from services.dense_worker.kernels.linear.quantized.tile_choice import Tiles
+from services.dense_worker.kernels.linear.quantized.triton_codes import (
     TRITON_TYPES,
     awaited,
     codes_in_float32,
@@ -22,7 +22,7 @@ from services.dense_worker.backends.quantized.triton_codes import (
     scales_in_float32,
     uint4_in_16_bits,
 )
-from services.dense_worker.backends.triton_skinny import SplitWorkspace, add_splits, write_features
+from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, add_splits, write_features
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 

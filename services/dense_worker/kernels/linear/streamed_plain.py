@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from services.dense_worker.backends.triton_gemv import MAX_IN_FEATURES, gemv
-from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.triton_gemv import MAX_IN_FEATURES, gemv
+from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.plain_weight import PlainWeight
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 192 << 10  # of the largest tiles, sized for Hopper

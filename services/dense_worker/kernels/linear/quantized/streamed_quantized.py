@@ -8,7 +8,12 @@ from typing import Protocol
 import torch
 
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.backends.quantized.operands import (
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear, WeightFormat
+from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
+from services.dense_worker.kernels.linear.quantized.grouped_int_weight import GroupedIntWeight
+from services.dense_worker.kernels.linear.quantized.mxfp4_weight import GROUP_SIZE, Mxfp4Weight
+from services.dense_worker.kernels.linear.quantized.operands import (
     BLOCK_OUT,
     Codes,
     InputForm,
@@ -16,18 +21,13 @@ from services.dense_worker.backends.quantized.operands import (
     QuantizedMatrix,
     largest_power_of_2,
 )
-from services.dense_worker.backends.quantized.triton_gemv_quantized import can_gemv, gemv_quantized
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
-from services.dense_worker.backends.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
-from services.dense_worker.backends.triton_skinny import SplitWorkspace
+from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
+from services.dense_worker.kernels.linear.quantized.triton_gemv_quantized import can_gemv, gemv_quantized
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
+from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
-from services.dense_worker.model.linear import Linear, WeightFormat
-from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
-from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
-from services.dense_worker.model.quantized.mxfp4_weight import GROUP_SIZE, Mxfp4Weight
-from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 192 << 10  # as in `streamed_plain`: only Hopper and later, which also convert e4m3

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_codes import (
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.triton_codes import (
     TRITON_TYPES,
     awaited,
     e2m1_in_16_bits,
@@ -20,7 +21,7 @@ from services.dense_worker.backends.quantized.triton_codes import (
     scales_in_float32,
     uint4_in_16_bits,
 )
-from services.dense_worker.backends.triton_skinny import (
+from services.dense_worker.kernels.linear.triton_skinny import (
     MAX_ROWS,
     MIN_ROWS,
     SplitWorkspace,
@@ -28,7 +29,6 @@ from services.dense_worker.backends.triton_skinny import (
     write_features,
 )
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
 
 _MAX_SPLITS = 16
 PROGRAMS_PER_SM = 2  # that splits may lead to; for these the workspace has room

@@ -9,11 +9,11 @@ import torch
 
 from services.common.errors import ModelError
 from services.common.quantization.schemes import GroupedIntScheme, Packing
-from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
-from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, check_divides, converted
-from services.dense_worker.model.quantized.packing import WORD_BITS, pack, unpack, unpack_awq
-from services.dense_worker.model.quantized.scales import checked_scales
+from services.dense_worker.kernels.linear.linear import Projection
+from services.dense_worker.kernels.linear.quantized.grouped_int_weight import GroupedIntWeight
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, check_divides, converted
+from services.dense_worker.kernels.linear.quantized.packing import WORD_BITS, pack, unpack, unpack_awq
+from services.dense_worker.kernels.linear.quantized.scales import checked_scales
 from services.dense_worker.parameters import Loaded, Source, StoredTensor
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.errors import ModelError
-from services.dense_worker.model.linear import Projection
+from services.dense_worker.kernels.linear.linear import Projection
 from services.dense_worker.parameters import Conversion, Parameter, Source, StoredTensor
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from services.dense_worker.backends.linear_choice import TILED_BUCKETS, row_bucket
-from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS, why_not
-from services.dense_worker.backends.quantized.tile_choice import (
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import TILED_BUCKETS, row_bucket
+from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
+from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS, why_not
+from services.dense_worker.kernels.linear.quantized.tile_choice import (
     CODE_TILES,
     LARGEST_TILE,
     VALUE_TILES,
@@ -23,13 +25,11 @@ from services.dense_worker.backends.quantized.tile_choice import (
     Tiles,
     choose_tiles,
 )
-from services.dense_worker.backends.quantized.triton_block_tiles import multiply_block_tiles
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
-from services.dense_worker.backends.quantized.triton_value_tiles import multiply_value_tiles
-from services.dense_worker.backends.triton_skinny import SPLIT_AREA, SplitWorkspace
+from services.dense_worker.kernels.linear.quantized.triton_block_tiles import multiply_block_tiles
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
+from services.dense_worker.kernels.linear.triton_skinny import SPLIT_AREA, SplitWorkspace
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
 
 _MULTIPLY_ADDS_PER_CYCLE = 2048  # of an SM of Hopper in 16 bits; twice as many in 8
 

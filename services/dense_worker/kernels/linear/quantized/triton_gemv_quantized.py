@@ -12,15 +12,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.quantization.schemes import Element
-from services.dense_worker.backends.quantized.gemv_tiles import MIN_REST_BYTES, choose_tiles
-from services.dense_worker.backends.quantized.operands import Codes, InputForm, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, scales_in_float32
-from services.dense_worker.backends.quantized.triton_prepare import greater
-from services.dense_worker.backends.quantized.triton_word_products import greatest_of, pairs_of_row, word_products
-from services.dense_worker.backends.triton_activation import activated
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.gemv_tiles import MIN_REST_BYTES, choose_tiles
+from services.dense_worker.kernels.linear.quantized.operands import Codes, InputForm, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES, scales_in_float32
+from services.dense_worker.kernels.linear.quantized.triton_prepare import greater
+from services.dense_worker.kernels.linear.quantized.triton_word_products import greatest_of, pairs_of_row, word_products
+from services.dense_worker.kernels.linear.triton_activation import activated
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
 
 _WORD_BYTES = 4
 

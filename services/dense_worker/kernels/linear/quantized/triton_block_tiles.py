@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.tile_choice import Tiles
-from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES
-from services.dense_worker.backends.triton_skinny import SplitWorkspace, add_splits, write_features
+from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix
+from services.dense_worker.kernels.linear.quantized.tile_choice import Tiles
+from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
+from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, add_splits, write_features
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 

@@ -12,11 +12,17 @@ from functools import partial
 import torch
 
 from services.common.quantization.schemes import Activations, Element, ScaledScheme
-from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.plain_weight import multiply_matrix
-from services.dense_worker.model.quantized.activations import GREATEST, multiply_rounded, rounded, to_codes, token_scale
-from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
-from services.dense_worker.model.quantized.scales import checked_scales
+from services.dense_worker.kernels.linear.linear import Projection
+from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.quantized.activations import (
+    GREATEST,
+    multiply_rounded,
+    rounded,
+    to_codes,
+    token_scale,
+)
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, converted
+from services.dense_worker.kernels.linear.quantized.scales import checked_scales
 from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 _STORED = {Element.FP8: "F8_E4M3", Element.INT8: "I8"}

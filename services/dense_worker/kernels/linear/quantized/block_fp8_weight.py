@@ -9,10 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from services.common.quantization.schemes import BlockFp8Scheme, Element
-from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.quantized.activations import GREATEST, multiply_rounded, rounded_by_groups, to_codes
-from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
-from services.dense_worker.model.quantized.scales import checked_scales
+from services.dense_worker.kernels.linear.linear import Projection
+from services.dense_worker.kernels.linear.quantized.activations import (
+    GREATEST,
+    multiply_rounded,
+    rounded_by_groups,
+    to_codes,
+)
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, converted
+from services.dense_worker.kernels.linear.quantized.scales import checked_scales
 from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 

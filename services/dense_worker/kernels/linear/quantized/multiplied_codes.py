@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.backends.quantized.operands import InputForm
-from services.dense_worker.backends.quantized.streamed_quantized import codes_form
-from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.quantized.operands import InputForm
+from services.dense_worker.kernels.linear.quantized.streamed_quantized import codes_form
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.linear import Linear
 
 _MULTIPLE = 16  # of rows and columns of the weights
 _MIN_ROWS = 17  # of the input, for INT8

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_activation import activated
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.triton_activation import activated
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
 
 MIN_ROWS = 16  # narrowest tile; fewer tokens leave some of its columns empty
 MAX_ROWS = 64

@@ -13,12 +13,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.quantization.schemes import Element
-from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput
-from services.dense_worker.backends.triton_activation import activated
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput
+from services.dense_worker.kernels.linear.triton_activation import activated
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import normalize
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
 
 
 def prepare_input(

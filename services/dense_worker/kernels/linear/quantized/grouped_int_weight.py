@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.dense_worker.model.plain_weight import multiply_matrix
-from services.dense_worker.model.quantized.packing import unpack
+from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.quantized.packing import unpack
 from services.dense_worker.parameters import Parameter, share_of_rows
 
 

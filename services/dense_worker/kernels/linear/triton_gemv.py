@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.triton_activation import activated
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.triton_activation import activated
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.norm.triton_norm import normalize_as, operands_of
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
 
 _MAX_BLOCK_OUT = 16
 MAX_IN_FEATURES = 32768

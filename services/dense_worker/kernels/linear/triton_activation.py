@@ -1,4 +1,4 @@
-"""The activation of an MLP, alone or times up. Reference: `MlpActivation.apply` in `model/activation.py`."""
+"""The activation of an MLP, alone or times up. Reference: `MlpActivation.apply` in `activation.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.activation import MlpActivation
 
 _BLOCK_SIZE = 1024
 
