@@ -24,6 +24,8 @@ from services.dense_worker.eagle.guessing_eagle import GuessingEagle
 from services.dense_worker.eagle.load_eagle import load_eagle_head, make_eagle_model
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
@@ -31,8 +33,6 @@ from services.dense_worker.medusa.heads import MedusaHeads
 from services.dense_worker.medusa.load_heads import load_heads
 from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
-from services.dense_worker.model.experts.expert_linear import ExpertLinear
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.gated.recurrence_weights import (
     RecurrenceWeights,
     load_recurrence_weights,

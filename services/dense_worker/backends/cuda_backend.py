@@ -16,10 +16,10 @@ import torch
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_operations import CudaOperations
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import Middle, segments_of

@@ -14,7 +14,8 @@ import torch
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_linear import CudaLinear
-from services.dense_worker.backends.experts.cuda_experts import CudaExperts
+from services.dense_worker.kernels.experts.cuda_experts import CudaExperts
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearKernel
@@ -24,7 +25,6 @@ from services.dense_worker.kernels.norm.triton_gate import apply_gate
 from services.dense_worker.kernels.norm.triton_latent import place_latent
 from services.dense_worker.kernels.norm.triton_norm import add_norm, normalize_heads
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.operations import MlpInput, Residual, Unactivated
 from services.dense_worker.parameters import Parameter
 

@@ -17,9 +17,9 @@ from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.lora.tensors import LoraStore
-from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type

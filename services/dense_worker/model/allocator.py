@@ -18,6 +18,7 @@ from services.common.quantization.schemes import (
     ScaledScheme,
     Scheme,
 )
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection, QuantizedFormat, WeightFormat
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import create_block_fp8
@@ -26,7 +27,6 @@ from services.dense_worker.kernels.linear.quantized.mxfp4_weight import create_m
 from services.dense_worker.kernels.linear.quantized.packed_sources import create_grouped_int
 from services.dense_worker.kernels.linear.quantized.scaled_weight import create_on_the_fly, create_scaled
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
-from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.stored_layout import StackedExperts
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
 

@@ -20,13 +20,13 @@ from services.common.families.shape import (
 )
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
 from services.dense_worker.model.allocator import WeightAllocator
-from services.dense_worker.model.experts.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
+from services.dense_worker.model.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
 from services.dense_worker.model.gated.build import build_gated_output, build_gated_rows
 from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
 from services.dense_worker.model.latent.build import build_latent_output, build_latent_qkv

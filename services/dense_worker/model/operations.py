@@ -16,7 +16,7 @@ from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.parameters import Parameter
 
 if TYPE_CHECKING:
-    from services.dense_worker.model.experts.routed_experts import RoutedExperts
+    from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 
 
 class Residual(NamedTuple):

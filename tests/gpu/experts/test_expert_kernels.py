@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from services.common.families.shape import Activation, ClampedSwiglu, ExpertOptions, GroupedRouting
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import UnweightedRmsNorm
-from services.dense_worker.model.experts.expert_linear import ExpertLinear
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
 from services.dense_worker.parameters import Parameter, tensors_by_name, with_tensors
 from tests.support.model_configs import small_config
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.backends.experts.cuda_experts import CudaExperts
-from services.dense_worker.backends.experts.triton_router import PairBlocks, Routing, choose_experts
+from services.dense_worker.kernels.experts.cuda_experts import CudaExperts
+from services.dense_worker.kernels.experts.triton_router import PairBlocks, Routing, choose_experts
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 CPU = torch.device("cpu")

@@ -20,16 +20,16 @@ from services.common.quantization.schemes import (
     Scheme,
     SchemeGroup,
 )
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+from services.dense_worker.kernels.experts.router import SoftmaxRouter
 from services.dense_worker.kernels.linear.linear import Projection
 from services.dense_worker.model.allocator import WeightAllocator
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import SoftmaxRouter
 from services.dense_worker.parameters import Parameter, tensors_by_name, with_tensors
 from tests.support.model_configs import small_config
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.backends.experts.cuda_experts import CudaExperts
+from services.dense_worker.kernels.experts.cuda_experts import CudaExperts
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 CPU = torch.device("cpu")

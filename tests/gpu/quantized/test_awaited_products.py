@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from services.common.families.shape import Activation
-from services.dense_worker.backends.experts.triton_grouped_quantized import grouped_quantized
-from services.dense_worker.backends.experts.triton_router import PairBlocks
+from services.dense_worker.kernels.experts.triton_grouped_quantized import grouped_quantized
+from services.dense_worker.kernels.experts.triton_router import PairBlocks
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput, QuantizedMatrix
 from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS

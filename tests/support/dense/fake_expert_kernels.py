@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation, ClampedSwiglu
+from services.dense_worker.kernels.experts.router import GroupedRouter, SoftmaxRouter
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS, clamped_swiglu
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix
-from services.dense_worker.model.experts.router import GroupedRouter, SoftmaxRouter
 from services.dense_worker.parameters import Parameter
 from tests.support.dense.fake_quantized_kernels import dequantized
 
@@ -45,10 +45,10 @@ def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
     few = {"few_gate_up": kernels.few_gate_up, "few_down": kernels.few_down}
     quantized = {"grouped_quantized": kernels.grouped_quantized, "MAX_BLOCK_ROWS": 64}
     return {
-        "services.dense_worker.backends.experts.triton_router": router,
-        "services.dense_worker.backends.experts.triton_grouped": grouped,
-        "services.dense_worker.backends.experts.triton_grouped_quantized": quantized,
-        "services.dense_worker.backends.experts.triton_few": few,
+        "services.dense_worker.kernels.experts.triton_router": router,
+        "services.dense_worker.kernels.experts.triton_grouped": grouped,
+        "services.dense_worker.kernels.experts.triton_grouped_quantized": quantized,
+        "services.dense_worker.kernels.experts.triton_few": few,
     }
 
 

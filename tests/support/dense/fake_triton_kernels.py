@@ -35,7 +35,7 @@ USERS = (
     "services.dense_worker.backends.cuda_backend",
     "services.dense_worker.backends.cuda_linear",
     "services.dense_worker.backends.cuda_operations",
-    "services.dense_worker.backends.experts.cuda_experts",
+    "services.dense_worker.kernels.experts.cuda_experts",
     "services.dense_worker.kernels.linear.quantized.multiplied_codes",
     "services.dense_worker.kernels.linear.quantized.multiplied_tiles",
     "services.dense_worker.kernels.linear.quantized.multiplied_values",

@@ -23,8 +23,8 @@ from services.common.quantization.schemes import (
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends.select import prepare_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.tensorrt.profiles import Limits

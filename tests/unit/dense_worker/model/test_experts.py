@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from services.common.errors import ConfigError, ModelError
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
-from services.dense_worker.model.experts.expert_mlp import ExpertMlp
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
+from services.dense_worker.model.expert_mlp import ExpertMlp
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parts_of_type, tensors_by_name
 from services.dense_worker.tensorrt.onnx_segments import export_networks

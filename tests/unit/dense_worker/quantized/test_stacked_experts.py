@@ -15,9 +15,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from services.common.errors import ModelError
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.quantized.mxfp4_weight import Mxfp4Weight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
-from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parts_of_type
 from tests.support.dense.family_models import make_family_model

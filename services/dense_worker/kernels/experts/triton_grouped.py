@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.backends.experts.triton_gates import activate, gate_name
-from services.dense_worker.backends.experts.triton_router import PairBlocks
+from services.dense_worker.kernels.experts.triton_gates import activate, gate_name
+from services.dense_worker.kernels.experts.triton_router import PairBlocks
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 16, 128

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from services.common.families.shape import Activation, ClampedSwiglu
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.router import Router
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS, clamped_swiglu
-from services.dense_worker.model.experts.expert_linear import ExpertLinear
-from services.dense_worker.model.experts.router import Router
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.norm.norm import Norm
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.mlp import GatedMlp
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.parameters import Parameter

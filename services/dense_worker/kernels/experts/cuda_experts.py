@@ -9,11 +9,14 @@ import torch
 
 from services.common.families.shape import ExpertOptions
 from services.common.model_config import ModelConfig
-from services.dense_worker.backends.experts.triton_few import few_down, few_gate_up
-from services.dense_worker.backends.experts.triton_grouped import choose_block_rows, grouped_linear, sum_pairs
-from services.dense_worker.backends.experts.triton_grouped_quantized import MAX_BLOCK_ROWS as MAX_QUANTIZED_BLOCK_ROWS
-from services.dense_worker.backends.experts.triton_grouped_quantized import grouped_quantized
-from services.dense_worker.backends.experts.triton_router import (
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter
+from services.dense_worker.kernels.experts.triton_few import few_down, few_gate_up
+from services.dense_worker.kernels.experts.triton_grouped import choose_block_rows, grouped_linear, sum_pairs
+from services.dense_worker.kernels.experts.triton_grouped_quantized import MAX_BLOCK_ROWS as MAX_QUANTIZED_BLOCK_ROWS
+from services.dense_worker.kernels.experts.triton_grouped_quantized import grouped_quantized
+from services.dense_worker.kernels.experts.triton_router import (
     PairBlocks,
     Routing,
     choose_experts,
@@ -27,9 +30,6 @@ from services.dense_worker.kernels.linear.quantized.triton_prepare import prepar
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.experts.expert_linear import ExpertLinear
-from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter
 from services.dense_worker.sampling.upload import upload
 
 _SHARED_BYTES = 192 << 10  # as in `streamed_plain`: what the tiles of `few_gate_up` are sized for

@@ -11,9 +11,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.backends.experts.triton_gates import activate, gate_name
-from services.dense_worker.backends.experts.triton_grouped import max_num_blocks
-from services.dense_worker.backends.experts.triton_router import PairBlocks
+from services.dense_worker.kernels.experts.triton_gates import activate, gate_name
+from services.dense_worker.kernels.experts.triton_grouped import max_num_blocks
+from services.dense_worker.kernels.experts.triton_router import PairBlocks
 from services.dense_worker.kernels.linear.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES, awaited
 from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import add_product
