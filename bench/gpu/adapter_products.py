@@ -26,10 +26,10 @@ from services.dense_worker.kernels.linear.linear_choice import time_in_graph_us
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.lora.cuda_lora import CudaLora
 from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors
 

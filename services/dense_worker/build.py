@@ -27,8 +27,8 @@ from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.lora.tensors import LoraStore
-from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.kernels.lora.tensors import LoraStore
+from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.medusa.heads import MedusaHeads
 from services.dense_worker.medusa.load_heads import load_heads
 from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
@@ -245,7 +245,7 @@ def make_lora(config: Config, model: ResolvedModel, weights: ModelWeights) -> Lo
     linears = list(parts_of_type(Linear, weights.layers))
     if model.device.type == "cpu":
         return TorchLora(linears, section.max_loras, model.dtype, model.device)
-    from services.dense_worker.lora.cuda_lora import CudaLora  # needs triton
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora  # needs triton
 
     max_num_tokens = config.scheduler.max_num_batched_tokens
     with naming_what_needs_memory("dense.max_loras adapters of dense.max_lora_rank"):

@@ -13,13 +13,13 @@ from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
-from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.lora.cuda_lora import CudaLora
+from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 
 # The greatest difference to the greatest value: the sums, h = x A^T and the result are each rounded once.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -29,7 +29,7 @@ from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
 
 if TYPE_CHECKING:
-    from services.dense_worker.lora.cuda_lora import CudaLora
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 
 log = structlog.get_logger()
 

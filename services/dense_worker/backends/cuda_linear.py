@@ -26,7 +26,7 @@ from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 if TYPE_CHECKING:
-    from services.dense_worker.lora.cuda_lora import CudaLora
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 
 
 class StreamingKernels(Protocol):

@@ -29,7 +29,7 @@ from services.dense_worker.model.operations import MlpInput, Residual, Unactivat
 from services.dense_worker.parameters import Parameter
 
 if TYPE_CHECKING:
-    from services.dense_worker.lora.cuda_lora import CudaLora
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 
 
 class CudaOperations:

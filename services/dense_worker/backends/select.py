@@ -19,7 +19,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
-from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations

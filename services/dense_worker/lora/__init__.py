@@ -1,1 +1,1 @@
-"""The adapters of the dense worker: which of them have a slot, their tensors, and the deltas of a step."""
+"""Which adapters of the dense worker have a slot, and their loading."""

@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from services.common.errors import RequestAborted, TwostrokeError
-from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.lora.adapter import Adapter
 from services.lora.checkpoint import Shapes, adapter_hash, read_adapter
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm
-from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.parameters import Parameter
 

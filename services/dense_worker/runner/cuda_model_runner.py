@@ -28,7 +28,7 @@ from services.dense_worker.sampling.sampler import Sampler
 from services.step import NO_ROWS, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from services.dense_worker.lora.cuda_lora import CudaLora  # needs triton
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora  # needs triton
 
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
 FEW_SAMPLED = 16  # rows

@@ -17,7 +17,7 @@ import torch
 
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows, RowFeature

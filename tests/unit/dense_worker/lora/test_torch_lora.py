@@ -15,7 +15,7 @@ from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.lora.torch_lora import TorchLora, group_rows
+from services.dense_worker.kernels.lora.torch_lora import TorchLora, group_rows
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.parameters import parts_of_type
 from services.lora.checkpoint import read_adapter

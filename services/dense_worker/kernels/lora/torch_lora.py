@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.lora.tensors import to_tensor
+from services.dense_worker.kernels.lora.tensors import to_tensor
 from services.lora.checkpoint import LoraTensors
 
 

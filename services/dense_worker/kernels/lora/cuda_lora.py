@@ -18,10 +18,9 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.streamed_plain import can_stream_plain
 from services.dense_worker.kernels.linear.triton_skinny import MAX_ROWS
-from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.lora.tensors import to_tensor
-from services.dense_worker.lora.triton_fused import MAX_RANKS, FusedWorkspace, SlotMemory, fused_linear
-from services.dense_worker.lora.triton_lora import (
+from services.dense_worker.kernels.lora.tensors import to_tensor
+from services.dense_worker.kernels.lora.triton_fused import MAX_RANKS, FusedWorkspace, SlotMemory, fused_linear
+from services.dense_worker.kernels.lora.triton_lora import (
     FEW_ROWS,
     FEW_ROWS_SPLITS,
     RANK_STEP,
@@ -31,6 +30,7 @@ from services.dense_worker.lora.triton_lora import (
     plan_blocks,
     shrink,
 )
+from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.lora.checkpoint import LoraTensors
 
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies

@@ -24,8 +24,8 @@ from services.dense_worker.kernels.linear.triton_skinny import (
     sum_products,
     write_features,
 )
+from services.dense_worker.kernels.lora.triton_lora import RANK_STEP
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.lora.triton_lora import RANK_STEP
 
 MAX_RANKS = 512  # of all slots together; each program goes through all of them, also those that nobody uses
 _BLOCK_OUT = 64
