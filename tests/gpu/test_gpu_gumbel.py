@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 import triton
 import triton.language as tl
 
-from services.dense_worker.backends import triton_gumbel
+from services.dense_worker.sampling import triton_gumbel
 
 SEEDS = np.array([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], dtype=np.uint64)
 POSITIONS = np.array([0, 1, 2**31, 2**32, 7, 131_071, 2**62], dtype=np.uint64)

@@ -5,7 +5,7 @@ theory of extreme values", 1954; Maddison, Tarlow, Minka, "A* sampling", NIPS 20
 small change of the logits changes the drawn token only if the two best scores are that close. With an inverted
 cumulative distribution every logit would move all borders.
 
-`backends/triton_gumbel.py` does the same on a GPU. Both compute scores in float64; the GPU's noise is float32.
+`triton_gumbel.py` does the same on a GPU. Both compute scores in float64; the GPU's noise is float32.
 
 Resolution. Noise is -log(E), where E = -log(u) and u is the middle of one of 2**32 equal parts of (0, 1), so E is
 at least 2**-33. The probability p of a token has a relative error of about 2**-33 / p: tokens below 2**-33 are drawn

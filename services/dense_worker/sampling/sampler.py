@@ -93,7 +93,7 @@ class Sampler:
         self._needed: list[tuple[LogitsEditor, np.ndarray]] = []  # editors that any slot needs: bool [max_num_seqs]
         self._draw_tokens = gumbel.draw
         if self._device.type == "cuda":
-            from services.dense_worker.backends import triton_gumbel
+            from services.dense_worker.sampling import triton_gumbel
 
             self._draw_tokens = triton_gumbel.draw
             triton_gumbel.compile_kernels(vocab_size, self._device)
