@@ -107,7 +107,7 @@ class GuessingCluster(TimedCluster):
 def guesses_after(plan: StepPlan, result: StepResult, is_right: IsRight) -> dict[int, list[int]]:
     """Of all heads, for the tokens after those of the step."""
     found: dict[int, list[int]] = {}
-    for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
+    for entry, token_ids in zip(plan.entries, result.token_ids.rows(), strict=True):
         if token_ids:
             first = entry.position + entry.num_tokens - entry.num_logits + 1 + len(token_ids)
             right = [test_scheduler.next_token(entry.seq_id, first + head) for head in range(NUM_HEADS)]

@@ -77,7 +77,7 @@ class DraftingCluster(TimedCluster):
     def _draft(self, plan: StepPlan, result: StepResult, num_tokens: int) -> None:
         self.num_runs.append(num_tokens)
         num_left, num_ready, num_rows = CATCH_UP_TOKENS, 0, 0
-        for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
+        for entry, token_ids in zip(plan.entries, result.token_ids.rows(), strict=True):
             if not token_ids or entry.seq_id in self._without_room:
                 continue
             num_known = entry.position + entry.num_tokens - len(entry.draft_token_ids)
