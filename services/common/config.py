@@ -78,7 +78,7 @@ class GatewaySection(Section):
     accept_any_model_name: bool = False  # whether this model also answers requests for any other model name
     max_n: Count = 16  # maximum number of answers to one prompt
     # maximum number of most likely tokens whose log-probabilities a request may get for each output token; an answer
-    # keeps about 120 bytes for each of them until it ends
+    # keeps 12 bytes for each of them until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
     request_metrics: bool = False  # whether completions and chats tell how long they took, in vLLM's field `metrics`
     strict_max_tokens: bool = False  # whether max_tokens beyond the rest of the context is an error; else it is lowered
@@ -86,9 +86,9 @@ class GatewaySection(Section):
     # maximum number of log-probabilities in all answers to one request: tokens times (1 + most likely, named or all
     # tokens for each); 128 k tokens with 20 most likely tokens each make 2.8 million
     max_request_logprobs: Count = 4_000_000
-    # memory for logits and hidden states that open requests ask for, all together; a row of logits has 4 bytes for each
-    # token of the vocabulary, a hidden state 56 bytes for each value
-    max_logits_bytes: Count = 256 * 2**20
+    # memory that all open requests together may take for bodies, embeddings, log-probabilities, logits and
+    # hidden states; beyond it requests are refused. docs/operations.md says what counts how much
+    max_held_bytes: Count = 512 * 2**20
     max_num_waiting: Count = 4_000  # answers that have not started yet; further requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # the same limit in prompt tokens; each takes about 100 bytes
     queue_timeout_s: Seconds = 600.0  # longest time that a request waits for its first step
@@ -133,7 +133,6 @@ class GatewaySection(Section):
     adapter_admins: tuple[str, ...] = ()
     # whether clients may send prompts as embeddings (docs/prompt-embeddings.md), not with dense.backend="tensorrt"
     enable_prompt_embeds: bool = False
-    max_prompt_embeds_bytes: Count = 256 * 2**20  # embeddings of all open requests together
     # whether requests may have a chat_template of their own; one process renders them, one at a time, with limits of
     # 1 s of CPU time and 1 GiB, so a client can make others with templates wait, but not their streams
     trust_request_chat_template: bool = False

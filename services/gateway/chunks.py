@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.token_logprobs import TokenLogprobs
+from services.common.token_logprobs import LogprobRows
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.link.logits import Logits
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import Delta
 
+VALUES_PER_ANSWER = 30  # beside its tokens
 MAX_INLINE_VALUES = 1000  # up to this many tokens and log-probabilities the event loop encodes itself
 
 
@@ -46,7 +47,7 @@ class Prompt:
     """The prompt, for a request with `echo`, `prompt_logprobs` or `return_context_logits`."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if requested and computed
+    logprobs: LogprobRows | None  # of all tokens but the first, if requested and computed
     logits: Logits | None = None  # after each token, if requested and computed
 
 
@@ -67,7 +68,7 @@ class Chunk:
     index: int  # number of the answer
     text: str  # whole characters; may lag behind `token_ids`
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # aligned with `token_ids`, if requested
+    logprobs: LogprobRows | None  # aligned with `token_ids`, if requested
     num_output_tokens: int  # all tokens of the answer so far
     finish: Finish | None  # on the last chunk
     prompt: Prompt | None  # on the first chunk of answer 0, if requested
@@ -84,7 +85,7 @@ class Completion:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobRows = field(default_factory=LogprobRows)
     finish: Finish | None = None
     logits: list[Logits] = field(default_factory=list)  # of `token_ids`, if requested
     hidden_states: Logits | None = None  # of all tokens but the last one, if requested
@@ -94,7 +95,8 @@ class Completion:
         """Adds the next chunk of this answer."""
         self.text += chunk.text
         self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs or ()
+        if chunk.logprobs:
+            self.logprobs.extend(chunk.logprobs)
         self.finish = chunk.finish
         if chunk.logits is not None:
             self.logits.append(chunk.logits)
@@ -108,13 +110,13 @@ class Completion:
 
 
 def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:
-    """Whether encoding these takes more than a millisecond; then a thread should do it, not the event loop."""
-    num_values = sum(len(each.token_ids) for each in pieces)
+    """Whether encoding these takes more than a millisecond; then it is done in turns of `HeavyWork`."""
+    num_values = sum(len(each.token_ids) for each in pieces) + VALUES_PER_ANSWER * len(pieces)
     if any(each.logits or each.hidden_states for each in pieces):
         return True
     if any(each is not None and each.logits for each in prompts):
         return True
     for logprobs in (*(each.logprobs for each in pieces), *(each.logprobs for each in prompts if each is not None)):
         if logprobs:
-            num_values += len(logprobs) * (1 + len(logprobs[-1].top))
+            num_values += logprobs.num_values
     return num_values > MAX_INLINE_VALUES

@@ -12,8 +12,9 @@ from dataclasses import replace
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.structured_output import StructuredOutput
 from services.gateway.access.access import Access, Caller
-from services.gateway.access.admission import Admission, Ticket
-from services.gateway.access.byte_budget import ByteBudget
+from services.gateway.access.admission import Admission
+from services.gateway.access.heavy_work import HeavyWork
+from services.gateway.access.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.adapters import Adapters
 from services.gateway.generation import Generation
 from services.gateway.link.dense_pool import DensePool
@@ -37,11 +38,16 @@ from services.gateway.request import (
 )
 from services.gateway.text.answer_form import refusal
 from services.gateway.text.form_trials import FormTrials
-from services.gateway.text.read_chat import read_chat_off_loop
+from services.gateway.text.read_chat import read_chat_in_turn
 from services.gateway.text.tokenizer import Tokenizer
 from services.grammar.form_error import FormError
 from services.pb import gateway_pb2
 from services.rpc.spans import Tracer
+
+COPIES_OF_EMBEDDINGS = 2  # the message, and the table that is made of it
+COPIES_OF_LOGITS = 3  # as they arrive, all answers in one tensor, and what a client has not read yet
+COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are being sent
+BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
 
 
 class Frontend:
@@ -65,7 +71,7 @@ class Frontend:
         max_answers: int,
         max_request_logprobs: int,
         form_trials: FormTrials,
-        logits_budget: ByteBudget,
+        memory: MemoryBudget,
         adapters: Adapters,
         prompt_embeds: PromptEmbeds | None,
     ) -> None:
@@ -86,7 +92,7 @@ class Frontend:
         self.max_answers = max_answers  # to all prompts of one HTTP request
         self._max_request_logprobs = max_request_logprobs
         self._form_trials = form_trials
-        self._logits_budget = logits_budget
+        self.memory = memory
         self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
         metrics.watch(self._counts)
 
@@ -112,6 +118,11 @@ class Frontend:
         )
 
     @property
+    def heavy_work(self) -> HeavyWork:
+        """Where all that takes long is done."""
+        return self.tokenizer.heavy_work
+
+    @property
     def num_open_requests(self) -> int:
         """Requests that are not answered completely, those that wait included."""
         return self._admission.num_open
@@ -132,20 +143,26 @@ class Frontend:
         caller: Caller,
         num_other_logprobs: int = 0,
         prompt_name: str = "prompt",
+        *,
+        in_one_message: bool = False,
     ) -> Generation:
         """Checks and submits a request. The caller must close the generation. Raises a `TwostrokeError`.
 
         `num_other_logprobs`: log-probabilities of the other prompts of the same client's request, which count towards
-        the limit too. `prompt_name`: the name of the prompt in error messages.
+        the limit too. `prompt_name`: the name of the prompt in error messages. `in_one_message`: whether the answers
+        are sent in one message of gRPC, which takes more memory.
         """
         ticket = None
         span = self._tracer.start("request", message.traceparent)
         message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
             ticket = self._admission.open(caller)
-            if self.prompt_embeds is not None:
-                num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
-                _reserve(self.prompt_embeds.budget, num_bytes, ticket)
+            held, num_messages = HeldMemory(self.memory, caller.number), COPIES_OF_MESSAGES if in_one_message else 0
+            ticket.at_close(held.release)
+            num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
+            if num_bytes and self.prompt_embeds is not None:
+                advice = "send fewer or half precision"
+                held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
             limits = replace(self.limits, names=self.names_for(caller))
             request = caller.adapt(await read_request(message, self.tokenizer, limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
@@ -153,11 +170,16 @@ class Frontend:
             if form is not None:
                 compiled = await self._compile(form, request)
                 request = replace(request, sampling=replace(request.sampling, structured_output=compiled))
+            if request.max_num_held_logprobs:
+                num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
+                held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
             if request.max_num_logit_rows:
                 num_bytes = BYTES_PER_LOGIT * request.max_num_logit_rows * self.model.vocab_size
-                _reserve(self._logits_budget, num_bytes, ticket)
+                num_bytes *= COPIES_OF_LOGITS + num_messages
+                advice = "shorten the prompt or lower max_tokens or n"
+                held.reserve(num_bytes, "logits", "return_generation_logits", advice)
             if request.return_hidden_states:
-                self._reserve_hidden_states(request, ticket)
+                self._reserve_hidden_states(request, held)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -169,7 +191,7 @@ class Frontend:
             span.end(str(error) or type(error).__name__)
             raise
 
-    def _reserve_hidden_states(self, request: GenerationRequest, ticket: Ticket) -> None:
+    def _reserve_hidden_states(self, request: GenerationRequest, held: HeldMemory) -> None:
         hidden_size = self.model.hidden_size
         if not hidden_size:
             raise InvalidRequest(
@@ -177,8 +199,7 @@ class Frontend:
                 "return_hidden_states",
             )
         num_bytes = BYTES_PER_HIDDEN_VALUE * hidden_size * request.max_num_hidden_states
-        self._logits_budget.reserve(num_bytes, "hidden states", "return_hidden_states")
-        ticket.at_close(lambda: self._logits_budget.release(num_bytes))
+        held.reserve(num_bytes, "hidden states", "return_hidden_states", "shorten the prompt or lower max_tokens or n")
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
@@ -217,7 +238,8 @@ class Frontend:
         check_counts(message)
         if self._dense.has_model:
             check_size(message, self.tokenizer, self.limits)
-        return await self.tokenizer.render_chat(await read_chat_off_loop(message.chat, self.tokenizer))
+        chat = await read_chat_in_turn(message.chat, self.tokenizer)
+        return await self.tokenizer.render_chat(chat, message.chat.ByteSize())
 
     async def detokenize(
         self, lists: Sequence[Sequence[int]], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
@@ -252,8 +274,3 @@ class Frontend:
             is_connected=self._dense.is_connected,
         )
 
-
-def _reserve(budget: ByteBudget, num_bytes: int, ticket: Ticket) -> None:
-    """Reserves bytes until the request ends."""
-    budget.reserve(num_bytes)
-    ticket.at_close(lambda: budget.release(num_bytes))

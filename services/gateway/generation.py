@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from dataclasses import replace
 from typing import Protocol
 
@@ -150,6 +151,7 @@ class _Answer:
             self._parsed = ParsedText(entry.request, entry.request.parsing, tokenizer)
         self._lead = prompt_text  # precedes the first text
         self.num_output_tokens = 0  # returned in chunks so far
+        self._own_logprobs = array("f")  # of these tokens, if requested
         self._is_closed = False
 
     def next_chunk(self) -> Chunk:
@@ -174,6 +176,7 @@ class _Answer:
         if is_cut:
             reason, stop_token_id = FinishReason.STOP, None
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+        self._own_logprobs.extend(logprobs.own)
         logits = None if entry.logits is None else entry.logits.take(len(token_ids))
         self.num_output_tokens += len(token_ids)
         if token_ids:
@@ -255,7 +258,7 @@ class _Answer:
     @property
     def mean_logprob(self) -> float:
         """Mean log-probability of the returned tokens; minus infinity if there are none."""
-        values = [each.logprob for each in self.entry.logprobs[: self.num_output_tokens]]
+        values = self._own_logprobs
         return math.fsum(values) / len(values) if values else -math.inf
 
     def _timings(self) -> Timings:

@@ -25,7 +25,7 @@ from services.gateway.prompts.prompt_vectors import check_vectors, read_vectors,
 from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
-from services.gateway.text.read_chat import read_chat_off_loop
+from services.gateway.text.read_chat import read_chat_in_turn
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.lora.adapter import Adapter
@@ -142,9 +142,21 @@ class GenerationRequest:
     @property
     def max_num_logprobs(self) -> int:
         """Those of its answers, each of which may show the prompt's, too; of a search, those of all its beams."""
+        of_prompt, of_answer = self._max_num_logprobs_of_parts
+        return self.best_of * (of_prompt + of_answer)
+
+    @property
+    def max_num_held_logprobs(self) -> int:
+        """Those that are kept until it ends: the prompt's are the same for all answers."""
+        of_prompt, of_answer = self._max_num_logprobs_of_parts
+        return of_prompt + self.best_of * of_answer
+
+    @property
+    def _max_num_logprobs_of_parts(self) -> tuple[int, int]:
+        """Of the prompt, and of one answer without it."""
         num_named = len(self.sampling.logprob_token_ids)
         of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs, num_named)
-        return self.best_of * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs, num_named))
+        return of_prompt, _num_logprobs(self.max_tokens, self.num_computed_logprobs, num_named)
 
 
 def owner_of(caller: str, client: int) -> Owner:
@@ -275,9 +287,10 @@ async def read_text_or_chat(
         if kind == "prompt" and not text:
             raise InvalidRequest("prompt is empty", kind)
         return await tokenizer.encode(text, adds_special_tokens), None
-    chat = await read_chat_off_loop(message.chat, tokenizer)
+    chat = await read_chat_in_turn(message.chat, tokenizer)
     check_vectors(chat, len(table_ids))
-    return await tokenizer.encode_chat(chat, adds_special_tokens, table_ids.start), chat
+    num_bytes = message.chat.ByteSize()
+    return await tokenizer.encode_chat(chat, adds_special_tokens, table_ids.start, num_bytes), chat
 
 
 async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 
 import structlog
 
@@ -13,7 +14,7 @@ from services.common.errors import PeerError
 from services.common.model_config import ModelConfig, load_model_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
-from services.gateway.access.byte_budget import ByteBudget
+from services.gateway.access.memory_budget import MemoryBudget
 from services.gateway.access.reception import Reception
 from services.gateway.adapters import Adapters
 from services.gateway.client_templates.client_templates import ClientTemplates
@@ -50,6 +51,7 @@ log = structlog.get_logger()
 
 SERVICE_NAMES = [SERVICE_NAME, TRITON_SERVICE_NAME]
 MAX_INT = 2**31 - 1
+SWITCH_INTERVAL_S = 0.001  # after which a thread gives the event loop the interpreter lock; Python's default is 5 ms
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
 
@@ -66,6 +68,7 @@ class Gateway:
     async def start(self) -> None:
         """Starts listening at both addresses; no request can run yet. Raises `ConfigError` or `ModelError`."""
         config = self._config
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._opened.enter_context(serving_metrics(config.gateway.metrics_address, self._registry))
         tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
         model_config, is_dummy = load_model_config(config.model.path), config.model.load_format == "dummy"
@@ -96,6 +99,7 @@ class Gateway:
             section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies
         )
         self._journal = Journal()
+        self._memory = MemoryBudget(section.max_held_bytes)
         self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens)
         self._dense = DensePool(
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
@@ -165,7 +169,7 @@ class Gateway:
         )
         prompt_embeds = None
         if section.enable_prompt_embeds:
-            prompt_embeds = PromptEmbeds(model_config.hidden_size, section.max_prompt_embeds_bytes)
+            prompt_embeds = PromptEmbeds(model_config.hidden_size)
         shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
         return Frontend(
             names,
@@ -184,13 +188,7 @@ class Gateway:
             section.max_answers,
             section.max_request_logprobs,
             self._form_trials,
-            ByteBudget(
-                section.max_logits_bytes,
-                "gateway.max_logits_bytes",
-                "logits",
-                "return_generation_logits",
-                "shorten the prompt or lower max_tokens or n",
-            ),
+            self._memory,
             Adapters(
                 names,
                 shapes,
@@ -224,7 +222,16 @@ class Gateway:
                 ("grpc.max_concurrent_streams", section.max_grpc_streams),
             ],
             shares_port=self._options.shares_ports,
-            interceptors=[Reception(self._access, SERVICE_NAMES, section.body_timeout_s, section.max_receiving)],
+            interceptors=[
+                Reception(
+                    self._access,
+                    SERVICE_NAMES,
+                    section.body_timeout_s,
+                    section.max_receiving,
+                    self._memory,
+                    frontend.heavy_work,
+                )
+            ],
         )
         servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)

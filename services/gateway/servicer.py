@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
 
 import grpc
 
 from services.common.errors import InvalidRequest
-from services.common.token_logprobs import TokenLogprobs, encode_logprobs
+from services.common.token_logprobs import LogprobRows, TokenLogprobs, encode_logprobs
 from services.gateway import __version__
 from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders
@@ -25,6 +25,7 @@ from services.lora.adapter import encode_adapter
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
+ROWS_PER_TURN = 256  # tokens with log-probabilities: a millisecond or two
 FINISH_REASONS = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: gateway_pb2.FINISH_REASON_LENGTH,
@@ -59,7 +60,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             while not generation.is_finished:
                 chunk = await generation.next_chunk()
                 if (chunk.logprobs or chunk.prompt or chunk.logits) and is_large([chunk], [chunk.prompt]):
-                    message = await asyncio.to_thread(_encode_chunk, generation.request_id, chunk)
+                    message = await self._encode_large_chunk(generation.request_id, chunk)
                 else:
                     message = _encode_chunk(generation.request_id, chunk)
                 call.sending_since = time.monotonic()
@@ -70,11 +71,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.GenerateResponse:
         """Sends all answers in one response."""
-        generation = await self._start(request, context)
+        generation = await self._start(request, context, in_one_message=True)
         completions, prompt = await generation.completions()
-        if is_large(completions, [prompt]):
-            return await asyncio.to_thread(_encode_response, generation.request_id, completions, prompt)
-        return _encode_response(generation.request_id, completions, prompt)
+        response = gateway_pb2.GenerateResponse(request_id=generation.request_id)
+        has_turns = is_large(completions, [prompt])
+        for completion in completions:
+            if has_turns:
+                await self._frontend.heavy_work.turn()
+            added = response.completions.add()
+            _encode_completion(completion, added)
+            await self._encode_logprobs(completion.logprobs, added.logprobs, has_turns=has_turns)
+        if prompt is not None:
+            response.prompt.MergeFrom(_encode_prompt(prompt))
+            await self._encode_logprobs(prompt.logprobs, response.prompt.logprobs, has_turns=has_turns)
+        return response
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -138,37 +148,51 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         await self._frontend.adapters.unload(caller, request.name)
         return gateway_pb2.UnloadAdapterResponse()
 
+    async def _encode_large_chunk(self, request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
+        await self._frontend.heavy_work.turn()
+        message = _encode_chunk(request_id, chunk, has_logprobs=False)
+        await self._encode_logprobs(chunk.logprobs, message.logprobs, has_turns=True)
+        if chunk.prompt is not None:
+            await self._encode_logprobs(chunk.prompt.logprobs, message.prompt.logprobs, has_turns=True)
+        return message
+
+    async def _encode_logprobs(self, rows: LogprobRows | None, target: Any, *, has_turns: bool) -> None:
+        """Adds rows to a repeated field, some in each turn of `HeavyWork` if there are many."""
+        for start in range(0, len(rows or ()), ROWS_PER_TURN):
+            if has_turns:
+                await self._frontend.heavy_work.turn()
+            target.extend(_encode_all(rows[start : start + ROWS_PER_TURN]))
+
     async def _start(
-        self, message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self,
+        message: gateway_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext,
+        *,
+        in_one_message: bool = False,
     ) -> Generation:
         if not message.traceparent:
             message.traceparent = _traceparent(context)
         for field in ("return_hidden_states", "return_progress"):
             if getattr(message, field):
                 raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
-        generation = await self._frontend.start(message, current_caller())
+        generation = await self._frontend.start(message, current_caller(), in_one_message=in_one_message)
         # Closed here, because a handler that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
         return generation
 
 
-def _encode_response(
-    request_id: str, completions: Sequence[Completion], prompt: Prompt | None
-) -> gateway_pb2.GenerateResponse:
-    return gateway_pb2.GenerateResponse(
-        request_id=request_id, completions=map(_encode_completion, completions), prompt=_encode_prompt(prompt)
-    )
-
-
-def _encode_chunk(request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
+def _encode_chunk(request_id: str, chunk: Chunk, *, has_logprobs: bool = True) -> gateway_pb2.GenerateChunk:
+    prompt = None if chunk.prompt is None else _encode_prompt(chunk.prompt)
+    if prompt is not None and has_logprobs:
+        prompt.logprobs.extend(_encode_all(chunk.prompt.logprobs or ()))
     return gateway_pb2.GenerateChunk(
         request_id=request_id,
         text=chunk.text,
         token_ids=chunk.token_ids,
         finish=_encode_finish(chunk.finish) if chunk.finish else None,
         index=chunk.index,
-        logprobs=_encode_all(chunk.logprobs) if chunk.logprobs else None,
-        prompt=_encode_prompt(chunk.prompt) if chunk.prompt else None,
+        logprobs=_encode_all(chunk.logprobs) if chunk.logprobs and has_logprobs else None,
+        prompt=prompt,
         logits=_encode_logits([chunk.logits]) if chunk.logits else None,
         reasoning="".join([each.text for each in chunk.deltas if isinstance(each, ReasoningDelta)]),
         tool_calls=_encode_calls(chunk.deltas),
@@ -185,20 +209,22 @@ def _encode_calls(deltas: Iterable[Delta]) -> list[gateway_pb2.ToolCallDelta]:
     return pieces
 
 
-def _encode_completion(completion: Completion) -> gateway_pb2.Completion:
+def _encode_completion(completion: Completion, message: gateway_pb2.Completion) -> None:
+    """Writes a completion, but not its log-probabilities, into a message."""
     assert completion.finish is not None
     parts = completion.parts or AnswerParts()
-    return gateway_pb2.Completion(
-        index=completion.index,
-        text=completion.text,
-        token_ids=completion.token_ids,
-        logprobs=_encode_all(completion.logprobs),
-        finish=_encode_finish(completion.finish),
-        logits=_encode_logits(completion.logits) if completion.logits else None,
-        reasoning=parts.reasoning(),
-        tool_calls=[
-            gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in parts.calls
-        ],
+    message.MergeFrom(
+        gateway_pb2.Completion(
+            index=completion.index,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            finish=_encode_finish(completion.finish),
+            logits=_encode_logits(completion.logits) if completion.logits else None,
+            reasoning=parts.reasoning(),
+            tool_calls=[
+                gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in parts.calls
+            ],
+        )
     )
 
 
@@ -206,13 +232,10 @@ def _encode_all(values: Iterable[TokenLogprobs]) -> list[sampling_pb2.TokenLogpr
     return [encode_logprobs(value) for value in values]
 
 
-def _encode_prompt(prompt: Prompt | None) -> gateway_pb2.PromptEcho | None:
-    if prompt is None:
-        return None
+def _encode_prompt(prompt: Prompt) -> gateway_pb2.PromptEcho:
+    """The message without log-probabilities."""
     return gateway_pb2.PromptEcho(
-        token_ids=prompt.token_ids,
-        logprobs=_encode_all(prompt.logprobs or ()),
-        logits=_encode_logits([prompt.logits]) if prompt.logits else None,
+        token_ids=prompt.token_ids, logits=_encode_logits([prompt.logits]) if prompt.logits else None
     )
 
 

@@ -20,10 +20,12 @@ from google.protobuf.message import DecodeError
 
 from services.common.errors import CapacityError, DeadlineExceeded, InvalidRequest, RequestAborted
 from services.gateway.access.access import Access, Caller
+from services.gateway.access.heavy_work import MAX_INLINE_BYTES, HeavyWork, work_for
+from services.gateway.access.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
+from services.grammar.client_turns import Client
 
 log = structlog.get_logger()
 
-MAX_INLINE_BYTES = 2**16  # size of a message that is parsed at once, which takes at most 1 ms
 # Open calls that need no key, such as health watches. The connections with such calls share the maximum evenly, but
 # each may have at least the minimum. One call takes about 16 KiB.
 MAX_KEYLESS_CALLS = 256
@@ -42,7 +44,15 @@ def current_caller() -> Caller:
 class Reception(grpc.aio.ServerInterceptor):
     """The interceptor between `GrpcServer`'s own, which turns errors into statuses, and the handlers."""
 
-    def __init__(self, access: Access, guarded_services: list[str], timeout_s: float, max_receiving: int) -> None:
+    def __init__(
+        self,
+        access: Access,
+        guarded_services: list[str],
+        timeout_s: float,
+        max_receiving: int,
+        memory: MemoryBudget,
+        heavy_work: HeavyWork,
+    ) -> None:
         """Calls of `guarded_services` (full proto names) need a key if there are keys.
 
         A message must arrive within `timeout_s`. If more than `max_receiving` messages arrive at once, the oldest one
@@ -56,7 +66,8 @@ class Reception(grpc.aio.ServerInterceptor):
         self._receiving: dict[asyncio.Timeout, None] = {}  # oldest first
         self._open_streams: dict[asyncio.Timeout, None] = {}  # that wait for a further message, oldest first
         self._keyless_calls = Counter[str]()  # open calls, by connection
-        self._parser = asyncio.Lock()  # held while a long message is parsed
+        self._memory = memory
+        self._heavy_work = heavy_work
 
     async def intercept_service(
         self,
@@ -72,8 +83,9 @@ class Reception(grpc.aio.ServerInterceptor):
             )
 
         async def receive(context: grpc.aio.ServicerContext) -> Any:
-            _caller.set(self._access.identify_call(context))
-            return await self._receive_one(context, handler)
+            held = HeldMemory(self._memory, self._identify(context))
+            context.add_done_callback(lambda _: held.release())
+            return await self._receive_one(context, handler, held)
 
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
@@ -113,17 +125,29 @@ class Reception(grpc.aio.ServerInterceptor):
         Its behaviour is a coroutine that writes the responses itself and ends streams that rest for too long.
         """
 
-        async def requests(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def requests(context: grpc.aio.ServicerContext, held: HeldMemory) -> AsyncIterator[Any]:
             message = await self._receive(context)
             while message is not grpc.aio.EOF:
+                held.reserve(BYTES_PER_BODY_BYTE * len(message), "its message")
                 yield await self._parse(message, handler.request_deserializer)
+                held.release()  # the next one is asked for when this one runs
                 message = await self._receive_later(context)
 
         async def handle(_: object, context: grpc.aio.ServicerContext) -> None:
-            _caller.set(self._access.identify_call(context))
-            await handler.stream_stream(requests(context), context)
+            held = HeldMemory(self._memory, self._identify(context))
+            try:
+                await handler.stream_stream(requests(context, held), context)
+            finally:
+                held.release()
 
         return handle
+
+    def _identify(self, context: grpc.aio.ServicerContext) -> Client:
+        """Finds the caller, for whom the current task works from now on. Raises `Unauthenticated`."""
+        caller = self._access.identify_call(context)
+        _caller.set(caller)
+        work_for(caller.number)
+        return caller.number
 
     async def _receive_later(self, context: grpc.aio.ServicerContext) -> Any:
         """A further message of a stream, or `EOF`. Beyond `MAX_OPEN_STREAMS` the stream that waits longest ends."""
@@ -185,21 +209,25 @@ class Reception(grpc.aio.ServerInterceptor):
             self._receiving.pop(limit, None)
         return message
 
-    async def _receive_one(self, context: grpc.aio.ServicerContext, handler: grpc.RpcMethodHandler) -> Any:
-        """The message of a unary call."""
+    async def _receive_one(
+        self, context: grpc.aio.ServicerContext, handler: grpc.RpcMethodHandler, held: HeldMemory | None = None
+    ) -> Any:
+        """The message of a unary call; `held` counts it."""
         message = await self._receive(context)
         if message is grpc.aio.EOF:
             raise RequestAborted("the call has no message")
+        if held is not None:
+            held.reserve(BYTES_PER_BODY_BYTE * len(message), "its message")
         return await self._parse(message, handler.request_deserializer)
 
     async def _parse(self, data: bytes, deserialize: Callable[[bytes], Any]) -> Any:
         try:
             if len(data) <= MAX_INLINE_BYTES:
                 return deserialize(data)
-            async with self._parser:
-                message = deserialize(data)
-                await asyncio.sleep(0)  # let other tasks run between two long messages
-                return message
+            await self._heavy_work.turn()
+            message = deserialize(data)
+            await self._heavy_work.turn()  # for whoever reads the message
+            return message
         except DecodeError as error:
             raise InvalidRequest(f"the message of {len(data)} bytes cannot be parsed: {error}") from None
 

@@ -40,7 +40,7 @@ def build_app(
     app = FastAPI(
         title="Twostroke", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    app.add_middleware(Authorize, access=frontend.access)
+    app.add_middleware(Authorize, access=frontend.access, memory=frontend.memory)
     app.add_middleware(HeadRequests)
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))

@@ -1,12 +1,14 @@
-"""Checks a request's API key before its body is read. Anthropic's clients send it as `x-api-key`."""
+"""Checks a request's API key before its body is read, and counts the body. Anthropic's clients send `x-api-key`."""
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Unauthenticated
 from services.gateway.access.access import Access
 from services.gateway.access.client_address import FORWARDED_FOR
+from services.gateway.access.heavy_work import work_for
+from services.gateway.access.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 from services.gateway.http.errors import error_response
 
 # Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests.
@@ -36,9 +38,10 @@ _FORWARDED_FOR = FORWARDED_FOR.encode()
 class Authorize:
     """An ASGI middleware. Handlers find the `Caller` as `request.state.caller`; unknown keys are refused."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, memory: MemoryBudget) -> None:
         self._app = app
         self._access = access
+        self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in OPEN_PATHS:
@@ -46,11 +49,30 @@ class Authorize:
             peer, _ = scope.get("client") or (None, None)
             address = self._access.client_addresses.find(peer, forwarded)
             try:
-                scope["state"]["caller"] = self._access.identify(_authorization(scope), address)
+                caller = scope["state"]["caller"] = self._access.identify(_authorization(scope), address)
             except Unauthenticated as error:
                 await error_response(error, scope)(scope, receive, send)
                 return
+            work_for(caller.number)
+            held = scope["state"]["held"] = HeldMemory(self._memory, caller.number)
+            try:
+                await self._app(scope, _counted(receive, held), send)
+            finally:
+                held.release()
+            return
         await self._app(scope, receive, send)
+
+
+def _counted(receive: Receive, held: HeldMemory) -> Receive:
+    """`receive`, with the body counted while it arrives. Raises `CapacityError` if it does not fit."""
+
+    async def receive_counted() -> Message:
+        message = await receive()
+        if body := message.get("body"):
+            held.reserve(BYTES_PER_BODY_BYTE * len(body), "its body")
+        return message
+
+    return receive_counted
 
 
 def _authorization(scope: Scope) -> str | None:

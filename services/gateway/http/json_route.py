@@ -1,11 +1,11 @@
 """Strict parsing of JSON bodies: no NaN, no lone surrogates, no unbounded depth, nothing after the end.
 
-One call parses the whole body and holds the interpreter lock meanwhile, so the values of the body are counted first.
+One call parses the whole body and holds the interpreter lock meanwhile, so the values of the body are counted first. A
+large body waits for a turn of `HeavyWork` before each step: counting, parsing, checking, and what its route does next.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 from collections.abc import Callable, Coroutine
@@ -16,10 +16,12 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
+from services.gateway.access.heavy_work import MAX_INLINE_BYTES, HeavyWork
+
 MAX_STRINGS = 2**16  # strings, lists and objects in one body; a chat of 4096 messages, each of one part, has 50,000
 
 
-def json_route(max_values: int) -> type[APIRoute]:
+def json_route(max_values: int, heavy_work: HeavyWork) -> type[APIRoute]:
     """A class of routes whose bodies must be JSON of at most `max_values` values.
 
     They do not use Python's own parser, because it accepts texts that cannot be encoded again.
@@ -30,9 +32,11 @@ def json_route(max_values: int) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def handle_strictly(request: Request) -> Response:
+                strict = _StrictRequest(request, max_values, heavy_work)
                 if self.body_field is not None:
                     _require_json_type(request)
-                return await handle(_StrictRequest(request, max_values))
+                    await strict.body()  # here, because FastAPI makes a 400 of every error of reading it
+                return await handle(strict)
 
             return handle_strictly
 
@@ -40,29 +44,50 @@ def json_route(max_values: int) -> type[APIRoute]:
 
 
 class _StrictRequest(Request):
-    def __init__(self, request: Request, max_values: int) -> None:
+    def __init__(self, request: Request, max_values: int, heavy_work: HeavyWork) -> None:
         super().__init__(request.scope, request.receive)
         self._max_values = max_values
+        self._heavy_work = heavy_work
 
     async def json(self) -> Any:
-        return await parse_json(await self.body(), self._max_values)
+        body = await self.body()
+        note_size(self, len(body), self._heavy_work)
+        return await parse_json(body, self._max_values, self._heavy_work)
 
 
-async def parse_json(body: bytes, max_values: int) -> Any:
-    """The value of a body of at most `max_values` values. Raises `JSONDecodeError`, or a 413."""
+def note_size(request: Request, num_bytes: int, heavy_work: HeavyWork) -> None:
+    """Notes whether the further steps of a request with such a body, up to its answer, need turns."""
+    request.state.heavy_work = heavy_work if num_bytes > MAX_INLINE_BYTES else None
+
+
+async def next_turn(request: Request) -> None:
+    """Lets other tasks run before the next step of a request whose body is large."""
+    heavy_work: HeavyWork | None = request.state.heavy_work
+    if heavy_work is not None:
+        await heavy_work.turn()
+
+
+async def parse_json(body: bytes, max_values: int, heavy_work: HeavyWork) -> Any:
+    """The value of a body of at most `max_values` values, in turns unless the body is small.
+
+    Raises `JSONDecodeError`, or a 413.
+    """
+    if len(body) <= MAX_INLINE_BYTES:
+        return _parse(body)
+    await heavy_work.turn()
     num_strings = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
-    if body.count(b",") + 1 > max_values or num_strings > MAX_STRINGS:
-        await _check_counts(body, max_values)
+    if body.count(b",") + 1 > max_values or num_strings > MAX_STRINGS:  # a rough count, which is fast
+        await heavy_work.turn()
+        _check_counts(body, max_values)
+    await heavy_work.turn()
     value = _parse(body)
-    await asyncio.sleep(0)  # let other tasks run: checking a large body takes milliseconds, too
+    await heavy_work.turn()  # for whoever checks the value
     return value
 
 
-async def _check_counts(body: bytes, max_values: int) -> None:
-    """Raises a 413 if the exact counts are too high. It takes milliseconds, so a rough count comes first."""
-    await asyncio.sleep(0)
+def _check_counts(body: bytes, max_values: int) -> None:
+    """Raises a 413 if the exact counts are too high. It takes milliseconds."""
     num_values, num_strings = count_values(body)
-    await asyncio.sleep(0)
     if num_strings > MAX_STRINGS:
         raise HTTPException(
             413, f"the body has {num_strings} strings, lists and objects, at most {MAX_STRINGS} allowed"

@@ -17,7 +17,6 @@ from services.common.errors import (
     TwostrokeError,
 )
 from services.common.sampling_messages import encode_sampling
-from services.common.token_logprobs import decode_logprobs
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.link.stream_sequences import StreamSequences
 from services.gateway.request import GenerationRequest
@@ -120,8 +119,7 @@ async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense
             entry = sequences.get(span.seq_id)
             if entry is None:
                 break
-            tokens = span.tokens[first : first + size]
-            entry.set_prompt_logprobs(span.start + first, [decode_logprobs(token) for token in tokens])
+            entry.add_prompt_logprobs(span.start + first, span.tokens[first : first + size])
             await asyncio.sleep(0)
 
 
@@ -147,7 +145,7 @@ def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> Non
     for each in output.logprobs:
         entry = find(each.seq_id)
         if entry is not None:
-            entry.logprobs.append(decode_logprobs(each.token))
+            entry.logprobs.append(each.token)
     for seq_id, token_id in zip(output.seq_ids, output.token_ids, strict=True):
         entry = find(seq_id)
         if entry is not None:
@@ -174,7 +172,8 @@ def _keep_answers(entry: JournalEntry, answers: Sequence[dense_pb2.BeamAnswer], 
     """Gives each answer of a beam search to its entry."""
     for each, answer in zip((entry, *entry.followers), answers, strict=True):
         each.beam_score = answer.score
-        each.logprobs += map(decode_logprobs, answer.logprobs)
+        for logprobs in answer.logprobs:
+            each.logprobs.append(logprobs)
         for token_id in answer.token_ids:
             each.append(token_id, now)
         each.finish(FINISH_REASONS[answer.reason])

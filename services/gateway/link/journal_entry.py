@@ -16,7 +16,7 @@ from enum import Enum
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import MAX_SEED, SamplingParams
-from services.common.token_logprobs import TokenLogprobs
+from services.common.token_logprobs import LogprobRows
 from services.gateway.link.logits import LogitRows
 from services.gateway.link.search_record import SearchRecord
 from services.gateway.request import GenerationRequest
@@ -107,8 +107,8 @@ class JournalEntry:
         if index:
             self.sampling = replace(request.sampling, seed=(request.sampling.seed + index) & MAX_SEED)
         self.output_token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []  # aligned with `output_token_ids`, if requested
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of all prompt tokens but the first, if requested
+        self.logprobs = LogprobRows()  # of the tokens that have not been taken yet, if requested
+        self.prompt_logprobs = LogprobRows()  # of all prompt tokens but the first, if requested
         self.logits = LogitRows() if request.return_generation_logits else None  # of output tokens
         # After prompt tokens. They are the same for all answers, so only the first one requests them.
         self.context_logits = LogitRows() if request.return_context_logits and not index else None
@@ -198,10 +198,12 @@ class JournalEntry:
         self.num_crashes = 0
         self.search.add(step)
 
-    def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
         """Stores log-probabilities of prompt tokens from index `start` on. A span may arrive again after a crash."""
-        if start - 1 <= len(self.prompt_logprobs):
-            self.prompt_logprobs[start - 1 : start - 1 + len(logprobs)] = logprobs
+        num_known = len(self.prompt_logprobs) - (start - 1)
+        if num_known >= 0:  # else those before them are still to come again
+            for each in logprobs[num_known:]:
+                self.prompt_logprobs.append(each)
 
     def keep_token_report(self, start: int, num_rows: int, values: bytes) -> None:
         """Stores what is reported of the tokens from index `start` on. They may come again after a crash."""
@@ -229,7 +231,7 @@ class JournalEntry:
     def _forget_token(self) -> None:
         """Drops the token of a request for the prompt only. It arrived with the end, so no handler has seen it."""
         self.output_token_ids.clear()
-        self.logprobs.clear()
+        self.logprobs = LogprobRows()
         self.first_token_at = self.last_token_at = None
 
     def fail(self, error: TwostrokeError) -> None:
@@ -238,7 +240,7 @@ class JournalEntry:
             self.error = error
             self._put_in_updates()
 
-    def take_new_tokens(self) -> tuple[list[int], list[TokenLogprobs]]:
+    def take_new_tokens(self) -> tuple[list[int], LogprobRows]:
         """Takes all tokens not taken yet, with their log-probabilities if requested.
 
         Raises the error that ended the sequence when all its tokens are taken.
@@ -251,7 +253,10 @@ class JournalEntry:
                 raise self.error
             self._put_in_updates()  # so that the next call raises
         self._num_taken_tokens += len(token_ids)
-        return token_ids, self.logprobs[start:]
+        logprobs = self.logprobs
+        if logprobs:
+            self.logprobs = LogprobRows()
+        return token_ids, logprobs
 
     def _put_in_updates(self) -> None:
         if not self._is_in_updates:

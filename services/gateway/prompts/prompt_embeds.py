@@ -8,7 +8,6 @@ import binascii
 import torch
 
 from services.common.errors import InvalidRequest
-from services.gateway.access.byte_budget import ByteBudget
 from services.gateway.context_length import too_long
 from services.gateway.prompts.torch_file import read_saved_tensor
 from services.lora.prompt_table import PromptTable, make_prompt_table
@@ -22,13 +21,10 @@ _PIECE = 2**20  # characters of base64 that are decoded at a time: the interpret
 class PromptEmbeds:
     """Used in the event loop."""
 
-    def __init__(self, hidden_size: int, max_bytes: int) -> None:
-        """hidden_size: the served model's; max_bytes: of all open requests together"""
+    def __init__(self, hidden_size: int) -> None:
+        """hidden_size: the served model's"""
         self._hidden_size = hidden_size
         self._reading = asyncio.Semaphore(MAX_READING)
-        self.budget = ByteBudget(
-            max_bytes, "gateway.max_prompt_embeds_bytes", "embeddings", NAME, "send fewer or half precision"
-        )
 
     async def decode(self, text: str, name: str, max_model_len: int) -> gateway_pb2.PromptEmbeds:
         """The message of a tensor in base64 that `torch.save` has written, of shape [num_tokens, hidden].

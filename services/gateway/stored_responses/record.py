@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
 from services.gateway.access.access import Caller
+from services.gateway.access.heavy_work import HeavyWork
 from services.gateway.http.json_route import parse_json
 from services.gateway.http.schemas.responses.items import Input
 from services.gateway.http.schemas.responses.request import ResponsesRequest
@@ -42,7 +43,7 @@ class ResponseRecord:
             self._conversation = previous.conversation
         self._own_items = _own_items(body, request_id) if self._is_stored else b""
 
-    async def read_earlier(self, max_bytes: int, max_values: int) -> None:
+    async def read_earlier(self, max_bytes: int, max_values: int, heavy_work: HeavyWork) -> None:
         """Reads `earlier`, under the limits of a body that has the whole conversation. Raises `InvalidRequest`."""
         if not self._conversation:
             return
@@ -52,7 +53,7 @@ class ResponseRecord:
                 f"the conversation has {num_bytes} bytes with its earlier items, gateway.max_body_bytes is {max_bytes}",
                 FIELD,
             )
-        items = await parse_json(joined(self._conversation), max_values)
+        items = await parse_json(joined(self._conversation), max_values, heavy_work)
         try:
             self.earlier = _ITEMS.validate_python(items)
         except pydantic.ValidationError as error:  # an answer may have what no request may, such as a name

@@ -28,6 +28,8 @@ from services.gateway.text.tools.tool import NO_TOOLS, ToolChoice, Tools
 
 MAX_RENDER_S = 5.0  # of processor time: a busy machine may take longer
 MAX_RENDERED_CHARACTERS = 16 * 2**20
+MAX_WORK_S = 0.002  # after which a template rests: the event loop gets the interpreter lock without asking for it
+REST_S = 0.001
 MAX_ERROR_CHARACTERS = 300  # of a template's error message
 TEMPLATE_FILE = "<template>"  # Jinja2's file name for a template without a file
 
@@ -139,16 +141,20 @@ class _OutOfBounds(Exception):
 
 
 class _Bounds:
-    """Limits the rendering on one thread by tracing it, which is the only way to end a template that never returns."""
+    """Limits the rendering on one thread by tracing it, which is the only way to end a template that never returns.
+
+    It also lets the event loop run now and then.
+    """
 
     def __init__(self) -> None:
-        self._deadline = self._max_thread_time = 0.0
+        self._deadline = self._max_thread_time = self._rest_at = 0.0
         self._outer_trace = sys.gettrace()
         self._num_characters = 0
 
     def __enter__(self) -> None:
         self._deadline = time.monotonic() + MAX_RENDER_S
         self._max_thread_time = time.thread_time() + MAX_RENDER_S
+        self._rest_at = time.monotonic() + MAX_WORK_S
         sys.settrace(self._enter_frame)
 
     def __exit__(self, *_: object) -> None:
@@ -170,8 +176,12 @@ class _Bounds:
         return self._trace_line
 
     def _check_time(self) -> None:
+        now = time.monotonic()
+        if now > self._rest_at:
+            time.sleep(REST_S)
+            self._rest_at = time.monotonic() + MAX_WORK_S
         # The clock first, because it is read faster.
-        if time.monotonic() > self._deadline and time.thread_time() > self._max_thread_time:
+        if now > self._deadline and time.thread_time() > self._max_thread_time:
             raise _OutOfBounds(f"it takes longer than {MAX_RENDER_S:g} s")
 
 

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
+from services.gateway.access.heavy_work import MAX_INLINE_BYTES
 from services.gateway.prompts.chat_vectors import ChatVectors, content_of
 from services.gateway.text.chat_message import Message, MessageCall
 from services.gateway.text.chat_template import Chat
@@ -63,10 +64,11 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
     )
 
 
-async def read_chat_off_loop(chat: gateway_pb2.Chat, tokenizer: Tokenizer) -> Chat:
-    """Does the same as `read_chat`, off the event loop if it is large. Raises `InvalidRequest`."""
-    size = len(chat.tools) + len(chat.messages)
-    return await tokenizer.off_loop(size, read_chat, chat, tokenizer.chat_formats)
+async def read_chat_in_turn(chat: gateway_pb2.Chat, tokenizer: Tokenizer) -> Chat:
+    """Does the same as `read_chat`, in a turn of `HeavyWork` if the chat is large. Raises `InvalidRequest`."""
+    if chat.ByteSize() > MAX_INLINE_BYTES:
+        await tokenizer.heavy_work.turn()
+    return read_chat(chat, tokenizer.chat_formats)
 
 
 def _read_message(

@@ -1,7 +1,8 @@
 """Turns texts and chats into token ids with the model's own tokenizer and chat template.
 
 Short texts are tokenized in the gateway's event loop, longer ones in threads: a prompt of megabytes takes seconds, and
-the Rust tokenizer releases the interpreter lock. Chats also go to threads, because a template is a program.
+the Rust tokenizer releases the interpreter lock. Chats also go to threads, because a template is a program: short ones
+to those of short texts, and all that is long to the thread of `HeavyWork`, so that nothing short waits for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from services.common.errors import ConfigError, InvalidRequest
+from services.gateway.access.heavy_work import HeavyWork
 from services.gateway.client_templates.client_templates import ClientTemplates
 from services.gateway.prompts.chat_vectors import encode_around
 from services.gateway.text.chat_template import Chat, ChatTemplate
@@ -25,8 +27,9 @@ from services.gateway.text.parsing import ChatFormats
 from services.grammar.hf_tokenizer import load_hf_tokenizer
 
 MAX_INLINE_CHARACTERS = 1_000  # take about 0.5 ms; more would noticeably delay all running streams
+MAX_SHORT_CHARACTERS = 2**15  # take about 15 ms
+CHARACTERS_PER_MESSAGE = 256  # a template takes as long for a message as tokenizing so many characters takes
 NUM_THREADS = 2
-
 
 INFO_SETTINGS = (
     "add_bos_token",
@@ -50,8 +53,12 @@ class Tokenizer:
         hf_tokenizer: PreTrainedTokenizerFast,
         chat_formats: ChatFormats | None = None,
         client_templates: ClientTemplates | None = None,
+        heavy_work: HeavyWork | None = None,
     ) -> None:
-        """`client_templates`: renders templates that clients send; None: they are refused."""
+        """`client_templates`: renders templates that clients send; None: they are refused. `heavy_work`: the gateway's;
+        None: its own.
+        """
+        self.heavy_work = heavy_work or HeavyWork()
         self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
         self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, never changed
         self._backend = hf_tokenizer.backend_tokenizer
@@ -69,42 +76,41 @@ class Tokenizer:
         self._client_templates = client_templates
         self.fill_in_middle = FillInMiddle(hf_tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self._texts: dict[int, str] = {}  # of single tokens, those that have been asked for
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(
-        self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0
+        self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0, num_bytes: int = 0
     ) -> list[int]:
         """Token ids of a chat, by default without further special tokens, since the template writes its own.
 
-        `first_table_id` stands for the first of the chat's vectors, the ids after it for the others.
-        Special tokens written out in messages are plain text. Raises `InvalidRequest` if the template refuses or fails.
+        `first_table_id` stands for the first of the chat's vectors, the ids after it for the others. `num_bytes`: size
+        of its messages and tools. Special tokens written out in messages are plain text. Raises `InvalidRequest` if the
+        template refuses or fails.
         """
         self._template.check(chat)
-        loop = asyncio.get_running_loop()
+        size = _size(chat, num_bytes)
         if chat.template is None:
-            return await loop.run_in_executor(
-                self._threads, self._encode_chat, chat, add_special_tokens, first_table_id
-            )
+            return await self._in_thread(size, self._encode_chat, chat, add_special_tokens, first_table_id)
         nonce = new_nonce()
         marked = self._control_tokens.marked(self._template.variables(chat), nonce)
         try:
             text = await self._render_for_client(chat, marked)
         except InvalidRequest as error:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
-        return await loop.run_in_executor(
-            self._threads, self._encode_rendered, chat, text, nonce, add_special_tokens, first_table_id
+        return await self._in_thread(
+            size, self._encode_rendered, chat, text, nonce, add_special_tokens, first_table_id
         )
 
-    async def render_chat(self, chat: Chat) -> str:
+    async def render_chat(self, chat: Chat, num_bytes: int = 0) -> str:
         """The text of a chat as its template writes it. Raises `InvalidRequest` if the template refuses or fails."""
         self._template.check(chat)
         if chat.template is not None:
             return await self._render_for_client(chat, self._template.variables(chat))
-        arguments = chat, *self._template.variables(chat)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, *arguments)
+        return await self._in_thread(_size(chat, num_bytes), self._render_chat, chat)
 
     async def word_token_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """The token ids of words in the middle of a text: of each word as it is, and of the word after a space."""
@@ -117,6 +123,13 @@ class Tokenizer:
         return self.hf_tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token alone, special or not. It is decoded once: that takes 20 microseconds."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], False)
+        return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the tokenizer writes it; empty for ids that it does not know."""
@@ -154,11 +167,20 @@ class Tokenizer:
         """Runs a function whose time grows with `size`: at once if `size` is small, else in a thread."""
         if size <= MAX_INLINE_CHARACTERS:
             return function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        return await self._in_thread(size, function, *arguments)
+
+    async def _in_thread(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        if size <= MAX_SHORT_CHARACTERS:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        return await self.heavy_work.in_thread(function, *arguments)
 
     def close(self) -> None:
         """Ends the threads; further long texts are refused."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.heavy_work.close()
+
+    def _render_chat(self, chat: Chat) -> str:
+        return self._template.render(chat, *self._template.variables(chat))
 
     async def _render_for_client(self, chat: Chat, variables: Sequence[Any]) -> str:
         if self._client_templates is None:
@@ -196,6 +218,10 @@ class Tokenizer:
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encode(text, add_special_tokens=False) for text in texts]
+
+
+def _size(chat: Chat, num_bytes: int) -> int:
+    return num_bytes + CHARACTERS_PER_MESSAGE * len(chat.messages)
 
 
 def load_tokenizer(

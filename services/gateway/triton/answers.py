@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.common.token_logprobs import TokenLogprobs
+from services.common.token_logprobs import LogprobRows
 from services.gateway.chunks import Chunk, Completion, Prompt
 from services.gateway.link.logits import Logits
 from services.gateway.request import GenerationRequest
@@ -49,7 +49,8 @@ class Answers:
         if chunk.finish is None and not (chunk.text or chunk.logprobs if self._is_text else chunk.token_ids):
             return []
         logits = [] if chunk.logits is None else [chunk.logits]
-        outputs = self._outputs(row_index, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs or (), logits)
+        logprobs = chunk.logprobs or LogprobRows()
+        outputs = self._outputs(row_index, chunk.index, chunk.text, chunk.token_ids, logprobs, logits)
         return [*outputs, *self._context_logits(row_index, chunk.prompt)]
 
     def answer(self, row_index: int, completion: Completion, prompt: Prompt | None) -> list[Tensor]:
@@ -82,7 +83,7 @@ class Answers:
         index: int,
         text: str,
         token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
+        logprobs: LogprobRows,
         logits: Sequence[Logits],
     ) -> list[Tensor]:
         row, tensors = self._rows[row_index], []
@@ -92,7 +93,7 @@ class Answers:
             tensors.append(_int32("output_ids", [[token_ids]]))
             tensors.append(_int32("sequence_length", [[len(token_ids)]]))
         if row.get("return_log_probs"):
-            values = [each.logprob for each in logprobs]
+            values = logprobs.own
             self._cum_logprobs[row_index, index] += math.fsum(values)
             tensors.append(_float32("cum_log_probs", [[self._cum_logprobs[row_index, index]]]))
             tensors.append(_float32("output_log_probs", [[values]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -14,43 +15,65 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.chunks import MAX_INLINE_VALUES
-from services.gateway.http.answers.answer import STREAM_HEADERS, events
+from services.gateway.http.answers.answer import STREAM_HEADERS, events, send_pieces
+from services.gateway.http.answers.json_pieces import json_pieces
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.errors import describe
+from services.gateway.triton.http_body import HEADER_LENGTH
 from services.gateway.triton.inference import InferRequest, InferResponse, Triton
 from services.gateway.triton.models import VERSION
-from services.gateway.triton.tensors import Tensor, to_list
+from services.gateway.triton.tensors import Tensor, values_of
 
 log = structlog.get_logger()
 
-Encode = Callable[[Sequence[Tensor]], Response]
+# The JSON of outputs, and the raw bytes that follow it.
+Describe = Callable[[Sequence[Tensor]], tuple[dict[str, Any], Sequence[bytes | memoryview]]]
+RAW_BYTES_PER_PIECE = 2**20
 
 
 class InferAnswer(Response):
-    """The single response to a request; `encode` turns its outputs into the HTTP response."""
+    """The single response to a request; `describe` turns its outputs into JSON and raw bytes."""
 
-    def __init__(self, triton: Triton, request: InferRequest, encode: Encode) -> None:
+    def __init__(self, triton: Triton, request: InferRequest, describe: Describe) -> None:
         super().__init__()
         self._triton = triton
         self._request = request
-        self._encode = encode
+        self._describe = describe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _run(scope, receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, caller = self._request, scope["state"]["caller"]
-        outputs: Sequence[Tensor] = ()
         if request.is_stop:
             await self._triton.stop_at_siblings(request.id, caller.owner)
             self._triton.stop(request.id, caller.owner)
-        else:
-            outputs = await self._triton.infer(request, caller)
-        if sum(each.values.size for each in outputs) > MAX_INLINE_VALUES:
-            response = await asyncio.to_thread(self._encode, outputs)
-        else:
-            response = self._encode(outputs)
-        await response(scope, receive, send)
+            await self._send(scope, receive, send, ())
+            return
+        async with self._triton.infer(request, caller) as outputs:  # their memory is counted until they are sent
+            await self._send(scope, receive, send, outputs)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send, outputs: Sequence[Tensor]) -> None:
+        heavy_work = self._triton.frontend.heavy_work
+        document, parts = self._describe(outputs)
+        is_large = sum(each.values.size for each in outputs) > MAX_INLINE_VALUES
+        if is_large and not parts:
+            await send_pieces(send, heavy_work.pieces(json_pieces(document)))
+            return
+        head = await heavy_work.whole(json_pieces(document)) if is_large else to_json(document)
+        headers = {HEADER_LENGTH: str(len(head))} if parts else {}
+        media_type = "application/octet-stream" if parts else "application/json"
+        if not is_large:
+            await Response(b"".join([head, *parts]), 200, headers, media_type)(scope, receive, send)
+            return
+        headers |= {"content-type": media_type, "content-length": str(len(head) + sum(map(len, parts)))}
+        raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
+        for part in (head, *parts):
+            for start in range(0, len(part), RAW_BYTES_PER_PIECE):
+                piece = bytes(part[start : start + RAW_BYTES_PER_PIECE])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class GenerateStream(Response):
@@ -89,7 +112,7 @@ class GenerateStream(Response):
         try:
             response = await first
             while True:
-                body = await _encode_event(self._request, response)
+                body = await _encode_event(self._triton, self._request, response)
                 if response.is_final:
                     end = body
                     break
@@ -107,20 +130,16 @@ def generate_object(request: InferRequest, outputs: Sequence[Tensor]) -> dict[st
         described["id"] = request.id
     described |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
     for tensor in outputs:
-        values = to_list(tensor)
-        described[tensor.name] = values[0] if len(values) == 1 else values
+        values = values_of(tensor)
+        described[tensor.name] = next(values) if tensor.values.size == 1 else values
     return described
 
 
-def generate_response(request: InferRequest) -> Encode:
-    """Encodes outputs as the answer of `generate`."""
-    return lambda outputs: Response(to_json(generate_object(request, outputs)), media_type="application/json")
-
-
-async def _encode_event(request: InferRequest, response: InferResponse) -> bytes:
-    if sum(each.values.size for each in response.outputs) > MAX_INLINE_VALUES:
-        return await asyncio.to_thread(lambda: events([generate_object(request, response.outputs)]))
-    return events([generate_object(request, response.outputs)])
+async def _encode_event(triton: Triton, request: InferRequest, response: InferResponse) -> bytes:
+    described = generate_object(request, response.outputs)
+    if sum(each.values.size for each in response.outputs) <= MAX_INLINE_VALUES:
+        return events([described])
+    return await triton.frontend.heavy_work.whole(itertools.chain((b"data: ",), json_pieces(described), (b"\n\n",)))
 
 
 async def _run(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:

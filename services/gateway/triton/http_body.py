@@ -6,15 +6,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote, show
 from services.gateway.triton.inference import MAX_TENSORS, SHARED_MEMORY, InferRequest, check_output_parameters
 from services.gateway.triton.models import VERSION, ModelSpec
-from services.gateway.triton.rows import rows_of_tensors
-from services.gateway.triton.tensors import Tensor, from_list, from_raw, to_list, to_raw
+from services.gateway.triton.rows import check_name, rows_of_tensors
+from services.gateway.triton.tensors import Tensor, from_list, from_raw, to_raw, values_of
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # sizes of zlib's window, which name the format
 HEADER_LENGTH = "inference-header-content-length"  # the header with the number of bytes of JSON
@@ -52,17 +51,25 @@ def decompressed(body: bytes, encoding: str | None, max_bytes: int) -> bytes:
 
 
 def read_infer_request(
-    model: ModelSpec, document: Any, raw: bytes, max_batch_size: int, traceparent: str, max_numbers: int
+    model: ModelSpec,
+    document: Any,
+    raw: bytes,
+    max_batch_size: int,
+    traceparent: str,
+    max_numbers: int,
+    *,
+    has_tables: bool = True,
 ) -> tuple[InferRequest, Mapping[str, bool]]:
     """The request, and for each requested output whether it is wanted as raw bytes (`""`: the default).
 
-    document: the parsed JSON; raw: the bytes after it; max_numbers: limit of logits in a response as JSON. Raises
-    `InvalidRequest`.
+    document: the parsed JSON; raw: the bytes after it; max_numbers: limit of logits in a response as JSON;
+    has_tables: whether it may have a table of vectors. Raises `InvalidRequest`.
     """
     root = _object(document, "the body")
     parameters = _object(root.get("parameters") or {}, "parameters")
     tensors = []
     for index, each in enumerate(_objects(root.get("inputs"), "inputs")):
+        check_name(model, _text(each, "name", f"inputs[{index}]"), has_tables=has_tables)
         tensor, raw = _tensor(each, f"inputs[{index}]", raw)
         tensors.append(tensor)
     if raw:
@@ -88,10 +95,10 @@ def read_infer_request(
     return request, is_raw
 
 
-def encode_infer_response(
+def describe_infer_response(
     request: InferRequest, outputs: Sequence[Tensor], is_raw: Mapping[str, bool]
-) -> tuple[bytes, int | None]:
-    """The body, and the number of its first bytes that are JSON if raw bytes follow."""
+) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+    """The response as JSON, whose values are made when they are encoded, and the raw bytes that follow it."""
     parts, described = [], []
     for tensor in outputs:
         about: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
@@ -99,13 +106,12 @@ def encode_infer_response(
             parts.append(to_raw(tensor))
             about["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            about["data"] = to_list(tensor)
+            about["data"] = values_of(tensor)
         described.append(about)
     document = {"model_name": request.model.name, "model_version": VERSION, "outputs": described}
     if request.id:
         document["id"] = request.id
-    head = to_json(document)
-    return b"".join([head, *parts]), len(head) if parts else None
+    return document, parts
 
 
 def _tensor(each: Mapping[str, Any], where: str, raw: bytes) -> tuple[Tensor, bytes]:

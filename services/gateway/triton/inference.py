@@ -13,6 +13,7 @@ from services.common.errors import InvalidRequest, TwostrokeError, UnknownModel
 from services.common.shorten import quote, show
 from services.gateway import __version__
 from services.gateway.access.access import Caller
+from services.gateway.chunks import is_large
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
 from services.gateway.http.field_names import client_field_names
@@ -50,6 +51,7 @@ class InferRequest:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     traceparent: str = ""
     max_numbers: int | None = None  # in all logits of the answers, for responses in JSON; None: any number
+    in_one_message: bool = False  # whether a response is a message of gRPC
 
     def check(self) -> None:
         """Raises `InvalidRequest` for a wrong id, an unknown output, or a setting of another server."""
@@ -122,24 +124,32 @@ class Triton:
         self.statistics = {name: Statistics() for name in MODELS}
         self._running: dict[tuple[Owner, str], list[_Running]] = {}  # by the client's id
 
-    async def infer(self, request: InferRequest, caller: Caller) -> list[Tensor]:
-        """The outputs of a request with a single response. Raises `InvalidRequest` if it asks for a stream."""
+    @contextlib.asynccontextmanager
+    async def infer(self, request: InferRequest, caller: Caller) -> AsyncIterator[list[Tensor]]:
+        """The outputs of a request with a single response, whose memory is counted as long as the context lasts.
+
+        Raises `InvalidRequest` if it asks for a stream.
+        """
         if request.is_stream:
             raise InvalidRequest(
                 "stream is true: this call has one response, ModelStreamInfer and generate_stream have several",
                 "stream",
             )
         request.check()
-        with self._counted(request):
-            if request.model is PREPROCESSING:
-                outputs = await preprocess(self.frontend, request.rows, caller)
-            elif request.model is POSTPROCESSING:
-                outputs = await postprocess(self.frontend, request.rows, caller)
-            else:
-                async with self._generating(request, caller) as (generations, answers):
+        async with contextlib.AsyncExitStack() as stack:
+            with self._counted(request):
+                if request.model is PREPROCESSING:
+                    outputs = await preprocess(self.frontend, request.rows, caller)
+                elif request.model is POSTPROCESSING:
+                    outputs = await postprocess(self.frontend, request.rows, caller)
+                else:
+                    generations, answers = await stack.enter_async_context(self._generating(request, caller))
                     completions = await generations.completions()
+                    pieces = [each for found, _ in completions for each in found]
+                    if is_large(pieces, [prompt for _, prompt in completions]):
+                        await self.frontend.heavy_work.turn()
                     outputs = answers.whole(completions)
-        return _requested(request, outputs)
+            yield _requested(request, outputs)
 
     async def stream(self, request: InferRequest, caller: Caller) -> AsyncIterator[InferResponse]:
         """The responses to a request: pieces of its answers if it asks for a stream, else each answer as a whole.
@@ -147,7 +157,8 @@ class Triton:
         Close the iterator (`contextlib.aclosing`) to end the request.
         """
         if request.model in (PREPROCESSING, POSTPROCESSING):
-            yield InferResponse(await self.infer(request, caller), True)
+            async with self.infer(request, caller) as outputs:
+                yield InferResponse(outputs, True)
             return
         request.check()
         with self._counted(request):
@@ -187,7 +198,7 @@ class Triton:
                 messages.append(message)
             try:
                 with client_field_names(PARAM_NAMES):
-                    await generations.start(frontend, messages, caller)
+                    await generations.start(frontend, messages, caller, in_one_message=request.in_one_message)
                 self._check_numbers(request, generations)
                 if running.is_stopped:  # while its texts became tokens
                     running.stop(frontend, caller.owner)

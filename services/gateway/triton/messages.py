@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.common.shorten import quote
 from services.gateway.triton.inference import MAX_TENSORS, SHARED_MEMORY, InferRequest, check_output_parameters
 from services.gateway.triton.models import VERSION, find_model
-from services.gateway.triton.rows import rows_of_tensors
+from services.gateway.triton.rows import check_name, rows_of_tensors
 from services.gateway.triton.tensors import Tensor, from_list, from_raw, to_raw
 from services.pb import triton_pb2
 
@@ -26,9 +26,12 @@ CONTENTS = {
 
 
 def decode_infer_request(
-    message: triton_pb2.ModelInferRequest, max_batch_size: int, traceparent: str
+    message: triton_pb2.ModelInferRequest, max_batch_size: int, traceparent: str, *, has_tables: bool = True
 ) -> InferRequest:
-    """The request of a message. Raises `InvalidRequest` or `UnknownModel`."""
+    """The request of a message. Raises `InvalidRequest` or `UnknownModel`.
+
+    `has_tables`: whether it may have a table of vectors.
+    """
     model = find_model(message.model_name, message.model_version)
     for what, elements in (("inputs", message.inputs), ("outputs", message.outputs)):
         if len(elements) > MAX_TENSORS:
@@ -39,6 +42,8 @@ def decode_infer_request(
             f"raw_input_contents has {len(raw)} elements, must have {len(message.inputs)}, one for each input, or none",
             "raw_input_contents",
         )
+    for each in message.inputs:
+        check_name(model, each.name, has_tables=has_tables)
     tensors = [_tensor(each, raw[index] if raw else None) for index, each in enumerate(message.inputs)]
     for output in message.outputs:
         check_output_parameters(_parameters(output.parameters))
@@ -49,6 +54,7 @@ def decode_infer_request(
         [each.name for each in message.outputs] or None,
         _parameters(message.parameters),
         traceparent,
+        in_one_message=True,
     )
 
 
@@ -64,7 +70,7 @@ def encode_response(
             triton_pb2.ModelInferResponse.InferOutputTensor(name=each.name, datatype=each.datatype, shape=each.shape)
             for each in outputs
         ],
-        raw_output_contents=[to_raw(each) for each in outputs],
+        raw_output_contents=[bytes(to_raw(each)) for each in outputs],
     )
     if is_final is not None:
         response.parameters["triton_final_response"].bool_param = is_final

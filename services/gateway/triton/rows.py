@@ -18,6 +18,7 @@ from services.gateway.triton.tensors import BYTES, Tensor, from_list
 
 MAX_FIELDS = 256  # of one request in JSON, unknown ones too
 MAX_INT32 = 2**31 - 1
+TABLE = "prompt_embedding_table"
 
 Row = Mapping[str, Any]
 
@@ -27,7 +28,7 @@ def rows_of_tensors(model: ModelSpec, tensors: Sequence[Tensor], max_batch_size:
     specs = model.inputs_by_name
     found: dict[str, Tensor] = {}
     for tensor in tensors:
-        _check_name(model, tensor.name)
+        check_name(model, tensor.name)
         if tensor.name not in specs:
             raise InvalidRequest(f"model {model.name!r} has no input {quote(tensor.name)}", tensor.name)
         if tensor.name in found:
@@ -54,12 +55,15 @@ def rows_of_tensors(model: ModelSpec, tensors: Sequence[Tensor], max_batch_size:
     return list(rows)
 
 
-def row_of_json(model: ModelSpec, body: Mapping[str, Any]) -> Row:
-    """Checks the body of a `generate` request. Fields that are no inputs are ignored, as Triton does."""
+def row_of_json(model: ModelSpec, body: Mapping[str, Any], *, has_tables: bool = True) -> Row:
+    """Checks the body of a `generate` request. Fields that are no inputs are ignored, as Triton does.
+
+    `has_tables`: whether it may have a table of vectors.
+    """
     specs, given = model.inputs_by_name, dict[str, Any]()
     for name, value in flat_fields(body).items():
         if value is not None:
-            _check_name(model, name)
+            check_name(model, name, has_tables=has_tables)
             if name in specs:
                 given[name] = value
     _check_missing(model, given)
@@ -115,7 +119,13 @@ def _count(values: Sequence[Any]) -> int:
     return sum(_count(each) if isinstance(each, list) else 1 for each in values)
 
 
-def _check_name(model: ModelSpec, name: str) -> None:
+def check_name(model: ModelSpec, name: str, *, has_tables: bool = True) -> None:
+    """Raises `InvalidRequest` for an input that is not supported, or a table where `has_tables` is false.
+
+    Called before its values are read.
+    """
+    if name == TABLE and not has_tables:
+        raise InvalidRequest(f"{TABLE} cannot be used here: gateway.enable_prompt_embeds is not set", TABLE)
     if name in model.refused:
         raise InvalidRequest(f"the input {name!r} of model {model.name!r} is not supported", name)
 

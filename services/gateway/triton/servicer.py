@@ -13,6 +13,7 @@ from google.protobuf.json_format import ParseDict
 
 from services.common.errors import DeadlineExceeded, TwostrokeError, UnknownModel
 from services.gateway.access.access import Caller
+from services.gateway.access.memory_budget import HeldMemory
 from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders, WatchedCall
 from services.gateway.chunks import MAX_INLINE_VALUES
@@ -96,8 +97,12 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
             # TensorRT-LLM's client expects this answer before that of the stopped request.
             context.add_done_callback(lambda _: self._triton.stop(request.id, caller.owner))
             return encode_response(request.model.name, request.id, ())
-        outputs = await self._triton.infer(request, caller)
-        return await _encode(request, outputs)
+        async with self._triton.infer(request, caller) as outputs:
+            response = await self._encode(request, outputs)
+        held = HeldMemory(self._triton.frontend.memory, caller.number)
+        held.add(response.ByteSize())
+        context.add_done_callback(lambda _: held.release())
+        return response
 
     async def ModelStreamInfer(
         self, messages: AsyncIterator[triton_pb2.ModelInferRequest], context: grpc.aio.ServicerContext
@@ -127,7 +132,8 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> InferRequest:
         metadata = context.invocation_metadata() or ()
         traceparent = next((str(value) for key, value in metadata if key == "traceparent"), "")
-        return decode_infer_request(message, self._triton.max_batch_size, traceparent)
+        has_tables = self._triton.frontend.prompt_embeds is not None
+        return decode_infer_request(message, self._triton.max_batch_size, traceparent, has_tables=has_tables)
 
     async def _until_idle(
         self, messages: AsyncIterator[triton_pb2.ModelInferRequest], running: set[asyncio.Task[None]]
@@ -160,11 +166,11 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
             if request.is_stop:
                 await self._triton.stop_at_siblings(request.id, caller.owner)
                 self._triton.stop(request.id, caller.owner)
-                await self._send(await _encode(request, (), is_final=True), "", call, lock)
+                await self._send(await self._encode(request, (), is_final=True), "", call, lock)
                 return
             async with contextlib.aclosing(self._triton.stream(request, caller)) as responses:
                 async for each in responses:
-                    await self._send(await _encode(request, each.outputs, is_final=each.is_final), "", call, lock)
+                    await self._send(await self._encode(request, each.outputs, is_final=each.is_final), "", call, lock)
         except TwostrokeError as error:
             await self._send_error(message, str(error), call, lock)
         except (grpc.aio.UsageError, grpc.aio.InternalError):  # the call has ended while a response was sent
@@ -190,11 +196,9 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
             )
             call.sending_since = None
 
-
-async def _encode(
-    request: InferRequest, outputs: Sequence[Tensor], is_final: bool | None = None
-) -> triton_pb2.ModelInferResponse:
-    arguments = (request.model.name, request.id, outputs, is_final)
-    if sum(each.values.size for each in outputs) > MAX_INLINE_VALUES:
-        return await asyncio.to_thread(encode_response, *arguments)
-    return encode_response(*arguments)
+    async def _encode(
+        self, request: InferRequest, outputs: Sequence[Tensor], is_final: bool | None = None
+    ) -> triton_pb2.ModelInferResponse:
+        if sum(each.values.size for each in outputs) > MAX_INLINE_VALUES:
+            await self._triton.frontend.heavy_work.turn()
+        return encode_response(request.model.name, request.id, outputs, is_final)

@@ -6,9 +6,10 @@ typed lists in messages. All sizes are checked against the shape before anything
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),  # no type of numpy: its bits
     BYTES: np.dtype(object),
 }
+VALUES_PER_PART = 1024  # that become Python's objects at a time
 MAX_DIMS = 8
 MAX_STRINGS = 8192  # in one tensor
 MAX_SIZE = 2**63 - 1  # in one dimension, as in the messages
@@ -78,18 +80,21 @@ def from_list(name: str, datatype: str, shape: Sequence[int], data: Iterable[Any
     return Tensor(name, datatype, _array(name, datatype, flat).reshape(shape))
 
 
-def to_raw(tensor: Tensor) -> bytes:
-    """The tensor as raw bytes."""
+def to_raw(tensor: Tensor) -> bytes | memoryview:
+    """The tensor as raw bytes, those of numbers without a copy."""
     if tensor.datatype == BYTES:
         return b"".join(struct.pack("<I", len(each)) + each for each in tensor.values.ravel())
-    return np.ascontiguousarray(tensor.values, NUMPY_TYPES[tensor.datatype]).tobytes()
+    values = np.ascontiguousarray(tensor.values, NUMPY_TYPES[tensor.datatype])
+    return values.reshape(-1).view(np.uint8).data
 
 
-def to_list(tensor: Tensor) -> list[Any]:
+def values_of(tensor: Tensor) -> Iterator[Any]:
     """The values in order, for JSON. Bytes that are not UTF-8 become replacement characters."""
+    flat = tensor.values.reshape(-1)
     if tensor.datatype == BYTES:
-        return [each.decode(errors="replace") for each in tensor.values.ravel()]
-    return tensor.values.ravel().tolist()
+        return (each.decode(errors="replace") for each in flat)
+    parts = (flat[start : start + VALUES_PER_PART].tolist() for start in range(0, flat.size, VALUES_PER_PART))
+    return itertools.chain.from_iterable(parts)
 
 
 def _check(name: str, datatype: str, shape: Sequence[int]) -> int:
@@ -136,7 +141,7 @@ def _strings(name: str, count: int, data: bytes) -> np.ndarray:
 def _flatten(data: Iterable[Any]) -> list[Any]:
     flat = list(data)
     for _ in range(MAX_DIMS):
-        if not any(isinstance(each, list) for each in flat):
+        if list not in set(map(type, flat)):
             break
         flat = [value for each in flat for value in (each if isinstance(each, list) else (each,))]
     return flat
@@ -165,9 +170,9 @@ def _array(name: str, datatype: str, flat: list[Any]) -> np.ndarray:
 
 
 def _check_kinds(name: str, datatype: str, values: Iterable[Any], kinds: tuple[type, ...]) -> None:
-    for value in values:
-        if type(value) not in kinds:
-            raise InvalidRequest(f"input {quote(name)} has the value {show(value)}, not of type {datatype}", name)
+    if not set(map(type, values)) <= set(kinds):
+        wrong = next(value for value in values if type(value) not in kinds)
+        raise InvalidRequest(f"input {quote(name)} has the value {show(wrong)}, not of type {datatype}", name)
 
 
 def _show(shape: Sequence[int]) -> str:

@@ -24,7 +24,9 @@ from tests.support.reference import VOCAB_SIZE, random_prompts, reference_model
 
 TOLERANCE = 2e-3  # of logits from -30 to 30
 STEP_TOKENS = 32  # so that longer prompts take several steps
-MAX_BYTES = 4 * VOCAB_SIZE * 2000
+ROW_BYTES = 4 * VOCAB_SIZE
+STREAM_COPIES, MESSAGE_COPIES = 3, 6  # which the gateway counts for a stream, and for an answer in one message
+MAX_BYTES = MESSAGE_COPIES * ROW_BYTES * 2000
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         f"gateway.http_address=127.0.0.1:{free_port()}",
         f"scheduler.max_num_batched_tokens={STEP_TOKENS}",
         "scheduler.max_num_seqs=8",
-        f"gateway.max_logits_bytes={MAX_BYTES}",
+        f"gateway.max_held_bytes={MAX_BYTES}",
     )
     with running_cluster(tmp_path_factory.mktemp("logits"), *settings, is_warm=True) as cluster:
         yield cluster
@@ -129,11 +131,13 @@ def test_more_logits_than_the_limit_are_refused_by_name(cluster: Cluster) -> Non
     with pytest.raises(grpc.RpcError) as caught:
         cluster.gateway.Generate(ask([5] * 100, 1901))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"{4 * VOCAB_SIZE * 2001} bytes" in caught.value.details() and str(MAX_BYTES) in caught.value.details()
+    assert f"{MESSAGE_COPIES * ROW_BYTES * 2001} bytes" in caught.value.details()
+    assert str(MAX_BYTES) in caught.value.details()
     first = cluster.gateway.GenerateStream(ask([5] * 100, 1000, stop=["never this"]))
     next(first)
+    assert STREAM_COPIES * 1100 + MESSAGE_COPIES * 1600 > MESSAGE_COPIES * 2000
     with pytest.raises(grpc.RpcError) as caught:
-        cluster.gateway.Generate(ask([5] * 100, 1000))
+        cluster.gateway.Generate(ask([5] * 100, 1500))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and str(MAX_BYTES) in caught.value.details()
     first.cancel()
     cluster.wait_idle()

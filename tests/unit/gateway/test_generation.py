@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
-from services.common.token_logprobs import TokenLogprobs
+from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.gateway.chunks import Chunk, Prompt
 from services.gateway.generation import Generation
 from services.gateway.link.journal import Journal
@@ -127,7 +127,7 @@ def begin_many(**fields: Any) -> tuple[Generation, RecordingDense, Journal]:
 
 def feed_logprobs(entry: JournalEntry, text: str, logprob: float) -> None:
     for token_id in ids(text):
-        entry.logprobs.append(TokenLogprobs(logprob, ((token_id, logprob),)))
+        entry.logprobs.append(encode_logprobs(TokenLogprobs(logprob, ((token_id, logprob),))))
         entry.append(token_id, 0.0)
     entry.finish(FinishReason.LENGTH)
 
@@ -182,8 +182,9 @@ def test_every_answer_begins_with_the_echoed_prompt() -> None:
     values = [TokenLogprobs(-float(i), ()) for i in range(1, len(prompt_token_ids))]
     assert first.wanted_prompt_logprobs == 0
     assert second.wanted_prompt_logprobs is None, "they are the same for all answers; only the first requests them"
-    first.set_prompt_logprobs(1, values[:1])
-    first.set_prompt_logprobs(1, values)  # a second time, after a worker died
+    messages = [encode_logprobs(value) for value in values]
+    first.add_prompt_logprobs(1, messages[:1])
+    first.add_prompt_logprobs(1, messages)  # a second time, after a worker died
     assert first.wanted_prompt_logprobs is None
     for entry, text in ((first, " of France"), (second, " of Peru")):
         feed(entry, ids(text), FinishReason.LENGTH)

@@ -6,7 +6,7 @@ It does not use Starlette's streaming response, which costs a task group and sev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
-from services.gateway.chunks import Chunk, Completion, Prompt, is_large
+from services.gateway.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
 from services.gateway.http.answers.json_pieces import json_pieces
@@ -72,10 +72,12 @@ class Answer(Response):
         is_stream: bool,
         first_token_timeout_s: float,
         repeats_prompt: bool = False,
+        repeats_logprobs: bool = False,
     ) -> None:
         """`first_token_timeout_s`: longest time that the status line of a stream waits for a token or an error.
 
-        `repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer.
+        `repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer. `repeats_logprobs`: it
+        gives the log-probabilities of all tokens so far.
         """
         super().__init__()
         self._frontend = frontend
@@ -84,6 +86,7 @@ class Answer(Response):
         self._is_stream = is_stream
         self._first_token_timeout_s = first_token_timeout_s
         self._repeats_prompt = repeats_prompt
+        self._repeats_logprobs = repeats_logprobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
@@ -98,16 +101,18 @@ class Answer(Response):
         try:
             await self._start(generations, scope["state"]["caller"])
             answers = await generations.completions()
+            pieces = [each for completions, _ in answers for each in completions]
+            has_large_body = scope["state"]["heavy_work"] is not None  # parts of which may be repeated
+            if has_large_body or is_large(pieces, [prompt for _, prompt in answers]):
+                await send_pieces(send, self._frontend.heavy_work.pieces(self._whole_pieces(answers)))
+                return
         finally:
-            await generations.close()
-        if is_large([each for completions, _ in answers for each in completions], [prompt for _, prompt in answers]):
-            body = await asyncio.to_thread(self._encode_whole, answers)
-        else:
-            body = to_json(self._format.whole(answers))
+            await generations.close()  # when a large answer has been sent: its memory is counted until then
+        body = to_json(self._format.whole(answers))
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    def _encode_whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> bytes:
-        return b"".join(json_pieces(self._format.whole(answers)))
+    def _whole_pieces(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Iterator[bytes]:
+        yield from json_pieces(self._format.whole(answers))
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         generations = Generations(repeats_prompt=self._repeats_prompt)
@@ -125,18 +130,23 @@ class Answer(Response):
         finally:
             await generations.close()
 
-    def _encode_chunk(self, prompt_index: int, chunk: Chunk) -> bytes:
-        return self._encode(self._format.chunk(prompt_index, chunk))
-
-    def _encode(self, objects: Sequence[Any]) -> bytes:
-        """The same as `_events` for large objects, in a thread."""
+    async def _encode(self, objects: Sequence[Any]) -> bytes:
+        """The same as `_events` for large objects, in turns of `HeavyWork`."""
         has_names = self._format.has_event_names
-        return b"".join(
-            [piece for each in objects for piece in (_start(each, has_names), *json_pieces(each), b"\n\n")]
+        return await self._frontend.heavy_work.whole(
+            piece for each in objects for piece in (_start(each, has_names), *json_pieces(each), b"\n\n")
         )
 
     def _events(self, objects: Sequence[Any]) -> bytes:
         return events(objects, has_names=self._format.has_event_names)
+
+    def _is_large(self, chunk: Chunk) -> bool:
+        if not (chunk.logprobs or chunk.prompt):
+            return False
+        if self._repeats_logprobs and chunk.logprobs:
+            num_values = chunk.logprobs.num_values // len(chunk.logprobs) * chunk.num_output_tokens
+            return num_values > MAX_INLINE_VALUES
+        return is_large([chunk], [chunk.prompt])
 
     async def _start(self, generations: Generations, caller: Caller) -> None:
         if self._is_stream:
@@ -159,8 +169,8 @@ class Answer(Response):
             next_chunk = await first
             while next_chunk is not None:
                 prompt_index, chunk = next_chunk
-                if (chunk.logprobs or chunk.prompt) and is_large([chunk], [chunk.prompt]):
-                    body += await asyncio.to_thread(self._encode_chunk, prompt_index, chunk)
+                if self._is_large(chunk):
+                    body += await self._encode(form.chunk(prompt_index, chunk))
                 else:
                     body += self._events(form.chunk(prompt_index, chunk))
                 if body:
@@ -168,7 +178,7 @@ class Answer(Response):
                     body = b""
                 next_chunk = await generations.next_chunk()
             if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens
-                end = await asyncio.to_thread(self._encode, form.closing())
+                end = await self._encode(form.closing())
             else:
                 end = self._events(form.closing())
             end += form.end_of_stream
@@ -180,6 +190,15 @@ class Answer(Response):
 def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
     """The objects as server-sent events (HTML standard, "Interpreting an event stream"). See `has_event_names`."""
     return b"".join([_start(each, has_names) + to_json(each) + b"\n\n" for each in objects])
+
+
+async def send_pieces(send: Send, pieces: AsyncIterator[bytes], media_type: bytes = b"application/json") -> None:
+    """Sends a whole answer while it is made: the client reads it in chunks, and only the next one is in memory."""
+    headers = [(b"content-type", media_type)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _start(event: Any, has_name: bool) -> bytes:

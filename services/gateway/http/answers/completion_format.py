@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from services.common.token_logprobs import TokenLogprobs
@@ -81,12 +82,15 @@ class CompletionFormat:
         return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> CompletionObject:
-        choices = []
-        for prompt_index, (completions, prompt) in enumerate(answers):
+        for prompt_index, (completions, _) in enumerate(answers):
             for completion in completions:
                 assert completion.finish is not None
                 self._usage.add(prompt_index, completion.finish)
-                choices.append(self._choice(prompt_index, completion, prompt))
+        choices = (
+            self._choice(prompt_index, completion, prompt)
+            for prompt_index, (completions, prompt) in enumerate(answers)
+            for completion in completions
+        )
         return {**self._head, "choices": choices, "usage": self._usage.usage()}
 
     def _choice(self, prompt_index: int, completion: Completion, prompt: Prompt | None) -> CompletionChoice:
@@ -111,7 +115,7 @@ class CompletionFormat:
         return choice
 
     def _legacy_logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], prompt: Prompt | None
+        self, index: int, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs], prompt: Prompt | None
     ) -> LegacyLogprobs:
         """Log-probabilities of new tokens; with `echo`, the first call includes the prompt's."""
         builder = self._logprobs.get(index)
@@ -126,11 +130,23 @@ class CompletionFormat:
         if self._body.echo and prompt is not None:
             num_prompt_tokens = len(prompt.token_ids)
             token_ids = [*prompt.token_ids, *token_ids]
-            logprobs = [None, *(prompt.logprobs or [None] * (num_prompt_tokens - 1)), *logprobs]
-            return builder.append(token_ids, logprobs, num_prompt_tokens)
+            return builder.append(token_ids, _Echoed(prompt, logprobs), num_prompt_tokens)
         return builder.append(token_ids, logprobs)
 
     def _prompt_logprobs(self, prompt: Prompt) -> Any:
         return None if prompt.logprobs is None else prompt_logprobs(
             self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
         )
+
+
+class _Echoed:
+    """The log-probabilities of a prompt, whose first token has none, and then those of new tokens."""
+
+    def __init__(self, prompt: Prompt, logprobs: Iterable[TokenLogprobs]) -> None:
+        self._prompt = prompt
+        self._logprobs = logprobs
+
+    def __iter__(self) -> Iterator[TokenLogprobs | None]:
+        yield None
+        yield from self._prompt.logprobs or itertools.repeat(None, len(self._prompt.token_ids) - 1)
+        yield from self._logprobs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.token_logprobs import TokenLogprobs
@@ -72,12 +73,12 @@ class GenerateFormat:
         return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
-        described = [
+        described = (
             self._describe(prompt_index, completion, prompt)
             for prompt_index, (completions, prompt) in enumerate(answers)
             for completion in completions
-        ]
-        return described if self._is_list else described[0]
+        )
+        return described if self._is_list else next(described)
 
     def _describe(self, prompt_index: int, answer: Completion, prompt: Prompt | None) -> GenerateObject:
         finish, index = answer.finish, prompt_index * self._num_answers + answer.index
@@ -94,8 +95,12 @@ class GenerateFormat:
             named = self._body.named_tokens(prompt_index)
             about |= self._logprobs("output", answer.token_ids, answer.logprobs, named)
             shown = prompt is not None and prompt.logprobs is not None and start not in (None, -1)
-            token_ids = prompt.token_ids[start:] if shown else []
-            about |= self._logprobs("input", token_ids, [None, *prompt.logprobs][start:] if shown else [], named)
+            if shown:
+                first = [None] if start == 0 else []  # nothing precedes a prompt's first token
+                rest = prompt.logprobs[max(0, start - 1) :]
+                about |= self._logprobs("input", prompt.token_ids[start:], rest, named, first)
+            else:
+                about |= self._logprobs("input", [], [], named)
         if self._body.return_hidden_states and finish is not None:
             found = answer.hidden_states
             about["hidden_states"] = None if found is None else HiddenStates(found, finish.num_prompt_tokens)
@@ -105,30 +110,39 @@ class GenerateFormat:
         self,
         kind: str,
         token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs | None],
+        logprobs: Sequence[TokenLogprobs],
         named: Sequence[int],
+        first: Sequence[None] = (),
     ) -> dict[str, Any]:
-        """Lists of [log-probability, token id, text]: of the tokens, of the most likely ones, and of those `named`."""
-        pairs = zip(token_ids, logprobs, strict=False)  # tokens after a stop were not asked for
-        own = [(token_id, None if each is None else each.logprob) for token_id, each in pairs]
+        """Lists of [log-probability, token id, text]: of the tokens, of the most likely ones, and of those `named`.
+
+        `first`: None for each token before those with log-probabilities.
+        """
+        pairs = zip(token_ids, itertools.chain(first, logprobs), strict=False)  # tokens after a stop were not asked for
+        own = ((token_id, None if each is None else each.logprob) for token_id, each in pairs)
         found: dict[str, Any] = {f"{kind}_token_logprobs": self._triples(own)}
-        if self._body.top_logprobs_num:
-            found[f"{kind}_top_logprobs"] = [
-                None if each is None else self._triples(each.top[: self._body.top_logprobs_num]) for each in logprobs
-            ]
+        num_top = self._body.top_logprobs_num
+        if num_top:
+            found[f"{kind}_top_logprobs"] = (
+                None if each is None else list(self._triples(each.top[:num_top]))
+                for each in itertools.chain(first, logprobs)
+            )
         if named:
-            found[f"{kind}_token_ids_logprobs"] = [
-                None if each is None else self._triples([(token_id, dict(each.top)[token_id]) for token_id in named])
-                for each in logprobs
-            ]
+            found[f"{kind}_token_ids_logprobs"] = (
+                None if each is None else self._of_named(each, named) for each in itertools.chain(first, logprobs)
+            )
         return found
 
-    def _triples(self, values: Iterable[tuple[int, float | None]]) -> list[LogprobTriple]:
+    def _of_named(self, each: TokenLogprobs, named: Sequence[int]) -> list[LogprobTriple]:
+        logprobs = dict(each.top)
+        return list(self._triples((token_id, logprobs[token_id]) for token_id in named))
+
+    def _triples(self, values: Iterable[tuple[int, float | None]]) -> Iterator[LogprobTriple]:
         has_text = bool(self._body.return_text_in_logprobs)
-        return [
-            (logprob, token_id, self._tokenizer.decode([token_id], False) if has_text else None)
+        return (
+            (logprob, token_id, self._tokenizer.text_of(token_id) if has_text else None)
             for token_id, logprob in values
-        ]
+        )
 
 
 def _finish_reason(finish: Finish) -> FinishObject:

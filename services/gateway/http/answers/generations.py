@@ -57,9 +57,17 @@ class Generations:
         self._ready: list[asyncio.Task[Chunk]] = []
 
     async def start(
-        self, frontend: Frontend, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
+        self,
+        frontend: Frontend,
+        messages: Sequence[gateway_pb2.GenerateRequest],
+        caller: Caller,
+        *,
+        in_one_message: bool = False,
     ) -> None:
-        """Starts one generation per message. Raises the `TwostrokeError` of the first one that is refused."""
+        """Starts one generation per message. Raises the `TwostrokeError` of the first one that is refused.
+
+        `in_one_message`: see `Frontend.start`.
+        """
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
         try:
             if num_answers > frontend.max_answers:
@@ -75,7 +83,9 @@ class Generations:
         num_logprobs = 0
         for prompt_index, message in enumerate(messages):
             prompt_name = f"prompt[{prompt_index}]" if len(messages) > 1 else "prompt"
-            generation = await frontend.start(message, caller, num_logprobs, prompt_name)
+            generation = await frontend.start(
+                message, caller, num_logprobs, prompt_name, in_one_message=in_one_message
+            )
             self.running.append(generation)
             num_logprobs += generation.request.max_num_logprobs
             await asyncio.sleep(0)  # let other tasks run: starting the answers to one prompt may take milliseconds

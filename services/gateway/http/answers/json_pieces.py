@@ -1,63 +1,76 @@
-"""Encodes large answers as JSON piece by piece: a single call would hold the interpreter lock and stop all streams."""
+"""Encodes large answers as JSON piece by piece, so that other work can be done in between.
+
+A list may be given as an iterator, whose elements are made when they are encoded: so the objects of a large answer,
+which take ten times the memory of what they tell, never exist all at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic_core import to_json
 
 from services.gateway.http.answers.hidden_states import HiddenStates
 
-MAX_PIECE_VALUES = 4096  # about a millisecond
+MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
+UNLIKE = ("choices", "output")  # lists with large elements
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of `value` in pieces: objects by key, lists with large elements by element, other lists by slices."""
+    """The JSON of `value` in pieces: objects by key, lists by element, plain values in a list some at a time."""
     if isinstance(value, HiddenStates):
         yield from value.json_pieces()
     elif isinstance(value, dict):
         separator = b"{"
         for key, each in value.items():
             yield separator + to_json(key) + b":"
-            if key in ("choices", "output") and isinstance(each, list):
-                yield from _elements(each)
+            if key in UNLIKE and isinstance(each, list | Iterator):
+                yield from _list_pieces(iter(each), has_large=True)
             else:
                 yield from json_pieces(each)
             separator = b","
         yield b"}" if value else b"{}"
-    elif isinstance(value, list) and value:
-        size = MAX_PIECE_VALUES // _num_values(value[-1])  # the elements of a list are similar, so one is enough
-        if size == 0:
-            yield from _elements(value)
-            return
-        separator = b"["
-        for start in range(0, len(value), size):
-            yield separator + to_json(value[start : start + size])[1:-1]
-            separator = b","
-        yield b"]"
+    elif isinstance(value, list | Iterator):
+        yield from _list_pieces(iter(value))
     else:
         yield to_json(value)
 
 
-def _elements(elements: Sequence[Any]) -> Iterator[bytes]:
-    separator = b"["
+def _list_pieces(elements: Iterator[Any], *, has_large: bool = False) -> Iterator[bytes]:
+    """`has_large`: all elements that are objects are large."""
+    separator, plain = b"[", []
     for element in elements:
-        yield separator
-        yield from json_pieces(element)
+        if not isinstance(element, dict | list | Iterator):
+            plain.append(element)
+            if len(plain) < MAX_PIECE_VALUES:
+                continue
+        if plain:
+            yield separator + to_json(plain)[1:-1]
+            separator, plain = b",", []
+            if not isinstance(element, dict | list | Iterator):
+                continue
+        if has_large or _is_large(element):
+            yield separator
+            yield from json_pieces(element)
+        else:
+            yield separator + to_json(element)
         separator = b","
-    yield b"]" if elements else b"[]"
+    if plain:
+        yield separator + to_json(plain)[1:-1]
+        separator = b","
+    yield b"[]" if separator == b"[" else b"]"
 
 
-def _num_values(element: Any, most: int = MAX_PIECE_VALUES + 1) -> int:
-    """Number of JSON values in one element, counted up to `most`."""
-    if isinstance(element, HiddenStates):
-        return most
-    if not isinstance(element, Mapping | list):
-        return 1
-    count = 1
-    for each in element.values() if isinstance(element, Mapping) else element:
-        if count >= most:
-            break
-        count += _num_values(each, most - count)
-    return count
+def _is_large(element: Any) -> bool:
+    """Whether it is made while it is encoded, or has many values in its lists and objects."""
+    if isinstance(element, Iterator):
+        return True
+    count = 0
+    for each in element.values() if isinstance(element, dict) else element:
+        if isinstance(each, Iterator | HiddenStates):
+            return True
+        if isinstance(each, dict) and any(isinstance(inner, Iterator | HiddenStates) for inner in each.values()):
+            return True
+        count += len(each) if isinstance(each, dict | list | tuple) else 1
+    return count > MAX_PIECE_VALUES

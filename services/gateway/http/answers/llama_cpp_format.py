@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from services.common.token_logprobs import TokenLogprobs
@@ -25,6 +25,7 @@ from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.detokenizer import token_bytes
 
 NO_SLOT = -1
+MAX_STEPS = 64  # of a path in `response_fields`; a schema of JSON may be nested so deep
 RANDOM_SEED = 2**32 - 1
 _MISSING = object()
 
@@ -111,23 +112,25 @@ class LlamaCppFormat:
         return [llama_cpp_error(error)]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
-        objects = []
-        for prompt_index, (completions, _) in enumerate(answers):
-            for each in completions:
-                assert each.finish is not None
-                text = self._text(each)
-                objects.append(
-                    self._last(
-                        prompt_index * self._num_answers + each.index,
-                        prompt_index,
-                        each.finish,
-                        text,
-                        each.token_ids if self._body.return_tokens else [],
-                        "\n" in text,
-                        None if self._completion.logprobs is None else (each.token_ids, each.logprobs),
-                    )
-                )
-        return objects if len(objects) > 1 else objects[0]
+        objects = (
+            self._whole(prompt_index, each)
+            for prompt_index, (completions, _) in enumerate(answers)
+            for each in completions
+        )
+        return objects if sum(len(completions) for completions, _ in answers) > 1 else next(objects)
+
+    def _whole(self, prompt_index: int, completion: Completion) -> LlamaCppObject:
+        assert completion.finish is not None
+        text = self._text(completion)
+        return self._last(
+            prompt_index * self._num_answers + completion.index,
+            prompt_index,
+            completion.finish,
+            text,
+            completion.token_ids if self._body.return_tokens else [],
+            "\n" in text,
+            None if self._completion.logprobs is None else (completion.token_ids, completion.logprobs),
+        )
 
     def _text(self, piece: Chunk | Completion) -> str:
         return "" if self._completion.echo else piece.text  # then it is the prompt's
@@ -174,14 +177,14 @@ class LlamaCppFormat:
 
     def _probabilities(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> list[TokenProbability]:
-        return [
+    ) -> Iterator[TokenProbability]:
+        return (
             {
                 **self._probability(token_id, each.logprob),
                 "top_logprobs": [self._probability(*pair) for pair in each.top[: self._completion.logprobs]],
             }
             for token_id, each in zip(token_ids, logprobs, strict=False)
-        ]
+        )
 
     def _probability(self, token_id: int, logprob: float) -> TokenProbability:
         data = token_bytes(self._tokenizer.hf_tokenizer, token_id)
@@ -240,7 +243,8 @@ def _chosen(last: LlamaCppObject, names: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         value: Any = last
-        for step in name.split("/"):
+        steps = name.split("/", MAX_STEPS)  # no path of the answer is as long
+        for step in steps:
             value = value[step] if isinstance(value, Mapping) and step in value else _MISSING
         if value is not _MISSING:
             found[name] = value

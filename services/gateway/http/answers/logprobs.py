@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from services.common.token_logprobs import TokenLogprobs
-from services.gateway.http.schemas.answers import PromptLogprobs
+from services.gateway.http.schemas.answers import PromptLogprob
 from services.gateway.http.schemas.chat import ChatLogprobs
 from services.gateway.http.schemas.completions import LegacyLogprobs
 from services.gateway.text.detokenizer import token_bytes
@@ -32,7 +32,8 @@ def _token_name(tokenizer: Tokenizer, token_id: int, has_ids: bool) -> str:
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, has_ids: bool
 ) -> ChatLogprobs:
-    """The log-probabilities of new tokens for a chat. `has_ids`: name tokens by their ids."""
+    """The log-probabilities of new tokens for a chat, made when they are encoded. `has_ids`: name tokens by their ids.
+    """
 
     def describe(token_id: int, logprob: float) -> dict:
         return {
@@ -42,10 +43,10 @@ def chat_logprobs(
         }
 
     return {
-        "content": [
+        "content": (
             {**describe(token_id, each.logprob), "top_logprobs": [describe(*pair) for pair in each.top]}
             for token_id, each in zip(token_ids, logprobs, strict=True)
-        ],
+        ),
         "refusal": None,
     }
 
@@ -65,27 +66,35 @@ class LegacyLogprobsBuilder:
         self._offset = 0  # characters of the text so far
 
     def append(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], num_prompt_tokens: int = 0
+        self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None], num_prompt_tokens: int = 0
     ) -> LegacyLogprobs:
         """The lists for new tokens. None stands for a token without log-probabilities, such as a prompt's first.
 
         The first `num_prompt_tokens` are the prompt's. Each of them stands before the most likely tokens, as in vLLM.
+        The log-probabilities are iterated once for each list of them, when it is encoded.
         """
-        lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for i, (token_id, each) in enumerate(zip(token_ids, logprobs, strict=True)):
-            lists["tokens"].append(_token_name(self._tokenizer, token_id, self._has_ids))
-            lists["text_offset"].append(self._offset)
-            lists["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
-            lists["top_logprobs"].append(None if each is None else self._top(token_id, each, i < num_prompt_tokens))
-            data = token_bytes(
-                self._tokenizer.hf_tokenizer,
-                token_id,
-                skip_special_tokens=self._skip_special_tokens,
-                is_first=self._is_at_start,
-            )
-            self._is_at_start = self._is_at_start and not data
-            self._offset += len(self._decoder.decode(data))
-        return lists
+        return {
+            "tokens": [_token_name(self._tokenizer, token_id, self._has_ids) for token_id in token_ids],
+            "token_logprobs": (None if each is None else max(each.logprob, LEAST_LOGPROB) for each in logprobs),
+            "top_logprobs": (
+                None if each is None else self._top(token_id, each, i < num_prompt_tokens)
+                for i, (token_id, each) in enumerate(zip(token_ids, logprobs, strict=True))
+            ),
+            "text_offset": [self._next_offset(token_id) for token_id in token_ids],
+        }
+
+    def _next_offset(self, token_id: int) -> int:
+        """The offset of a token's text; counts its characters for the next one."""
+        offset = self._offset
+        data = token_bytes(
+            self._tokenizer.hf_tokenizer,
+            token_id,
+            skip_special_tokens=self._skip_special_tokens,
+            is_first=self._is_at_start,
+        )
+        self._is_at_start = self._is_at_start and not data
+        self._offset += len(self._decoder.decode(data))
+        return offset
 
     def _top(self, token_id: int, each: TokenLogprobs, is_of_prompt: bool) -> dict[str, float]:
         """The most likely tokens and always this one: first if it is the prompt's, else where it is not among them."""
@@ -98,26 +107,23 @@ class LegacyLogprobsBuilder:
 
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_named: int = 0
-) -> PromptLogprobs:
+) -> Iterator[dict[str, PromptLogprob] | None]:
     """The log-probabilities of a prompt in vLLM's format: by token id, the prompt's own token first, with ranks.
 
     The last `num_named` tokens of each position, which the request names, have no rank.
     """
-    entries: PromptLogprobs = [None]
+    yield None
     for token_id, each in zip(token_ids[1:], logprobs, strict=True):
         ranked = {token_id: (each.logprob, each.rank)}  # where it is one of the most likely, it keeps its place
         num_top = len(each.top) - num_named
         ranked.update((other_id, (logprob, rank)) for rank, (other_id, logprob) in enumerate(each.top[:num_top], 1))
         for other_id, logprob in each.top[num_top:]:
             ranked.setdefault(other_id, (logprob, None))
-        entries.append(
-            {
-                str(other_id): {
-                    "logprob": max(logprob, LEAST_LOGPROB),
-                    "rank": rank,
-                    "decoded_token": token_text(tokenizer, other_id),
-                }
-                for other_id, (logprob, rank) in ranked.items()
+        yield {
+            str(other_id): {
+                "logprob": max(logprob, LEAST_LOGPROB),
+                "rank": rank,
+                "decoded_token": token_text(tokenizer, other_id),
             }
-        )
-    return entries
+            for other_id, (logprob, rank) in ranked.items()
+        }

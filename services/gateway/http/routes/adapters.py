@@ -15,7 +15,8 @@ from services.gateway.http.schemas.adapters import LoadAdapterBody, UnloadAdapte
 
 def adapter_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The routes that load and unload adapters, in all gateways at this port."""
-    router = APIRouter(route_class=json_route(section.max_body_values), tags=["Server"], responses=ERROR_RESPONSES)
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load_adapter(body: LoadAdapterBody, request: Request) -> PlainTextResponse:

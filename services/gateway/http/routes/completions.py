@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -20,7 +19,7 @@ from services.gateway.http.answers.completion_format import CompletionFormat
 from services.gateway.http.answers.measured_format import measured
 from services.gateway.http.conversions.chat_embeds import read_chat_embeds
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
+from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.http.schemas.chat import ChatObject, ChatRequest
 from services.gateway.http.schemas.completions import CompletionObject, CompletionRequest
 from services.gateway.http.to_message import chat_message, completion_messages
@@ -53,7 +52,8 @@ AnyRequest = Annotated[
 
 def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The routes for completions and chats of one gateway."""
-    router = APIRouter(route_class=json_route(section.max_body_values), tags=["Generation"], responses=ERROR_RESPONSES)
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post(
         "/v1/completions",
@@ -62,7 +62,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several prompts."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         limits = frontend.limits
@@ -84,7 +84,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         message = chat_message(body, request_id, frontend.limits)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -13,7 +11,7 @@ from services.gateway.http.answers.answer import Answer
 from services.gateway.http.answers.generate_format import GenerateFormat
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
+from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.http.routes.completions import STREAM_CONTENT, check_prompts, traced
 from services.gateway.http.schemas.generate import GenerateBody, GenerateObject
 from services.gateway.http.to_message import completion_messages
@@ -21,7 +19,8 @@ from services.gateway.http.to_message import completion_messages
 
 def generate_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The route of one gateway."""
-    router = APIRouter(route_class=json_route(section.max_body_values), tags=["Generation"], responses=ERROR_RESPONSES)
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post(
         "/generate",
@@ -36,7 +35,7 @@ def generate_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     )
     async def generate(body: GenerateBody, request: Request) -> Response:
         """SGLang's own route: continues one or several prompts."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         request_id = body.rid or request.state.request_id
         body.log_unknown_fields(request.state.request_id)
         body.sampling_params.log_unknown_fields(request.state.request_id)
@@ -54,6 +53,7 @@ def generate_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             answer_format,
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
+            repeats_logprobs=bool(body.return_logprob),
         )
 
     return router

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -16,16 +14,15 @@ from services.gateway.http.answers.llama_cpp_server import server_props, server_
 from services.gateway.http.conversions.llama_cpp import llama_cpp_messages
 from services.gateway.http.errors import LLAMA_CPP_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
+from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.http.routes.completions import STREAM_CONTENT, check_prompts, traced
 from services.gateway.http.schemas.llama_cpp import InfillBody, LlamaCppBody, LlamaCppObject, Props, Slot
 
 
 def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
-    router = APIRouter(
-        route_class=json_route(section.max_body_values), tags=["Generation"], responses=LLAMA_CPP_ERROR_RESPONSES
-    )
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Generation"], responses=LLAMA_CPP_ERROR_RESPONSES)
 
     @router.post("/completions", response_class=Response, include_in_schema=False)
     @router.post(
@@ -53,7 +50,7 @@ def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         return await answer(body, request)
 
     async def answer(body: LlamaCppBody, request: Request) -> Response:
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         answer_format = LlamaCppFormat(frontend, body)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -14,7 +12,7 @@ from services.gateway.http.answers.anthropic.messages_format import MessagesForm
 from services.gateway.http.conversions.anthropic import anthropic_chat, anthropic_message
 from services.gateway.http.errors import ANTHROPIC_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
+from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.http.routes.completions import NAMED_STREAM_CONTENT, traced
 from services.gateway.http.schemas.anthropic.answers import MessageObject, TokensCount
 from services.gateway.http.schemas.anthropic.request import CountTokensRequest, MessagesRequest
@@ -23,7 +21,7 @@ from services.pb import gateway_pb2
 
 def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(section.max_body_values)
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Messages"], responses=ANTHROPIC_ERROR_RESPONSES)
 
     @router.post(
@@ -33,13 +31,13 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         message = anthropic_message(
             body, request_id, reasons=frontend.tokenizer.chat_formats.reasoning is not None
         )
-        await asyncio.sleep(0)
+        await next_turn(request)
         return Answer(
             frontend,
             traced([message], request),
@@ -51,7 +49,7 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> TokensCount:
         """The number of tokens that the prompt would have."""
-        await asyncio.sleep(0)
+        await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
         frontend.names_for(request.state.caller).check(body.model)
         message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))

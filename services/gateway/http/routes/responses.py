@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -15,7 +13,7 @@ from services.gateway.http.answers.responses.responses_format import ResponsesFo
 from services.gateway.http.conversions.response_tools import offered_tools
 from services.gateway.http.conversions.responses import responses_message
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
+from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.http.routes.completions import NAMED_STREAM_CONTENT, traced
 from services.gateway.http.schemas.responses.answers import ResponseObject
 from services.gateway.http.schemas.responses.request import ResponsesRequest
@@ -25,7 +23,7 @@ from services.gateway.stored_responses.response_store import ResponseStore
 
 def responses_routes(frontend: Frontend, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
     """The route of one gateway. `store`: keeps answers; None: each request has the whole conversation."""
-    route_class = json_route(section.max_body_values)
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Responses"], responses=ERROR_RESPONSES)
 
     @router.post(
@@ -35,7 +33,7 @@ def responses_routes(frontend: Frontend, section: GatewaySection, store: Respons
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         if body.has_logprobs and (body.tools or frontend.tokenizer.chat_formats.reasoning is not None):
@@ -47,14 +45,14 @@ def responses_routes(frontend: Frontend, section: GatewaySection, store: Respons
         record = None
         if store is not None:
             record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)
-            await record.read_earlier(section.max_body_bytes, section.max_body_values)
+            await record.read_earlier(section.max_body_bytes, section.max_body_values, frontend.heavy_work)
         elif body.previous_response_id is not None:
             raise InvalidRequest(
                 "previous_response_id cannot be used here: this server stores no responses (gateway.store_responses)",
                 "previous_response_id",
             )
         message = responses_message(body, request_id, tools, () if record is None else record.earlier)
-        await asyncio.sleep(0)
+        await next_turn(request)
         return Answer(
             frontend,
             traced([message], request),

@@ -50,7 +50,8 @@ def stored_response_routes(frontend: Frontend, section: GatewaySection, store: R
     ) -> Response:
         """The items that the model was given for a stored response, those of the conversation before it included."""
         stored = _find(response_id, request)
-        items: list[dict[str, Any]] = await parse_json(joined(stored.input_items), section.max_body_values)
+        given = joined(stored.input_items)
+        items: list[dict[str, Any]] = await parse_json(given, section.max_body_values, frontend.heavy_work)
         if order == "desc":
             items.reverse()
         if after is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
@@ -14,7 +13,7 @@ from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
+from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.http.schemas.tokens import (
     DetokenizeAnswer,
     DetokenizeBody,
@@ -33,13 +32,14 @@ from services.pb import gateway_pb2
 
 def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """The routes for tokens of one gateway."""
-    router = APIRouter(route_class=json_route(section.max_body_values), tags=["Tokens"], responses=ERROR_RESPONSES)
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Tokens"], responses=ERROR_RESPONSES)
     tokenizer = frontend.tokenizer
 
     @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
         frontend.names_for(request.state.caller).check(body.model or "")
         is_list = isinstance(body.prompt, list)
@@ -63,7 +63,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.post("/detokenize", response_class=Response, responses={200: {"model": DetokenizeAnswer}})
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids, or the texts of several lists of them."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
         frontend.names_for(request.state.caller).check(body.model or "")
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
@@ -76,7 +76,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
     async def apply_template(body: TemplateBody, request: Request) -> Response:
         """The text of a chat as its template writes it."""
-        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
         frontend.names_for(request.state.caller).check(body.model or "")
         refuse_embeds(body, "a template writes texts only")

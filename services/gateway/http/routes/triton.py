@@ -10,14 +10,15 @@ from fastapi.responses import JSONResponse, Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
+from services.gateway.access.memory_budget import BYTES_PER_BODY_BYTE
 from services.gateway.http.errors import INFERENCE_ERROR_RESPONSES
-from services.gateway.http.json_route import parse_json
+from services.gateway.http.json_route import next_turn, note_size, parse_json
 from services.gateway.http.schemas.server import Live
-from services.gateway.triton.http_answer import GenerateStream, InferAnswer, generate_response
+from services.gateway.triton.http_answer import GenerateStream, InferAnswer, generate_object
 from services.gateway.triton.http_body import (
     HEADER_LENGTH,
     decompressed,
-    encode_infer_response,
+    describe_infer_response,
     read_infer_request,
     split_body,
 )
@@ -48,11 +49,16 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         return JSONResponse({"status": "ok"}) if reason is None else JSONResponse({"error": reason}, 503)
 
     async def read_body(request: Request) -> bytes:
-        return decompressed(await request.body(), request.headers.get("content-encoding"), section.max_body_bytes)
+        body, encoding = await request.body(), request.headers.get("content-encoding")
+        note_size(request, len(body), frontend.heavy_work)
+        await next_turn(request)
+        plain = decompressed(body, encoding, section.max_body_bytes)
+        request.state.held.reserve(BYTES_PER_BODY_BYTE * max(0, len(plain) - len(body)), "its body")
+        return plain
 
     async def parse(body: bytes) -> Any:
         try:
-            return await parse_json(body, section.max_body_values)
+            return await parse_json(body, section.max_body_values, frontend.heavy_work)
         except json.JSONDecodeError as error:
             raise InvalidRequest(f"the body is not JSON: {error.msg}") from None
 
@@ -67,7 +73,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         traceparent = request.headers.get("traceparent", "")
         return InferRequest(
             model,
-            [row_of_json(model, body)],
+            [row_of_json(model, body, has_tables=frontend.prompt_embeds is not None)],
             client_id,
             parameters=parameters,
             traceparent=traceparent,
@@ -128,7 +134,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
     async def generate(model: Model, request: Request) -> Response:
         """One response to a JSON object of inputs, such as text_input and max_tokens."""
         infer_request = await read_generate(model, request)
-        return InferAnswer(triton, infer_request, generate_response(infer_request))
+        return InferAnswer(triton, infer_request, lambda outputs: (generate_object(infer_request, outputs), ()))
 
     @router.post(
         MODEL + "/generate_stream",
@@ -155,15 +161,17 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         document = await parse(head)
         traceparent = request.headers.get("traceparent", "")
         infer_request, is_raw = read_infer_request(
-            model, document, raw, triton.max_batch_size, traceparent, section.max_request_logprobs
+            model,
+            document,
+            raw,
+            triton.max_batch_size,
+            traceparent,
+            section.max_request_logprobs,
+            has_tables=frontend.prompt_embeds is not None,
         )
 
-        def encode(outputs: Any) -> Response:
-            body, json_size = encode_infer_response(infer_request, outputs, is_raw)
-            if json_size is None:
-                return Response(body, media_type="application/json")
-            return Response(body, 200, {HEADER_LENGTH: str(json_size)}, media_type="application/octet-stream")
-
-        return InferAnswer(triton, infer_request, encode)
+        return InferAnswer(
+            triton, infer_request, lambda outputs: describe_infer_response(infer_request, outputs, is_raw)
+        )
 
     return router

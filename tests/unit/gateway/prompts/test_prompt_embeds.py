@@ -182,17 +182,17 @@ def test_wrong_embeddings_get_a_400_that_names_them(tmp_path: Path) -> None:
 
 
 def test_open_requests_have_limited_memory(tmp_path: Path) -> None:
-    """Two requests that run hold all of it; when they end, others may have it."""
+    """Two requests that run hold most of it: their messages four times, and their vectors twice; then others may."""
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway, dense: FakeDense) -> None:
         response = await client.post(COMPLETIONS, json=body_of(encoded(VECTORS.repeat(3, 1))))
-        assert response.status_code == 400 and "gateway.max_prompt_embeds_bytes is" in response.text
+        assert response.status_code == 400 and "gateway.max_held_bytes is" in response.text
         dense.script = lambda submit: [70]  # they wait for their second token
         calls = [gateway.stub.GenerateStream(message_of(request_id=f"r{i}")) for i in range(2)]
         for call in calls:
             assert (await call.read()).token_ids == [70]
         refused = await client.post(COMPLETIONS, json=body_of(encoded(VECTORS)))
-        assert refused.status_code in (429, 503) and "gateway.max_prompt_embeds_bytes" in refused.text
+        assert refused.status_code in (429, 503) and "gateway.max_held_bytes" in refused.text
         assert (await client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1})).status_code == 200
         for call in calls:
             call.cancel()
@@ -200,7 +200,7 @@ def test_open_requests_have_limited_memory(tmp_path: Path) -> None:
         while (await client.post(COMPLETIONS, json=body_of(encoded(VECTORS)))).status_code != 200:
             pass  # until the gateway has seen that its clients are gone; `run` limits it
 
-    with_gateway(tmp_path, test, max_prompt_embeds_bytes=2 * VECTORS.nbytes)
+    with_gateway(tmp_path, test, max_held_bytes=16 * VECTORS.nbytes + 2048)
 
 
 def test_embeddings_and_a_lora_adapter_go_together(tmp_path: Path) -> None:

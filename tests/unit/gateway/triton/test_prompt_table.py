@@ -181,15 +181,15 @@ def test_a_wrong_table_is_refused_with_value_and_limit(tmp_path: Path) -> None:
 def test_open_requests_have_limited_memory(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway, stub: Stub, client: httpx2.AsyncClient, dense: FakeDense) -> None:
         double = inputs(prompt_embedding_table=ROWS.repeat(2, 1).numpy()[None], prompt_vocab_size=None)
-        with pytest.raises(grpc.aio.AioRpcError, match=r"gateway\.max_prompt_embeds_bytes is"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"gateway\.max_held_bytes is"):
             await stub.ModelInfer(message("tensorrt_llm", double))
         dense.script = lambda submit: [70]  # it waits for its second token
         running = stub.ModelInfer(message("tensorrt_llm", inputs()))
         while not dense.submits:
             await gateway.stub.ModelInfo(gateway_pb2.ModelInfoRequest())
-        with pytest.raises(grpc.aio.AioRpcError, match=r"gateway\.max_prompt_embeds_bytes") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"gateway\.max_held_bytes") as refused:
             await stub.ModelInfer(message("tensorrt_llm", inputs()))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         running.cancel()
 
-    with_gateway(tmp_path, test, max_prompt_embeds_bytes=ROWS.nbytes)
+    with_gateway(tmp_path, test, max_held_bytes=7 * ROWS.nbytes + 2048)

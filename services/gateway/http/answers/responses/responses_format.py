@@ -95,7 +95,7 @@ class ResponsesFormat:
     def _logprobs(self, answer: Chunk | Completion) -> list[Any]:
         if not self._has_logprobs or not answer.token_ids:
             return []
-        return chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs or (), has_ids=False)["content"]
+        return list(chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs or (), has_ids=False)["content"])
 
     def _numbered(self, events: list[Event]) -> list[Event]:
         for event in events:

@@ -1,0 +1,81 @@
+"""Heavy work has turns between the other callbacks of the event loop, and clients take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from services.gateway.access.heavy_work import HeavyWork, work_for
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_between_two_turns_a_chain_of_other_callbacks_comes_to_its_end() -> None:
+    """A small request is such a chain: it must not wait for a turn of heavy work at each of its steps."""
+
+    async def test() -> None:
+        work, order = HeavyWork(), []
+
+        async def heavy(name: str) -> None:
+            await work.turn()
+            order.append(name)
+            compute(0.05)
+
+        async def small() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+                compute(0.0005)
+            order.append("small")
+
+        await asyncio.gather(*(heavy(f"heavy {i}") for i in range(4)), small())
+        assert order.index("small") <= 2, order
+        work.close()
+
+    asyncio.run(test())
+
+
+def test_clients_take_turns() -> None:
+    async def test() -> None:
+        work, order = HeavyWork(), []
+
+        async def heavy(client: int) -> None:
+            work_for((0, client))
+            await work.turn()
+            order.append(client)
+
+        await asyncio.gather(*(heavy(1) for _ in range(5)), heavy(2))
+        assert order.index(2) <= 3, order  # behind the one that has a turn and two that wait for the next
+        work.close()
+
+    asyncio.run(test())
+
+
+def test_long_work_is_made_in_slices_that_together_are_the_whole() -> None:
+    def made() -> Iterator[bytes]:
+        for i in range(20):
+            compute(0.001)
+            yield b"%d," % i
+
+    async def test() -> None:
+        work, num_others = HeavyWork(), 0
+
+        async def count_iterations() -> None:
+            nonlocal num_others
+            while True:
+                num_others += 1
+                await asyncio.sleep(0)
+
+        counter = asyncio.create_task(count_iterations())
+        slices = [each async for each in work.pieces(made())]
+        counter.cancel()
+        assert b"".join(slices) == b"".join(b"%d," % i for i in range(20))
+        assert len(slices) > 5 and num_others > len(slices)
+        assert await work.whole(iter([])) == b""
+        work.close()
+
+    asyncio.run(test())
