@@ -61,6 +61,7 @@ class Steps:
         tracer: Any = SimpleNamespace(end=lambda *outcome: None)
         self.servicer = DenseServicer(metrics, tracer, None)  # type: ignore[arg-type]
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.servicer._streams[1] = self.outbox
         self.report: Any = None
         attention: Any = None
         self.engine = Engine(limits, self.runner, attention, self.keep_report, 1.0, [metrics])
@@ -71,6 +72,7 @@ class Steps:
         for seq_id in range(1, batch + 1):
             sequence = Sequence(seq_id, f"r{seq_id}", list(range(PROMPT_LEN)), SamplingParams(), MAX_TOKENS)
             sequence.client, sequence.stop_token_ids = seq_id % num_clients, frozenset([2])
+            sequence.stream = 1
             self.servicer._owned[seq_id] = sequence, self.outbox
             self.scheduler.add(sequence)
         for sequence in self.scheduler.next_to_open():

@@ -294,8 +294,6 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 plan = decode_plan(message)
                 for new_sequence in plan.new_sequences:
                     self._open(engine, attachment, new_sequence, put)
-                if not plan.step_id:
-                    continue
                 self._check_plan(plan, attachment)
                 step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
                 step.add_done_callback(report)

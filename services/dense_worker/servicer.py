@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 import grpc
+import numpy as np
 import structlog
 
 from services.common.dense_info import dense_info_metadata
@@ -20,6 +22,7 @@ from services.dense_worker.beam_messages import add_beams, encode_answers, encod
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
+from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
@@ -63,7 +66,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._tables: TableLoader | None = None
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._owned: dict[int, tuple[Sequence, _Outbox]] = {}  # by seq_id
-        self._streams: set[_Outbox] = set()
+        self._streams: dict[int, _Outbox] = {}  # by number
+        self._stream_numbers = itertools.count(1)
         self._readers: set[asyncio.Task[None]] = set()
 
     def set_engine(self, engine: Engine, watchdog: Watchdog, tables: TableLoader) -> None:
@@ -81,7 +85,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
 
     def end_streams(self, farewell: dense_pb2.Farewell) -> None:
         """Ends every gateway's stream with this message, after all messages delivered before."""
-        for outbox in self._streams:
+        for outbox in self._streams.values():
             outbox.put_nowait(dense_pb2.StepOutput(farewell=farewell))
 
     async def wait_ended(self, timeout_s: float) -> None:
@@ -138,10 +142,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         engine, info = self._require_ready()
         await context.send_initial_metadata(dense_info_metadata(info))
         outbox: _Outbox = asyncio.Queue()
-        reader = asyncio.create_task(self._read(requests, engine, outbox, info.vocab_size))
+        number = next(self._stream_numbers)
+        self._streams[number] = outbox
+        reader = asyncio.create_task(self._read(requests, engine, number, info.vocab_size))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
-        self._streams.add(outbox)
         peer = context.peer()  # reading it after the end of the call would crash
         log.info("gateway connected", peer=peer)
         try:
@@ -155,7 +160,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         finally:
             # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
             # arriving into freed memory.
-            self._streams.remove(outbox)
+            del self._streams[number]
             orphans = [seq_id for seq_id, (_, owner) in self._owned.items() if owner is outbox]
             for seq_id in orphans:
                 del self._owned[seq_id]
@@ -185,7 +190,10 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     if num_values[outbox] >= MAX_LOGPROBS:
                         outbox.put_nowait(messages.pop(outbox))
                         num_values[outbox] = 0
-        for output in report.outputs:
+        for outbox, seq_ids, token_ids in self._split(report.outputs.decoded):
+            messages[outbox].seq_ids.extend(seq_ids.tolist())
+            messages[outbox].token_ids.extend(token_ids.tolist())
+        for output in report.outputs.others:
             if outbox := self._outbox_of(output.sequence):
                 _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id, ()))
                 if output.finish_reason is not None:
@@ -197,6 +205,18 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 messages[outbox].admitted.append(sequence.seq_id)
         for outbox, message in messages.items():
             outbox.put_nowait(message)
+
+    def _split(self, decoded: DecodedTokens) -> Iterator[tuple[_Outbox, np.ndarray, np.ndarray]]:
+        """The tokens for each stream: its outbox, seq_ids and tokens. A gateway ignores those of ended sequences."""
+        numbers = decoded.streams
+        if not len(numbers):
+            return
+        is_first = numbers == numbers[0]
+        is_one = np.count_nonzero(is_first) == len(numbers)  # mostly there is one gateway
+        for number in [numbers.item(0)] if is_one else np.unique(numbers).tolist():
+            if (outbox := self._streams.get(number)) is not None:
+                is_own = slice(None) if is_one else numbers == number
+                yield outbox, decoded.seq_ids[is_own], decoded.token_ids[is_own]
 
     def _deliver_logits(self, report: StepReport, messages: dict[_Outbox, dense_pb2.StepOutput]) -> None:
         """Sends logits before the tokens that they belong to, in messages of limited size. Rows without values join
@@ -223,23 +243,24 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         return self._engine, self._info
 
     async def _read(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox, vocab_size: int
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, number: int, vocab_size: int
     ) -> None:
+        outbox = self._streams[number]
         try:
-            await self._handle_all(requests, engine, outbox, vocab_size)
+            await self._handle_all(requests, engine, number, vocab_size)
         except Exception as error:  # no one awaits the reader task
             outbox.put_nowait(error)
 
     async def _handle_all(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox, vocab_size: int
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, number: int, vocab_size: int
     ) -> None:
-        received = ReceivedTable()
+        received, outbox = ReceivedTable(), self._streams[number]
         async for request in until_over(requests):
-            if outbox not in self._streams:
+            if number not in self._streams:
                 return
             kind = request.WhichOneof("message")
             if kind == "submit":
-                sequence = decode_sequence(request.submit)
+                sequence = decode_sequence(request.submit, number)
                 log.debug("submitted", request_id=sequence.request_id, seq_id=f"{sequence.seq_id:x}")
                 if sequence.seq_id in self._owned:
                     engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
@@ -288,14 +309,18 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             if not isinstance(error, TwostrokeError):
                 log.exception("a sequence cannot be prepared", request_id=sequence.request_id)
                 error = RequestAborted(f"the form of the output, the beams or the prompt cannot be used: {error}")
-            self.deliver(StepReport(0, outputs=[SequenceOutput(sequence, (), FinishReason.ERROR, error)]))
+            output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
+            self.deliver(StepReport(0, outputs=StepOutputs(others=[output])))
             return
         if self._outbox_of(sequence) is not None:
             engine.submit(sequence)
 
 
-def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
-    """The sequence of a gateway's message, which the gateway has validated; without beams: see `add_beams`."""
+def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
+    """The sequence of a gateway's message, which the gateway has validated; without beams: see `add_beams`.
+
+    stream: the number of the stream by which it came
+    """
     return Sequence(
         seq_id=submit.seq_id,
         request_id=submit.request_id,
@@ -317,6 +342,7 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
         num_crashes=submit.num_crashes,
         group_id=submit.group_id,
+        stream=stream,
     )
 
 

@@ -5,6 +5,7 @@ Nothing here needs torch, and only the codec knows the messages of gRPC.
 
 from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import (
+    NO_ENTRIES,
     NO_TOKENS,
     Fork,
     NewSequence,
@@ -19,6 +20,7 @@ from services.step.plan import (
 from services.step.result import NO_ROWS, Logits, PromptLogprobs, RaggedTokens, StepResult
 
 __all__ = [
+    "NO_ENTRIES",
     "NO_ROWS",
     "NO_TOKENS",
     "Fork",

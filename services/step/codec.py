@@ -15,7 +15,7 @@ from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns, TokenReport
 
 # Of the columns of entries and tokens: little-endian arrays in bytes, which move without a Python object per row.
-_SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<u4")
+_SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<i8")
 
 
 def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
@@ -48,15 +48,15 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
     """The plan of a message. Raises `InvalidRequest` when columns that belong together differ in length."""
     forks = (message.fork_parents, message.fork_children, message.fork_positions)
     entries = PlanEntries(
-        _decode_column(message, "seq_ids", _SEQ_ID, np.uint64),
-        _decode_column(message, "positions", _COUNT, np.int64),
-        _decode_column(message, "num_tokens", _COUNT, np.int64),
-        _decode_column(message, "num_logits", _COUNT, np.int64),
+        _decode_column(message, "seq_ids", _SEQ_ID),
+        _decode_column(message, "positions", _COUNT),
+        _decode_column(message, "num_tokens", _COUNT),
+        _decode_column(message, "num_logits", _COUNT),
         _decode_drafts(message) if message.num_drafts else {},
     )
     confirmed = TokenColumns(
-        _decode_column(message, "confirmed_seq_ids", _SEQ_ID, np.uint64),
-        _decode_column(message, "confirmed_token_ids", _COUNT, np.int64),
+        _decode_column(message, "confirmed_seq_ids", _SEQ_ID),
+        _decode_column(message, "confirmed_token_ids", _COUNT),
     )
     columns = [entries.seq_ids, entries.positions, entries.num_tokens, entries.num_logits]
     if message.num_drafts:
@@ -160,16 +160,17 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
 
 
 def _encode_column(values: np.ndarray, wire_type: np.dtype) -> bytes:
-    return values.astype(wire_type).tobytes()
+    return values.astype(wire_type, copy=False).tobytes()
 
 
-def _decode_column(message: step_pb2.StepPlan, name: str, wire_type: np.dtype, dtype: type) -> np.ndarray:
+def _decode_column(message: step_pb2.StepPlan, name: str, wire_type: np.dtype) -> np.ndarray:
+    """A view of the message's bytes, which cannot be written to."""
     data = getattr(message, name)
     if len(data) % wire_type.itemsize:
         raise InvalidRequest(
             f"column {name} of plan {message.step_id} has {len(data)} bytes, no multiple of {wire_type.itemsize}"
         )
-    return np.frombuffer(data, wire_type).astype(dtype)
+    return np.frombuffer(data, wire_type)
 
 
 def _check_lengths(message: step_pb2.StepPlan, what: str, columns: Sequence[Sized]) -> None:

@@ -144,9 +144,12 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step does: confirm tokens, close and fork sequences, add chosen tokens, run `entries` in batch order."""
+    """What a step does: open sequences, confirm tokens, close, fork, add chosen tokens, run `entries` in batch order.
 
-    step_id: int  # ascending; 0: no step, only `new_sequences` to open
+    Openings may be sent ahead, in a plan that has the number of the next step and nothing else.
+    """
+
+    step_id: int  # ascending
     entries: PlanEntries = field(default_factory=lambda: NO_ENTRIES)
     close_seq_ids: tuple[int, ...] = ()
     confirmed: TokenColumns = field(default_factory=lambda: NO_TOKENS)  # that became known since the last plan
@@ -159,7 +162,12 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.entries.num_tokens.sum())
+        return int(np.add.reduce(self.entries.num_tokens))
+
+    @property
+    def only_opens(self) -> bool:
+        """Whether it is no step, only its openings."""
+        return not (len(self.entries) or self.close_seq_ids)
 
     @property
     def frees_blocks(self) -> bool:

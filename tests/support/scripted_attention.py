@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -29,7 +28,7 @@ class FakeStep:
     def is_done(self) -> bool:
         return True
 
-    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
+    def collect(self) -> StepResult:
         return StepResult(RaggedTokens.from_rows([9] * entry.num_logits for entry in self.plan.entries))
 
 
@@ -81,7 +80,7 @@ class FakeAttention:
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
         for new in plan.new_sequences:
             self.open(attachment, new)
-        if plan.step_id:
+        if not plan.only_opens:
             self.run(attachment, plan)
 
     def open(self, attachment: Attachment, new: NewSequence) -> None:

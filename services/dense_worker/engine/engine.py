@@ -1,10 +1,11 @@
 """`Engine`: the dense worker's one engine thread. It owns scheduler, runner and device.
 
-    schedule → publish → collect → update → report
+    admit → schedule → publish → collect → update → report
 
 A plan is published while the previous step still runs, so that the attention worker never waits for a plan. The thread
-handles calls from outside between two steps, while a GPU runs a step, and near the end of a long step on a CPU. There
-the next plan is published only then, so that a client who comes before that waits for no other step.
+handles calls from outside between two steps, while a GPU runs a step, and near the end of a long step on a CPU. Such a
+step is run in two parts, and the next plan is published between them, so that a client who comes before that waits for
+no other step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 
 import structlog
 
@@ -20,7 +20,6 @@ from services.common.engine_thread import EngineThread
 from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
-from services.dense_worker.engine.collect_step import collect_step
 from services.dense_worker.engine.drafts import DraftSource, take_guesses
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineCounts, EngineObserver, describe_step, read_counts
@@ -28,15 +27,17 @@ from services.dense_worker.engine.progress import progress_of
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
+from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
-from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, spans_of
+from services.step import PlanAccepted, SequenceOpened, StepResult, spans_of
 
 log = structlog.get_logger()
 
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
+_POLL_S = 20e-6  # how often to look whether a GPU has ended a step
 _LONG_STEP_S = 0.012  # a quarter of it is time enough for a plan to arrive at the attention worker: about 1 ms
 _AFTER_SUSPECT_S = 0.1  # in which its token leaves the process, also on a busy machine
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
@@ -133,41 +134,38 @@ class Engine:
         return 0.0 if session is not None and self._step(session) else _IDLE_POLL_S
 
     def _step(self, session: Session) -> bool:
-        """Publishes the next plan, then completes the oldest step. Returns whether there was any work."""
-        ahead = next(iter(session.in_flight), None)
+        """Publishes the next plan and completes the oldest step. Returns whether there was any work."""
+        step = next(iter(session.in_flight), None)
         try:
-            self._open(session)
-            is_late = ahead is not None and self._publishes_late(session, ahead)
-            has_published = not is_late and self._publish_next(session)
-            if ahead is not None:
-                near_end = partial(self._publish_next, session) if is_late else None
-                result = collect_step(ahead, session, self._thread, self._open, self._result_timeout_s, near_end)
-                report = self._update(session, ahead, result)
-                self._report(ahead, report)
+            self._admit(session)
+            if step is not None and self._is_long(session, step):
+                self._run_most(step)
+                self._make_calls(session)
+            published = self._schedule(session)
+            if published is not None:
+                self._publish(session, published)
+            self._publish_openings(session)
+            if step is not None:
+                result = self._collect(session, step)
+                report = self._update(session, step, result)
+                self._report(step, report)
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return True
         if session.is_leaving and not session.in_flight:
             self._give_up(session, AttachmentEnd("another dense worker takes over", is_crash=False))
-        return has_published or ahead is not None
+        return published is not None or step is not None
 
-    def _publishes_late(self, session: Session, ahead: InFlight) -> bool:
-        """Whether the next plan is published near the end of the step under way, and not before it runs.
+    def _is_long(self, session: Session, step: InFlight) -> bool:
+        """Whether a step takes so long that the next plan is published near its end, and not before it runs.
 
         Not with drafts, whose source may want guesses of that step: it is asked for them before it runs.
         """
-        assert ahead.running is not None, "a step is launched before it is collected"
-        return ahead.running.runs_when_collected and self._drafts is None and session.last_step_s >= _LONG_STEP_S
+        assert step.running is not None, "a step is launched before it is collected"
+        return step.running.runs_when_collected and self._drafts is None and session.last_step_s >= _LONG_STEP_S
 
-    def _publish_next(self, session: Session) -> bool:
-        """Plans and publishes the next step; returns whether there is one."""
-        published = self._schedule(session)
-        if published is not None:
-            self._publish(session, published)
-        return published is not None
-
-    def _open(self, session: Session) -> None:
-        """Asks the attention worker to open the sequences at the head of the queue."""
+    def _admit(self, session: Session) -> None:
+        """Chooses the sequences to open next; the next plan opens them."""
         if session.is_leaving or not (admitted := self._scheduler.next_to_open()):
             return
         if self._has_run_suspect:
@@ -175,24 +173,33 @@ class Engine:
             # take the suspect for the cause.
             self._has_run_suspect = False
             time.sleep(_AFTER_SUSPECT_S)
-        opening = [session.openings[each.seq_id].new for each in admitted if each not in session.joining]
-        if opening:
-            self._attention.publish(session.attachment, StepPlan(0, new_sequences=tuple(opening)))
         for each in admitted:
             if each in session.joining:  # a later plan forks it
                 self._runner.open(each.describe(), each.grammar, each.adapter_slot, each.prompt_table)
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))
 
+    def _run_most(self, step: InFlight) -> None:
+        """Runs the most of a step on this thread."""
+        assert step.running is not None, "a step is launched before it is collected"
+        step.waited_before_s = step.channel.waited_s
+        step.running.run_most()
+
+    def _make_calls(self, session: Session) -> None:
+        """Makes the calls that have come while a step ran."""
+        while self._make_call(session, 0.0):
+            self._admit(session)
+
     def _schedule(self, session: Session) -> PublishedPlan | None:
+        """The next plan; None if there is none yet."""
         if session.is_leaving:
             return None
         if session.in_flight:
-            plans_ahead, running = self._scheduler.plans_ahead, session.in_flight[-1].running
+            waits, running = self._scheduler.decide_to_wait(), session.in_flight[-1].running
             num_guesses = 0 if self._drafts is None else self._drafts.wanted_guesses(session.running)
             if num_guesses and running is not None:
                 running.guess(num_guesses)
-            if not plans_ahead:
+            if waits:
                 return None
         return self._scheduler.schedule()
 
@@ -204,6 +211,43 @@ class Engine:
         self._attention.publish(session.attachment, plan)
         step.running = self._runner.launch(plan, channel)
         step.launch_s = time.monotonic() - step.launch_start_s
+
+    def _publish_openings(self, session: Session) -> None:
+        """Sends openings that are in no plan yet, since the next one waits: this plan runs nothing."""
+        if (plan := self._scheduler.plan_openings()) is not None:
+            self._attention.publish(session.attachment, plan)
+
+    def _collect(self, session: Session, step: InFlight) -> StepResult:
+        """The result of a step, once the attention worker has reported its errors, too.
+
+        Calls that come meanwhile are made. Raises `PeerError` after the timeout, or when the session has ended.
+        """
+        assert step.running is not None, "a step is launched before it is collected"
+        channel, plan, timeout_s = step.channel, step.published.plan, self._result_timeout_s
+        if step.waited_before_s is None:
+            step.waited_before_s = channel.waited_s
+        deadline = time.monotonic() + timeout_s
+        while not step.running.is_done():
+            if self._make_call(session, _POLL_S):
+                self._admit(session)
+                self._publish_openings(session)
+            if time.monotonic() > deadline:  # however much comes
+                raise PeerError(f"step {plan.step_id} has not ended after {timeout_s} s")
+        result = step.running.collect()
+        deadline = time.monotonic() + timeout_s
+        while session.num_errors[plan.lane] != channel.num_errors:  # they say whose rows have no meaning
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0 or not self._make_call(session, left_s):
+                raise PeerError(f"errors up to step {plan.step_id} are not here after {timeout_s} s")
+        if step.waited_before_s is not None:
+            step.wait_s = channel.waited_s - step.waited_before_s
+        return result
+
+    def _make_call(self, session: Session, timeout_s: float) -> bool:
+        has_come = self._thread.make_call(timeout_s)
+        if session.has_ended:
+            raise PeerError("the attention worker went away")
+        return has_come
 
     def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
         """Appends the step's tokens to their sequences."""
@@ -219,7 +263,7 @@ class Engine:
         outputs = self._scheduler.update(published, result)
         if self._drafts is not None and result.guesses:
             take_guesses(self._drafts, sequences, result.guesses)
-        step_report.record_first_tokens(outputs, step.end_s)
+        step_report.record_first_tokens(outputs.others, step.end_s)
         return StepReport(
             published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs, logits, prompt_logits
         )
@@ -228,14 +272,14 @@ class Engine:
         """Delivers the step's report to the gateways, then its figures to the observers."""
         if report.started or report.outputs or report.prompt_logprobs or report.prompt_logits:
             self._deliver(report)
-        stats = describe_step(step, self._scheduler)
+        stats = describe_step(step, self._scheduler, report.outputs.num_tokens)
         for observer in self._observers:
-            observer.on_step(stats, report.started, report.outputs)
+            observer.on_step(stats, report.started, report.outputs.others)
 
     def _check_deadlines(self) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
         if expired := self._scheduler.expire(time.monotonic()):
-            self._deliver(StepReport(0, outputs=expired))
+            self._deliver(StepReport(0, outputs=StepOutputs(others=expired)))
         session, now_s = self._session, time.monotonic()
         if session is None:
             return
@@ -258,11 +302,12 @@ class Engine:
         try:
             self._scheduler.add(sequence)
         except TwostrokeError as error:
-            self._deliver(StepReport(0, outputs=[SequenceOutput(sequence, (), FinishReason.ERROR, error)]))
+            output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
+            self._deliver(StepReport(0, outputs=StepOutputs(others=[output])))
 
     def _handle_adapter(self, slot: int, error: TwostrokeError | None) -> None:
         if outputs := self._scheduler.adapter_loaded(slot, error):
-            self._deliver(StepReport(0, outputs=outputs))
+            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
 
     def _attach(self, attachment: Attachment) -> None:
         self._runner.attach(attachment.channels.values())
@@ -294,7 +339,7 @@ class Engine:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return
         if outputs:
-            self._deliver(StepReport(0, outputs=outputs))
+            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
 
     def _opened(self, session: Session, answer: SequenceOpened) -> list[SequenceOutput]:
         opening = session.openings.get(answer.seq_id)

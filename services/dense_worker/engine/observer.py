@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
@@ -20,6 +22,7 @@ class StepStats:
     num_seqs: int
     num_tokens: int  # computed in the step
     num_sampled: int  # sampled tokens, including those after a rejected draft
+    num_output_tokens: int  # that sequences got: without those nobody waits for, and with accepted drafts
     num_running: int
     num_waiting: int
     num_preemptions: int  # total so far
@@ -50,7 +53,8 @@ class EngineObserver(Protocol):
     """Receives figures on the engine thread; must not block."""
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
-        """Called after each step. `started` are sequences in their first step, `outputs` tokens and ends."""
+        """Called after each step. `started` are sequences in their first step, `outputs` those of `StepOutputs.others`.
+        """
 
     def on_handoff_abort(self) -> None:
         """Called when the attention worker was lost; steps in flight are void."""
@@ -73,14 +77,15 @@ def read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
     )
 
 
-def describe_step(step: InFlight, scheduler: Scheduler) -> StepStats:
-    """The figures of a step that has just run."""
+def describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int) -> StepStats:
+    """The figures of a step that has just run, and from which sequences got so many tokens."""
     plan, ledger = step.published.plan, scheduler.session.ledger
     return StepStats(
         step_id=plan.step_id,
         num_seqs=len(plan.entries),
         num_tokens=plan.num_tokens,
-        num_sampled=int(plan.entries.num_logits.sum()),
+        num_sampled=int(np.add.reduce(plan.entries.num_logits)),
+        num_output_tokens=num_output_tokens,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_preemptions=scheduler.num_preemptions,

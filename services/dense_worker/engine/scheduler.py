@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
+from itertools import compress
+
+import numpy as np
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.dense_worker.engine.beams.beam_blocks import check_beams
+from services.dense_worker.engine.decode_rows import PlannedRows
 from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.siblings import Siblings
 from services.dense_worker.engine.planning.step_planner import StepPlanner
+from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
+from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.suspects import Suspects
-from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
+from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.lora.adapter_slots import AdapterSlots
-from services.step import PlanAccepted, PlanEntries, SequenceOpened, StepPlan, StepResult, TokenColumns
+from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns
 
 GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id
 
@@ -44,7 +50,6 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.session = Session(NO_ATTACHMENT)  # until the first attachment
-        self.num_preemptions = 0
         self.draft_counts = DraftCounts()
         self._drafts = drafts
         self._adapters = adapters or AdapterSlots()
@@ -52,19 +57,29 @@ class Scheduler:
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self._suspects = Suspects()
         self._siblings = Siblings(can_join=limits.can_fork_prompts)
-        self._turns, self._planner = self._new_turns(), self._new_planner()
         self._next_step_id = 1
+        self._num_past_preemptions = 0  # in earlier attachments
+        self._begin_parts()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def plans_ahead(self) -> bool:
-        """Whether the next step is planned while the previous one runs."""
+    def num_preemptions(self) -> int:
+        """Total number of preemptions."""
+        return self._num_past_preemptions + self._residency.num_preemptions
+
+    def decide_to_wait(self) -> bool:
+        """Decides whether the next step is planned only when the one under way has ended, because of drafts.
+
+        Called once for each step that is planned while another one is under way.
+        """
+        if self._drafts is None:
+            return False
         session = self.session  # siblings of a prompt are forked before the sequence that computes it can end
         most = 0 if session.joining else self.limits.max_num_seqs - len(session.running)
-        return self._drafts is None or not self._drafts.waits(session.running, most)
+        return self._drafts.waits(session.running, most)
 
     @property
     def num_steps(self) -> int:
@@ -86,13 +101,14 @@ class Scheduler:
         Plans in flight are void. Their tokens were never known; sampling gives the same ones again.
         """
         self.session = session
-        self._turns, self._planner = self._new_turns(), self._new_planner()
+        self._num_past_preemptions = self.num_preemptions
+        self._begin_parts()
         self._waiting.clear()
         for sequence in self._sequences.values():
             sequence.leave_cache()
             sequence.num_pending_tokens = 0
             self._adapters.unpin(sequence, self.num_steps)
-            self._push(sequence)
+            self._residency.wait(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises `InvalidRequest` or `CapacityError` if it can never run or the queue is full."""
@@ -117,7 +133,7 @@ class Scheduler:
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
         self._siblings.add(sequence)
-        self._push(sequence)
+        self._residency.wait(sequence)
 
     def cancel(self, seq_id: int) -> None:
         """Forgets a sequence; the next plan closes its blocks. Unknown ids are ignored."""
@@ -159,7 +175,8 @@ class Scheduler:
         session, chosen = self.session, list[Sequence]()
         if self._waiting.has_parked:
             oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
-            self._adapters.assign(self._waiting, oldest_step_id, self._turns.forget)
+            for sequence in self._adapters.assign(self._waiting, oldest_step_id):
+                self._turns.forget(sequence)
         if self._suspects.active() is not None:
             return chosen
         while (sequence := self._turns.next_to_open(self._next_suspect())) is not None:
@@ -172,13 +189,13 @@ class Scheduler:
                 self._join(sequence, source)
                 continue
             sequence.status = SequenceStatus.OPENING
-            session.openings[sequence.seq_id] = Opening(
-                sequence, sequence.describe(), time.monotonic(), sequence.adapter_slot
-            )
+            opening = Opening(sequence, sequence.describe(), time.monotonic(), sequence.adapter_slot)
+            session.openings[sequence.seq_id] = opening
+            session.to_open.append(opening.new)
             if sequence.is_suspect:
                 break
         if not (session.running or session.openings or session.closing or self._waiting.has_parked):
-            self._drop_held_blocks()  # nothing else can free blocks
+            self._residency.drop_held_blocks()  # nothing else can free blocks
         return chosen
 
     def opened(self, answer: SequenceOpened) -> SequenceOutput | None:
@@ -207,27 +224,34 @@ class Scheduler:
             sequence.num_cached_tokens = answer.num_cached_tokens
         self._waiting.note_opened(sequence)
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
-            self._close(sequence)
+            self._residency.close(sequence)
         else:
-            self._enter(sequence)
+            self._residency.enter(sequence)
         return None
 
     def schedule(self) -> PublishedPlan | None:
         """Plans the next step; None if there is no work. A plan without entries only closes sequences."""
         session, step = self.session, self._planner.plan_step(self._suspects.active())
-        if step is None or not (step.entries or session.to_close or session.dead_beams):
+        if step is None or not (step.has_entries or session.to_close or session.dead_beams):
             return None
         plan = StepPlan(
             self._next_step_id,
-            PlanEntries.of(step.entries),
+            step.all_entries(),
             (*session.to_close, *session.dead_beams),
-            TokenColumns.of(session.confirmed),
+            session.take_confirmed(),
             tuple(step.forks),
-            chosen=tuple(step.chosen),
+            session.take_openings(),
+            tuple(step.chosen),
             drops_blocks=step.drops_blocks,
         )
+        self._residency.last_step_id = self._next_step_id
         self._next_step_id += 1
-        return session.publish(plan, step.planned)
+        return session.publish(plan, step.decodes, step.planned)
+
+    def plan_openings(self) -> StepPlan | None:
+        """The openings of the next step alone, which are sent ahead of it; None: there are none."""
+        new_sequences = self.session.take_openings()
+        return StepPlan(self._next_step_id, new_sequences=new_sequences) if new_sequences else None
 
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
         """Handles the attention worker's answer to a plan: freed blocks, and sequences that could not take part."""
@@ -236,34 +260,81 @@ class Scheduler:
         if session.num_running_rows > len(session.running):
             self._turns.reserve_for_beams()
         outputs = []
-        pairs = zip(published.plan.entries, published.entries, strict=True)
-        for entry, (sequence, num_taken_blocks, has_dropped) in pairs if errors or published.plan.drops_blocks else ():
-            if has_dropped and sequence.status is SequenceStatus.RUNNING:
-                self._turns.reserve_again(sequence)
-            if entry.seq_id in errors:
+        if published.plan.drops_blocks:
+            for sequence, _, has_dropped in published.entries:
+                if has_dropped and sequence.status is SequenceStatus.RUNNING:
+                    self._turns.reserve_again(sequence)
+        for seq_id, error in errors.items():
+            for sequence, num_taken_blocks in published.taken_blocks(seq_id):
                 session.ledger.give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:
                     self._finish(sequence)
-                    error = RequestAborted(errors[entry.seq_id])
-                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
+                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error)))
         return outputs
 
-    def update(self, published: PublishedPlan, result: StepResult) -> list[SequenceOutput]:
+    def update(self, published: PublishedPlan, result: StepResult) -> StepOutputs:
         """Appends the tokens of a step; its sequences continue or end."""
         if not published.plan.frees_blocks:
             self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
-        outputs = []
+        outputs: list[SequenceOutput] = []
+        confirmed: list[tuple[int, int]] = []  # of sequences without a row
+        decoded = self._append_rows(published.decodes.rows, result, outputs, confirmed)
         previous = None  # the sequence of the entry before, which has several if these are beams
-        for (sequence, _, _), token_ids in zip(published.entries, result.token_ids.rows(), strict=True):
+        rows = result.token_ids.rows(len(published.decodes.positions)) if published.entries else ()
+        for (sequence, _, _), token_ids in zip(published.entries, rows, strict=True):
             if token_ids and sequence is not previous:
-                append = self._append if sequence.beams is None else self._advance_beams
-                output = append(sequence, token_ids, result)
+                if sequence.beams is None:
+                    output = self._append(sequence, token_ids, result, confirmed)
+                else:
+                    output = self._advance_beams(sequence, result)
                 if output is not None:
                     outputs.append(output)
             previous = sequence
-        return outputs
+        if confirmed:
+            self.session.confirmed.append(TokenColumns.of(confirmed))
+        return StepOutputs(decoded, outputs)
 
-    def _append(self, sequence: Sequence, token_ids: SequenceOf[int], result: StepResult) -> SequenceOutput | None:
+    def _append_rows(
+        self,
+        planned: PlannedRows,
+        result: StepResult,
+        outputs: list[SequenceOutput],
+        confirmed: list[tuple[int, int]],
+    ) -> DecodedTokens:
+        """Appends the tokens of a step's rows, and returns those of rows that go on. The others become `outputs`."""
+        num_rows, rows = len(planned.slots), self.session.rows
+        if not num_rows:
+            return NO_DECODED
+        token_ids = result.token_ids.token_ids[:num_rows]
+        tokens = token_ids.tolist()
+        decoded = DecodedTokens(planned.streams, planned.seq_ids, token_ids, planned.sequences)
+        may_end = rows.may_end(planned, token_ids, tokens)
+        if result.ended:
+            may_end |= np.isin(planned.seq_ids, np.array(list(result.ended), np.uint64))
+        if not np.count_nonzero(may_end):
+            rows.append(planned.slots, planned.outputs, tokens)
+        else:
+            for index in np.flatnonzero(may_end).tolist():
+                output = self._append(planned.sequences[index], (tokens[index],), result, confirmed)
+                if output is not None:
+                    outputs.append(output)
+            goes_on = ~may_end
+            decoded = DecodedTokens(*(column[goes_on] for column in decoded))
+            rows.append(planned.slots[goes_on], compress(planned.outputs, goes_on.tolist()), decoded.token_ids.tolist())
+        if len(decoded.token_ids):
+            self.session.confirmed.append(TokenColumns(decoded.seq_ids, decoded.token_ids))
+        return decoded
+
+    def _append(
+        self,
+        sequence: Sequence,
+        token_ids: SequenceOf[int],
+        result: StepResult,
+        confirmed: list[tuple[int, int]],
+    ) -> SequenceOutput | None:
+        """Appends the tokens of one sequence, and adds those that are known now to `confirmed`."""
+        if sequence.slot is not None:
+            self.session.leave_row(sequence)
         sequence.num_pending_tokens -= 1
         num_draft_tokens, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
         if sequence.status is SequenceStatus.FINISHED:
@@ -280,11 +351,12 @@ class Scheduler:
             return SequenceOutput(sequence, sequence.output_token_ids[first:], finish_reason)
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
-            for token_id in token_ids:
-                self.session.confirmed.append((sequence.seq_id, token_id))
+            confirmed += [(sequence.seq_id, token_id) for token_id in token_ids]
+            if self._drafts is None and sequence.is_plain and self.session.ledger.retention.window is None:
+                self.session.enter_row(sequence)
         return SequenceOutput(sequence, token_ids, None)
 
-    def _advance_beams(self, sequence: Sequence, _: SequenceOf[int], result: StepResult) -> SequenceOutput | None:
+    def _advance_beams(self, sequence: Sequence, result: StepResult) -> SequenceOutput | None:
         beams = sequence.beams
         assert beams is not None, "only a search has beams"
         sequence.num_pending_tokens -= 1
@@ -304,34 +376,21 @@ class Scheduler:
         unclaimed = [seq_id for seq_id in self.session.held_blocks if seq_id not in self._sequences]
         self.session.close_held([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
 
-    def _drop_held_blocks(self) -> None:
-        """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
-        opening = self.session.openings  # those are about to use theirs
-        holders = [seq_id for seq_id in self.session.held_blocks if seq_id in self._sequences and seq_id not in opening]
-        if holders:
-            self.session.close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
-
-    def _new_turns(self) -> Turns:
-        return Turns(
-            self.session,
+    def _begin_parts(self) -> None:
+        """Makes the parts that work for one session."""
+        session, limits = self.session, self.limits
+        self._residency = Residency(session, self._waiting, self._adapters)
+        self._residency.last_step_id = self.num_steps
+        self._turns = Turns(
+            session,
             self._waiting,
-            self.limits.max_num_seqs,
-            self.limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
             self._siblings,
-            self._preempt,
-            is_guaranteed=self.limits.policy == "guaranteed_no_evict",
+            self._residency,
+            is_guaranteed=limits.policy == "guaranteed_no_evict",
         )
-
-    def _new_planner(self) -> StepPlanner:
-        return StepPlanner(
-            self.session,
-            self._waiting,
-            self.limits,
-            self._drafts,
-            self._siblings,
-            self._preempt,
-            self._drop_held_blocks,
-        )
+        self._planner = StepPlanner(session, self._waiting, limits, self._drafts, self._siblings, self._residency)
 
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
@@ -342,34 +401,7 @@ class Scheduler:
         sequence.num_computed_tokens = sequence.num_prompt_tokens - 1
         self._waiting.note_opened(sequence)
         self.session.joining[sequence] = source
-        self._enter(sequence)
-
-    def _enter(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.RUNNING
-        self.session.request_ids[sequence.seq_id] = sequence.request_id
-        insert(self.session.running, sequence)
-        self.session.num_running_rows += sequence.num_beams
-
-    def _leave(self, sequence: Sequence) -> None:
-        remove(self.session.running, sequence)
-        self.session.num_running_rows -= sequence.num_beams
-
-    def _push(self, sequence: Sequence) -> None:
-        self._waiting.push(sequence, is_parked=not self._adapters.is_ready(sequence))
-        if sequence.beams is not None:
-            sequence.beams.leave_cache()
-            held = self.session.held_blocks.keys() - {sequence.seq_id}  # beams from before the attachment
-            self.session.close_held(held & set(sequence.beams.seq_ids))
-
-    def _close(self, sequence: Sequence) -> None:
-        self.session.close(sequence)
-        self._adapters.unpin(sequence, self.num_steps)
-
-    def _preempt(self, victim: Sequence) -> None:
-        self._leave(victim)
-        self._close(victim)
-        self._push(victim)
-        self.num_preemptions += 1
+        self._residency.enter(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
@@ -379,8 +411,7 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.finish(sequence)
         if status is SequenceStatus.RUNNING:
-            self._leave(sequence)
-            self._close(sequence)
+            self._residency.leave(sequence)
         elif status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
             if sequence.seq_id in self.session.held_blocks:

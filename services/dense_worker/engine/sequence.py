@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
@@ -42,6 +42,17 @@ class FinishReason(enum.Enum):
     ERROR = enum.auto()
 
 
+@dataclass(slots=True)
+class SequenceCounts:
+    """What changes with each token of a sequence."""
+
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_blocks: int = 0  # blocks that it holds after all published plans have run
+    num_reserved_blocks: int = 0  # blocks promised to it but not allocated yet
+    slot: ClassVar[None] = None  # it has no row of `DecodeRows`
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The tokens of a request and how many are computed. Owned by the scheduler, on the engine thread.
@@ -69,6 +80,7 @@ class Sequence:
     priority: int = 0  # lower numbers go first
     tenant: int = 0  # number of the API key; tenants share evenly
     client: int = 0  # number of the client's address; the clients of a tenant share evenly
+    stream: int = 0  # number of the gateway's stream by which it came
     arrival_s: float = 0.0  # arrival at this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest time from arrival to the first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
@@ -84,16 +96,50 @@ class Sequence:
     flow: Flow | None = None  # its client's, while it is live; set by the waiting queue
     num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
-    num_computed_tokens: int = 0
-    num_pending_tokens: int = 0
+    counts: SequenceCounts = field(default_factory=SequenceCounts)  # or those of its row of `DecodeRows`
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
-    num_blocks: int = 0  # blocks that it holds after all published plans have run
     num_dropped_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
     num_opened_tokens: int = 0  # that were in the cache when it was opened
-    num_reserved_blocks: int = 0  # blocks promised to it but not allocated yet
     # On the monotonic clock. A sequence that was submitted again with tokens has no first step here.
     started_s: float | None = None  # when its first step began
     first_token_s: float | None = None  # when the first token computed by this worker was known
+
+    @property
+    def slot(self) -> int | None:
+        """Its slot of `DecodeRows`, which has its counts while it has one."""
+        return self.counts.slot
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.counts.num_computed_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        self.counts.num_computed_tokens = value
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return self.counts.num_pending_tokens
+
+    @num_pending_tokens.setter
+    def num_pending_tokens(self, value: int) -> None:
+        self.counts.num_pending_tokens = value
+
+    @property
+    def num_blocks(self) -> int:
+        return self.counts.num_blocks
+
+    @num_blocks.setter
+    def num_blocks(self, value: int) -> None:
+        self.counts.num_blocks = value
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        return self.counts.num_reserved_blocks
+
+    @num_reserved_blocks.setter
+    def num_reserved_blocks(self, value: int) -> None:
+        self.counts.num_reserved_blocks = value
 
     @property
     def is_suspect(self) -> bool:
@@ -142,6 +188,12 @@ class Sequence:
         assert self.flow is not None, "the sequence has not been admitted"
         return self.flow
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step that decodes it gets one token from it, and has nothing else to report or to do for it."""
+        reports = self.num_logprobs is not None or self.return_generation_logits or self.token_report
+        return self.beams is None and not reports
+
     def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
         """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why.
 
@@ -157,8 +209,8 @@ class Sequence:
 
     def leave_cache(self) -> None:
         """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""
-        self.num_computed_tokens = self.num_draft_tokens = 0
-        self.num_blocks = self.num_dropped_blocks = self.num_reserved_blocks = self.num_opened_tokens = 0
+        self.counts = SequenceCounts(num_pending_tokens=self.num_pending_tokens)
+        self.num_draft_tokens = self.num_dropped_blocks = self.num_opened_tokens = 0
 
     @property
     def num_tokens_before_fork(self) -> int:

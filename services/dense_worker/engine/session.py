@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from services.common.errors import PeerError
 from services.common.kv_cache.retention import Retention
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
+from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
 from services.dense_worker.engine.sequence import Sequence
-from services.step import NewSequence, PlanAccepted, StepPlan
+from services.dense_worker.engine.waiting_queue import insert, remove
+from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenColumns
 
 if TYPE_CHECKING:  # these need torch; the scheduler must not
     from services.channel import Channel
@@ -46,9 +50,19 @@ class PublishedPlan:
     """A published plan that still lacks its result or, if it closes sequences, its answer."""
 
     plan: StepPlan
-    entries: tuple[PlannedEntry, ...]  # aligned with the plan's entries
+    decodes: Decodes  # the plan's first entries
+    entries: tuple[PlannedEntry, ...]  # aligned with the rest
     closes_beams: bool = False  # dead ones
     frees_blocks: bool = False  # for others, by more than dead beams
+
+    def taken_blocks(self, seq_id: int) -> Iterator[tuple[Sequence, int]]:
+        """The sequence of an entry, and how many blocks it has taken; nothing if the plan has no such entry."""
+        for index in np.flatnonzero(self.plan.entries.seq_ids == np.uint64(seq_id)).tolist():
+            num_rows = len(self.decodes.positions)
+            if index < num_rows:
+                yield self.decodes.rows.sequences[index], int(self.decodes.has_grown[index])
+            else:
+                yield self.entries[index - num_rows].sequence, self.entries[index - num_rows].num_taken_blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +78,7 @@ class InFlight:
     gap_s: float = 0.0  # from the end of the step before it to its launch; 0 if it was planned ahead
     end_s: float = 0.0  # when its tokens were here
     guess_s: float = 0.0  # part of it in which the tokens after its own were guessed
+    waited_before_s: float | None = None  # the channel's total wait when it began to run; None on CUDA
     wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
 
 
@@ -89,9 +104,14 @@ class Session:
         self.ledger = BlockLedger(retention, attachment.num_blocks, attachment.num_free_blocks)
         self.layer_retention = Retention(attachment.block_size, attachment.layer_window)
         self.running: list[Sequence] = []  # in the order of the waiting queue
+        self.rows = DecodeRows()  # of those that need one token in each step and nothing else
+        self.others: list[Sequence] = []  # the rest, in the same order
+        # Rows that running sequences have in a step, by tenant and client; without those that join.
+        self.rows_of_client = Counter[tuple[int, int]]()
         self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have beams
         # Running sequences that are not in the cache yet, with the siblings from which they will be forked.
         self.joining: dict[Sequence, Sequence] = {}
+        self.to_open: list[NewSequence] = []  # those of the openings that no plan has
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
         self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
@@ -112,7 +132,7 @@ class Session:
         self.closing: set[int] = set()  # seq_ids that cannot be opened before the attention worker has closed them
         self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out; without dead beams
         self.num_burying_plans = 0  # the same for those that close dead beams
-        self.confirmed: list[tuple[int, int]] = []  # (seq_id, token_id), for the next plan
+        self.confirmed: list[TokenColumns] = []  # tokens for the next plan, in order
         self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
 
     @property
@@ -148,16 +168,67 @@ class Session:
         self.last_end_s = now_s
         self.last_step_s = now_s - step.begin_s
 
-    def publish(self, plan: StepPlan, entries: Iterable[PlannedEntry]) -> PublishedPlan:
+    def add(self, sequence: Sequence) -> None:
+        """A sequence runs from now on."""
+        self.request_ids[sequence.seq_id] = sequence.request_id
+        insert(self.running, sequence)
+        insert(self.others, sequence)
+        self.num_running_rows += sequence.num_beams
+        if sequence not in self.joining:
+            self._count_rows(sequence, 1)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A running sequence runs no more."""
+        if sequence.slot is not None:
+            self.leave_row(sequence)
+        remove(self.running, sequence)
+        remove(self.others, sequence)
+        self.num_running_rows -= sequence.num_beams
+        if sequence not in self.joining:
+            self._count_rows(sequence, -1)
+
+    def _count_rows(self, sequence: Sequence, sign: int) -> None:
+        client = sequence.tenant, sequence.client
+        self.rows_of_client[client] += sign * sequence.num_beams
+        if not self.rows_of_client[client]:
+            del self.rows_of_client[client]
+
+    def enter_row(self, sequence: Sequence) -> None:
+        """From now on a running sequence needs one token in each step and nothing else."""
+        remove(self.others, sequence)
+        self.rows.enter(sequence)
+
+    def leave_row(self, sequence: Sequence) -> None:
+        """A running sequence that has a row is handled by itself."""
+        self.rows.leave(sequence)
+        insert(self.others, sequence)
+
+    def take_openings(self) -> tuple[NewSequence, ...]:
+        """The sequences that the next plan opens."""
+        new_sequences = tuple(self.to_open)
+        self.to_open.clear()
+        return new_sequences
+
+    def take_confirmed(self) -> TokenColumns:
+        """The tokens that became known since the last plan."""
+        chunks, self.confirmed = self.confirmed, []
+        if len(chunks) == 1:
+            return chunks[0]
+        if not chunks:
+            return NO_TOKENS
+        return TokenColumns(
+            np.concatenate([each.seq_ids for each in chunks]), np.concatenate([each.token_ids for each in chunks])
+        )
+
+    def publish(self, plan: StepPlan, decodes: Decodes, entries: Iterable[PlannedEntry]) -> PublishedPlan:
         """Notes a plan with all that the session had for the next one."""
         frees_blocks = plan.drops_blocks or bool(self.to_close)
-        published = PublishedPlan(plan, tuple(entries), bool(self.dead_beams), frees_blocks)
+        published = PublishedPlan(plan, decodes, tuple(entries), bool(self.dead_beams), frees_blocks)
         self.published[plan.step_id] = published
         self.num_freeing_plans += published.frees_blocks
         self.num_burying_plans += published.closes_beams
         self.to_close.clear()
         self.dead_beams.clear()
-        self.confirmed.clear()
         return published
 
     def accept(self, answer: PlanAccepted) -> PublishedPlan:
@@ -192,6 +263,7 @@ class Session:
     def share_blocks(self, source: Sequence, sequence: Sequence) -> int:
         """Counts the blocks that a joining sequence gets by its fork, and takes the one of its next token."""
         del self.joining[sequence]
+        self._count_rows(sequence, 1)
         sequence.num_cached_tokens = source.num_cached_tokens
         sequence.num_dropped_blocks = source.num_dropped_blocks
         num_full = sequence.num_computed_tokens // self.ledger.block_size

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.engine.step_outputs import StepOutputs
 from services.step import Logits, PromptLogprobs, TokenReport
 
 
@@ -17,7 +18,7 @@ class StepReport:
 
     step_id: int
     started: SequenceOf[Sequence] = ()
-    outputs: SequenceOf[SequenceOutput] = ()
+    outputs: StepOutputs = field(default_factory=StepOutputs)
     logprobs: Mapping[int, SequenceOf[TokenLogprobs]] = field(default_factory=dict)  # by seq_id
     prompt_logprobs: SequenceOf[tuple[Sequence, PromptLogprobs]] = ()
     logits: SequenceOf[tuple[Sequence, Logits]] = ()  # of output tokens

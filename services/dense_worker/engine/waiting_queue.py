@@ -54,6 +54,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._sequences) + sum(len(self._of_adapter[each]) for each in self._parked)
 
+    def __iter__(self) -> Iterator[Sequence]:
+        """All of them, in no particular order."""
+        return itertools.chain(self._sequences, *(self._of_adapter[each] for each in self._parked))
+
     @property
     def has_parked(self) -> bool:
         return bool(self._parked)
@@ -217,7 +221,7 @@ class WaitingQueue:
         self._next_check_s = now_s + CHECK_INTERVAL_S
         return [
             (sequence, QueueTimeout(f"waited {waited_s:.3f} s for the first step, the limit is {limit_s:g} s"))
-            for sequence in itertools.chain(self._sequences, *(self._of_adapter[each] for each in self._parked))
+            for sequence in self
             if (limit_s := sequence.queue_timeout_s) is not None
             and (waited_s := now_s - sequence.arrival_s) >= limit_s
             and not sequence.has_started

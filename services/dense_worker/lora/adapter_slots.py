@@ -73,29 +73,31 @@ class AdapterSlots:
             slot.last_step_id = max(slot.last_step_id, last_step_id)
             sequence.adapter_slot = None
 
-    def assign(self, waiting: WaitingQueue, oldest_step_id: int | None, forget: Callable[[Sequence], None]) -> None:
+    def assign(self, waiting: WaitingQueue, oldest_step_id: int | None) -> list[Sequence]:
         """Gives slots to the adapters of parked sequences, in their order; begins to load them.
 
-        oldest_step_id: of the steps under way; forget: called with each sequence that is newly parked
+        oldest_step_id: of the steps under way. Returns the sequences that are newly parked.
         """
+        parked: list[Sequence] = []
         unserved = [each for each in waiting.parked() if self._find(each.adapter) is None]
         while unserved:
             slot = self._choose(unserved[0], waiting, oldest_step_id)
             if slot is None:
                 break
-            self._replace(slot, unserved.pop(0).adapter, waiting, forget)
+            parked += self._replace(slot, unserved.pop(0).adapter, waiting)
         leaving = [slot for slot in self._slots if slot.is_leaving]
         for sequence in unserved[len(leaving) :]:
             candidates = [slot for slot in self._slots if slot.is_ready and _gives_way(slot, sequence, waiting)]
             if candidates:
                 slot = min(candidates, key=lambda each: each.last_used)
                 slot.is_leaving = True
-                self._park(slot, waiting, forget)
+                parked += self._park(slot, waiting)
         if not unserved:
             for slot in leaving:
                 if slot.is_leaving:
                     slot.is_leaving = False
                     waiting.unpark(slot.adapter.hash)
+        return parked
 
     def loaded(self, index: int, waiting: WaitingQueue) -> None:
         """The adapter of a slot has been loaded."""
@@ -124,18 +126,15 @@ class AdapterSlots:
         ]
         return min(free, key=lambda slot: (slot.adapter is not None, not slot.is_leaving, slot.last_used), default=None)
 
-    def _replace(
-        self, slot: _Slot, adapter: Adapter, waiting: WaitingQueue, forget: Callable[[Sequence], None]
-    ) -> None:
-        self._park(slot, waiting, forget)
+    def _replace(self, slot: _Slot, adapter: Adapter, waiting: WaitingQueue) -> list[Sequence]:
+        parked = self._park(slot, waiting)
         slot.adapter, slot.is_loading, slot.is_leaving = adapter, True, False
         assert self._load is not None, "slots come with a loader"
         self._load(slot.index, adapter)
+        return parked
 
-    def _park(self, slot: _Slot, waiting: WaitingQueue, forget: Callable[[Sequence], None]) -> None:
-        if slot.adapter is not None:
-            for sequence in waiting.park(slot.adapter.hash):
-                forget(sequence)
+    def _park(self, slot: _Slot, waiting: WaitingQueue) -> list[Sequence]:
+        return [] if slot.adapter is None else waiting.park(slot.adapter.hash)
 
 
 def _holds(slot: _Slot, adapter: Adapter | None) -> bool:

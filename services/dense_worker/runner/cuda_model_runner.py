@@ -21,7 +21,7 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.runner.guesses import Guessing
-from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, run_layers
+from services.dense_worker.runner.model_runner import LayerRun, ModelRunner, RunningStep
 from services.dense_worker.runner.step_input import StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
@@ -224,16 +224,9 @@ class CudaModelRunner(ModelRunner):
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
-        return run_layers(
-            self._backend,
-            channel,
-            self._num_layers,
-            token_ids,
-            sampled_rows[:num_sampled],
-            given,
-            self._hidden_out(num_sampled),
-            residuals_out=self._residuals_out(),
-        )
+        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
+        layers.begin(token_ids, given)
+        return layers.finish(sampled_rows[:num_sampled], self._hidden_out(num_sampled))
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:
         """Numbers of sampled rows to capture: steps with prompts sample few tokens, decode steps one per row."""
@@ -303,8 +296,10 @@ class _Launched:
             self._runner.sample_next()
         return self._event is not None and self._event.query()
 
-    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
-        assert near_end is None, "the device does not stop for the host"
+    def run_most(self) -> None:
+        raise AssertionError("the device does not stop for the host")
+
+    def collect(self) -> StepResult:
         self._channel.check()
         result = self._tokens.read() if self._tokens is not None else StepResult(NO_ROWS)
         if self._guess_event is not None and self._event is not None:

@@ -8,7 +8,7 @@ its next step, and its row of `BatchRows`, by which a step handles all its seque
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -46,11 +46,11 @@ class RunningStep(Protocol):
         Called at most once, when the step before has been collected and the next one has not been launched.
         """
 
-    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
-        """The result of the step; waits for it. Raises the errors of `Channel.wait`.
+    def run_most(self) -> None:
+        """Runs three quarters of a step that runs when it is collected. Raises the errors of `Channel.wait`."""
 
-        `near_end` is called when three quarters of the layers have run, if the step runs when it is collected.
-        """
+    def collect(self) -> StepResult:
+        """The result of the step, which it runs or waits for. Raises the errors of `Channel.wait`."""
 
 
 class ModelRunner:
@@ -134,7 +134,8 @@ class ModelRunner:
         for seq_id, token_id in plan.chosen:
             self._rows.extend(self._sequences[seq_id], (token_id,))
         seq_ids, batch = plan.entries.seq_ids, self._batch
-        if batch is None or closed or plan.forks or not np.array_equal(batch.seq_ids, seq_ids):
+        is_same = batch is not None and (batch.seq_ids is seq_ids or np.array_equal(batch.seq_ids, seq_ids))
+        if batch is None or closed or plan.forks or not is_same:
             sequences = [self._sequences[seq_id] for seq_id in seq_ids.tolist()]
             batch = self._batch = Batch(seq_ids, sequences)
         return BoundPlan(plan, batch, closed)
@@ -257,28 +258,20 @@ class ModelRunner:
         return False
 
     @torch.inference_mode()
-    def run(
-        self,
-        step: StepInput,
-        channel: Channel,
-        num_guesses: int = 0,
-        near_end: Callable[[], None] | None = None,
-    ) -> StepResult:
-        """Runs all layers and the sampler, and what guesses if asked to. Raises the errors of `Channel.wait`."""
+    def run_most(self, step: StepInput, channel: Channel) -> LayerRun:
+        """Runs three quarters of the layers. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step.bound, len(token_ids))
-        logits, residual = run_layers(
-            self._backend,
-            channel,
-            self._num_layers,
-            token_ids,
-            step.sampled_rows,
-            step.given,
-            self._hidden_out(len(step.sampled_rows)) if num_guesses else None,
-            near_end,
-            self._residuals_out(),
-        )
+        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
+        layers.begin(token_ids, step.given)
+        return layers
+
+    @torch.inference_mode()
+    def run_rest(self, step: StepInput, layers: LayerRun, channel: Channel, num_guesses: int = 0) -> StepResult:
+        """Runs the other layers and the sampler, and what guesses if asked to. Raises the errors of `Channel.wait`."""
+        hidden_out = self._hidden_out(len(step.sampled_rows)) if num_guesses else None
+        logits, residual = layers.finish(step.sampled_rows, hidden_out)
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         tokens = self.finish(step, logits, residual, channel, host_token_ids)
         return (self.with_guesses(tokens, num_guesses) if num_guesses else tokens).read()
@@ -294,7 +287,7 @@ class ModelRunner:
         """Samples tokens and ranks those to report. The results are on the host when the device has run the step.
 
         logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled;
-        residual: the residual of `run_layers`; None if the step does not need it
+        residual: that of `LayerRun.finish`; None if the step does not need it
         """
         wanted = step.wanted_logits
         num_logprobs: dict[int, int] = {}
@@ -387,43 +380,68 @@ class ModelRunner:
         self._rows.end(sequence)
 
 
-def run_layers(
-    backend: DenseBackend,
-    channel: Channel,
-    num_layers: int,
-    token_ids: torch.Tensor,
-    sampled_rows: torch.Tensor,
-    given: GivenRows | None = None,
-    hidden_out: torch.Tensor | None = None,
-    near_end: Callable[[], None] | None = None,
-    residuals_out: KeptResiduals | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs all segments, with one handoff in each direction between two segments.
+class LayerRun:
+    """All layers of a step, with one handoff in each direction between two segments, in two parts.
 
-    token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled]; given: rows with vectors in place of tokens ->
-    logits float32 [num_sampled, vocab_size], and the residual [num_tokens, hidden], from which `DenseBackend.last` can
-    compute further rows. `hidden_out` gets the sampled rows' hidden states [num_sampled, hidden], if it is given.
-    `near_end` is called once, after three quarters of the layers, while the attention worker computes one.
     `residuals_out` gets the residuals before its layers, if it is given.
     """
-    num_tokens = len(token_ids)
-    qkv = channel.qkv[:num_tokens]
-    qkv_ready = qkv_flag(num_tokens)
-    residual = backend.first(token_ids, qkv, given)
-    if residuals_out is not None:
-        residuals_out.put(0, residual)
-    for layer in range(num_layers):
-        channel.signal(qkv_ready)
-        if near_end is not None and layer == num_layers * 3 // 4:
-            near_end()
+
+    def __init__(
+        self, backend: DenseBackend, channel: Channel, num_layers: int, residuals_out: KeptResiduals | None = None
+    ) -> None:
+        self._backend = backend
+        self._channel = channel
+        self._num_layers = num_layers
+        self._residuals_out = residuals_out
+        self._num_tokens = 0
+        self._residual: torch.Tensor | None = None
+        self._layer = 0  # the attention worker computes it, or will next
+
+    def begin(self, token_ids: torch.Tensor, given: GivenRows | None = None) -> None:
+        """Runs the first three quarters of the layers; the attention worker computes the next one meanwhile.
+
+        token_ids: int64 [num_tokens]; given: rows with vectors in place of tokens
+        """
+        self._num_tokens = len(token_ids)
+        self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], given))
+        self._channel.signal(qkv_flag(self._num_tokens))
+        while self._layer < self._num_layers * 3 // 4:
+            self._run_layer()
+            self._channel.signal(qkv_flag(self._num_tokens))
+
+    def finish(
+        self, sampled_rows: torch.Tensor, hidden_out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the rest.
+
+        sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size], and the residual [num_tokens,
+        hidden], from which `DenseBackend.last` can compute further rows. `hidden_out` gets the sampled rows' hidden
+        states [num_sampled, hidden], if it is given.
+        """
+        while self._layer + 1 < self._num_layers:
+            self._run_layer()
+            self._channel.signal(qkv_flag(self._num_tokens))
+        self._channel.wait(Flag.ATTENTION_READY)
+        assert self._residual is not None, "the step has begun"
+        if not len(sampled_rows):
+            return torch.empty(0, 0), self._residual
+        attn_out = self._channel.attn_out[: self._num_tokens]
+        return self._backend.last(attn_out, self._residual, sampled_rows, hidden_out), self._residual
+
+    def _run_layer(self) -> None:
+        """Finishes a layer with its attention, and begins the next one."""
+        channel, num_tokens = self._channel, self._num_tokens
         channel.wait(Flag.ATTENTION_READY)
-        if layer + 1 < num_layers:
-            residual = backend.middle(layer, channel.fetch_attn_out(num_tokens), residual, qkv)
-            if residuals_out is not None:
-                residuals_out.put(layer + 1, residual)
-    if not len(sampled_rows):
-        return torch.empty(0, 0), residual
-    return backend.last(channel.attn_out[:num_tokens], residual, sampled_rows, hidden_out), residual
+        assert self._residual is not None, "the step has begun"
+        attn_out, qkv = channel.fetch_attn_out(num_tokens), channel.qkv[:num_tokens]
+        residual = self._backend.middle(self._layer, attn_out, self._residual, qkv)
+        self._layer += 1
+        self._keep(self._layer, residual)
+
+    def _keep(self, layer: int, residual: torch.Tensor) -> None:
+        self._residual = residual
+        if self._residuals_out is not None:
+            self._residuals_out.put(layer, residual)
 
 
 @dataclass(slots=True, eq=False)
@@ -432,6 +450,8 @@ class _LazyStep:
     bound: BoundPlan
     channel: Channel
     num_guesses: int = 0
+    step: StepInput | None = None  # None until it runs
+    layers: LayerRun | None = None
     runs_when_collected: ClassVar[bool] = True
 
     def guess(self, num_tokens: int) -> None:
@@ -440,10 +460,14 @@ class _LazyStep:
     def is_done(self) -> bool:
         return True
 
-    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
-        step = self.runner.prepare(self.bound)
-        if not self.bound.plan.entries:
-            if near_end is not None:
-                near_end()
+    def run_most(self) -> None:
+        self.step = self.runner.prepare(self.bound)
+        if self.bound.plan.entries:
+            self.layers = self.runner.run_most(self.step, self.channel)
+
+    def collect(self) -> StepResult:
+        if self.step is None:
+            self.run_most()
+        if self.step is None or self.layers is None:
             return StepResult(NO_ROWS)
-        return self.runner.run(step, self.channel, self.num_guesses, near_end)
+        return self.runner.run_rest(self.step, self.layers, self.channel, self.num_guesses)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from services.dense_worker.prompts.given_rows import GivenRows
-from services.dense_worker.runner.batch_rows import BatchRows, RowFeature
+from services.dense_worker.runner.batch_rows import BatchRows
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.runner.step_logits import WantedLogits
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan
@@ -30,6 +30,7 @@ class Batch:
         """Before its first step is prepared, a step under way may still have slots that it needs."""
         self.seq_ids = seq_ids
         self.sequences = sequences
+        self.token_lists = [sequence.token_ids for sequence in sequences]
         self.slots = self.serials = self.features = self.num_prompt_tokens = np.zeros(0, np.int64)
         self.present = 0
         self.has_adapters = False
@@ -48,7 +49,7 @@ class Batch:
         self.version = rows.version
         self.slot_ids = torch.from_numpy(slots)
 
-    def with_feature(self, feature: RowFeature) -> list[int]:
+    def with_feature(self, feature: int) -> list[int]:
         """The indexes of the sequences that have a feature; in almost all batches there are none."""
         return np.flatnonzero(self.features & feature).tolist() if self.present & feature else []
 

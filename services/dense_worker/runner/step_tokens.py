@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -60,15 +61,15 @@ class PendingTokens:
         batch, rows = self.bound.batch, self.rows
         is_same = rows.version == batch.version and not batch.present & RowFeature.CHOSEN_TOKENS
         if is_same and len(tokens.token_ids) == len(batch.slots) == np.count_nonzero(tokens.counts):
-            rows.append(batch.slots, tokens.token_ids)
+            rows.append(batch.slots, batch.token_lists, tokens.token_ids)
             return
         gets_tokens = rows.serials[batch.slots] == batch.serials
         gets_tokens[batch.with_feature(RowFeature.CHOSEN_TOKENS)] = False
         has_one = tokens.counts == 1
         of_one = np.repeat(has_one, tokens.counts) if not has_one.all() else has_one
-        token_ids, gets_one = tokens.token_ids[of_one], gets_tokens[has_one]
-        slots = batch.slots[has_one]
-        rows.append(slots[gets_one], token_ids[gets_one])
+        gets_one = has_one & gets_tokens
+        token_ids = tokens.token_ids[of_one][gets_tokens[has_one]]
+        rows.append(batch.slots[gets_one], compress(batch.token_lists, gets_one.tolist()), token_ids)
         for index in np.flatnonzero(gets_tokens & (tokens.counts > 1)).tolist():
             rows.extend(batch.sequences[index], tokens.of(index))
 

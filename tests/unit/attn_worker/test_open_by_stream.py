@@ -145,7 +145,7 @@ def test_a_plan_that_is_too_large_ends_the_stream(num_tokens: list[int], message
 
 def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
     with pytest.raises(InvalidRequest, match="columns of plan 1 differ in length"):
-        run([step_pb2.StepPlan(step_id=1, seq_ids=bytes(8), num_tokens=bytes(8))], 1)
+        run([step_pb2.StepPlan(step_id=1, seq_ids=bytes(8), num_tokens=bytes(16))], 1)
 
 
 def test_a_plan_for_an_unknown_lane_ends_the_stream() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
+from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
@@ -62,7 +63,7 @@ def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None
         second = await submitted.get()
         engine.cancel.assert_called_once_with(1)
         for sequence, token_id in ((first, 7), (second, 8)):
-            servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, (token_id,), None)]))
+            servicer.deliver(StepReport(1, [], StepOutputs(others=[SequenceOutput(sequence, (token_id,), None)])))
         output = await new.next
         assert list(output.token_ids) == [8], "the gateway would count both as consecutive tokens"
         assert not old.next.done()
@@ -136,7 +137,7 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
         bad.send(submit(2, [5, 6], 4))
         with pytest.raises(ArithmeticError, match="no such number"):
             await bad.next
-        servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, (7,), None)]))
+        servicer.deliver(StepReport(1, [], StepOutputs(others=[SequenceOutput(sequence, (7,), None)])))
         assert list((await good.next).token_ids) == [7]
         await good.close()
 

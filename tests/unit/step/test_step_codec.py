@@ -90,17 +90,17 @@ def test_an_acceptance_survives_the_wire(
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (step_pb2.StepPlan(step_id=3, seq_ids=bytes(8), num_tokens=bytes(8)), "entries have 1, 0, 2, 0"),
+        (step_pb2.StepPlan(step_id=3, seq_ids=bytes(8), num_tokens=bytes(16)), "entries have 1, 0, 2, 0"),
         (step_pb2.StepPlan(step_id=3, confirmed_seq_ids=bytes(8)), "columns of plan 3 differ in length"),
         (step_pb2.StepPlan(step_id=3, fork_parents=[1]), "columns of plan 3 differ in length"),
-        (step_pb2.StepPlan(step_id=3, positions=bytes(13)), "positions of plan 3 has 13 bytes, no multiple of 4"),
+        (step_pb2.StepPlan(step_id=3, positions=bytes(13)), "positions of plan 3 has 13 bytes, no multiple of 8"),
         (
             step_pb2.StepPlan(
                 step_id=3,
                 seq_ids=bytes(8),
-                positions=bytes(4),
-                num_tokens=b"\2\0\0\0",
-                num_logits=b"\2\0\0\0",
+                positions=bytes(8),
+                num_tokens=b"\2" + bytes(7),
+                num_logits=b"\2" + bytes(7),
                 num_drafts=[2],
                 draft_token_ids=[7],
             ),

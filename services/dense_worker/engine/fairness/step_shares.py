@@ -19,13 +19,14 @@ Prefill = tuple[Sequence, int]  # with a number of tokens
 MIN_STREAMS = 8  # fewer of them do not make a step much longer
 
 
-def newcomers(running: SequenceOf[Sequence], sequences: Iterable[Sequence]) -> set[Sequence]:
-    """Those of `sequences` whose clients have no stream, if most of the running streams are of one client.
+def newcomers(num_streams: Counter[Client], sequences: Iterable[Sequence]) -> set[Sequence]:
+    """Those of `sequences` whose clients have no stream, if most streams are of one client.
 
     Streams give way to them once: a plan waits until they are open, and their prompts get a step of their own. Among
     many clients with few streams each, newcomers are the rule, and giving way would cost all of them more.
+
+    num_streams: rows that streams have in a step, by client
     """
-    num_streams = count_rows(running)
     num_rows = num_streams.total()
     if num_rows < MIN_STREAMS or 2 * max(num_streams.values()) <= num_rows:
         return set()
@@ -39,8 +40,7 @@ def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_to
     streams give way, with their last streams in order. This matters only with more streams than half of the step.
     """
     num_streams = count_rows(decodes)
-    num_wanted = sum(count for sequence, count in prefills if client_of(sequence) not in num_streams)
-    limit = num_tokens - min(num_wanted, num_tokens // 2)
+    limit = most_decodes(num_streams, prefills, num_tokens)
     if num_streams.total() <= limit:
         return decodes
     shares = dict(zip(num_streams, fill([0] * len(num_streams), list(num_streams.values()), limit), strict=True))
@@ -53,15 +53,21 @@ def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_to
     return chosen
 
 
+def most_decodes(num_streams: Counter[Client], prefills: SequenceOf[Prefill], num_tokens: int) -> int:
+    """How many rows of a step streams may have; num_streams: how many they want, by client. See `limit_decodes`."""
+    num_wanted = sum(count for sequence, count in prefills if client_of(sequence) not in num_streams)
+    return num_tokens - min(num_wanted, num_tokens // 2)
+
+
 def divide_prefills(
-    prefills: SequenceOf[Prefill], decodes: SequenceOf[Sequence], num_tokens: int
+    prefills: SequenceOf[Prefill], num_planned: Counter[Client], num_tokens: int
 ) -> Counter[Sequence]:
     """How many tokens each sequence gets.
 
     prefills: with their remaining tokens, in the scheduler's order: a priority that comes earlier there is served
-    first, and so is a client's earlier sequence; decodes: sequences that get a token already
+    first, and so is a client's earlier sequence; num_planned: tokens that each client gets already
     """
-    num_planned = Counter(client_of(sequence) for sequence in decodes)
+    num_planned = num_planned.copy()
     by_priority = defaultdict[int, list[Prefill]](list)
     for prefill in prefills:
         by_priority[prefill[0].priority].append(prefill)

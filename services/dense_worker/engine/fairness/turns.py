@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from services.dense_worker.engine.beams.beam_blocks import blocks_to_promise
 from services.dense_worker.engine.fairness.victims import choose_victims
 from services.dense_worker.engine.planning.siblings import Siblings
+from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
@@ -22,17 +23,17 @@ class Turns:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         siblings: Siblings,
-        preempt: Callable[[Sequence], None],
+        residency: Residency,
         *,
         is_guaranteed: bool,
     ) -> None:
-        """`preempt` makes a running sequence wait again. With `is_guaranteed` a sequence needs all blocks at once."""
+        """With `is_guaranteed` a sequence needs all blocks at once."""
         self._session = session
         self._waiting = waiting
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._siblings = siblings
-        self._preempt = preempt
+        self._residency = residency
         self._is_guaranteed = is_guaranteed
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
 
@@ -133,5 +134,5 @@ class Turns:
         heads = ((sequence, self.blocks_to_reserve(sequence)) for sequence in self._ready_heads())
         self._entitled, victims = choose_victims(self._session, heads, self._num_places)
         for victim in victims:
-            self._preempt(victim)
+            self._residency.preempt(victim)
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None

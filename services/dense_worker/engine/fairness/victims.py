@@ -10,7 +10,7 @@ need the blocks, so mostly little of it is computed again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 
@@ -24,10 +24,15 @@ MAX_TRIED = 4  # newcomers for which victims are looked for in one call
 class Holdings:
     """How much each tenant and each client holds: places, or blocks."""
 
-    def __init__(self, holders: Iterable[Sequence], size: Callable[[Sequence], int]) -> None:
+    def __init__(
+        self, holders: Iterable[Sequence], size: Callable[[Sequence], int], others: Mapping[Client, int] | None = None
+    ) -> None:
+        """`others`: what is held besides, by client"""
         self._size = size
         self._of_tenant = Counter[int]()
-        self._of_client = Counter[Client]()
+        self._of_client = Counter[Client](others or {})
+        for (tenant, _), count in self._of_client.items():
+            self._of_tenant[tenant] += count
         for sequence in holders:
             self._of_tenant[sequence.tenant] += size(sequence)
             self._of_client[client_of(sequence)] += size(sequence)
@@ -71,8 +76,9 @@ def choose_victims(
     None, and nobody, if none has; nobody if blocks are about to come back. Only sequences that are not more urgent give
     way, and never the very first one, so that at least that one always advances.
     """
-    holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
-    places, blocks = Holdings(holders, held_places), Holdings(holders, held_blocks)
+    opening = [each.sequence for each in session.openings.values()]
+    places = Holdings([*opening, *session.joining], held_places, session.rows_of_client)
+    blocks: Holdings | None = None  # counted only if blocks are scarce
     num_available = 0 if session.is_short_of_blocks else session.ledger.num_available_blocks
     num_tried = 0
     for newcomer, num_blocks in newcomers:
@@ -80,6 +86,7 @@ def choose_victims(
         if num_missing_places > 0:
             is_poor = places.may_be_poor(newcomer, newcomer.num_beams)
         else:
+            blocks = blocks or Holdings([*session.running, *opening], held_blocks)
             is_poor = blocks.may_be_poor(newcomer, num_blocks)
         if not is_poor:
             continue

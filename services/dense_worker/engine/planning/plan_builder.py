@@ -4,23 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
+from services.dense_worker.engine.decode_rows import Decodes
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PlannedEntry
-from services.step import Fork, PlanEntry
+from services.step import Fork, PlanEntries, PlanEntry
 
 
 class PlanBuilder:
-    """The entries so far with their forks and chosen tokens, and the rest of the step's budget."""
+    """The decode rows and the entries so far, with their forks and chosen tokens, and the rest of the step's budget."""
 
-    def __init__(self, num_tokens: int, num_logits: int) -> None:
+    def __init__(self, num_tokens: int, num_logits: int, decodes: Decodes) -> None:
+        """`decodes`: no rows"""
         self.num_tokens = num_tokens  # the budget's remaining tokens
         self.num_logits = num_logits  # the budget's remaining rows
-        self.entries: list[PlanEntry] = []
+        self.decodes = decodes  # the step's first entries
+        self.entries: list[PlanEntry] = []  # after these
         self.planned: list[PlannedEntry] = []  # aligned with the entries
-        self.seq_ids: set[int] = set()  # of the entries' sequences, and of those that are forked: they stay open
+        self.seq_ids: set[int] = set()  # of the entries' sequences, and of those that are forked
         self.forks: list[Fork] = []
         self.chosen: list[tuple[int, int]] = []  # (seq_id, token_id)
         self.drops_blocks = False
+
+    @property
+    def has_entries(self) -> bool:
+        return bool(self.entries) or len(self.decodes.positions) > 0
+
+    def scheduled(self) -> set[int]:
+        """The seq_ids of all that the step needs to stay open."""
+        return self.seq_ids.union(self.decodes.rows.seq_ids.tolist())
+
+    def all_entries(self) -> PlanEntries:
+        """The entries in batch order."""
+        seq_ids, positions, ones = self.decodes.rows.seq_ids, self.decodes.positions, self.decodes.rows.ones
+        if not self.entries:
+            return PlanEntries(seq_ids, positions, ones, ones)
+        others = PlanEntries.of(self.entries)
+        return PlanEntries(
+            np.concatenate([seq_ids, others.seq_ids]),
+            np.concatenate([positions, others.positions]),
+            np.concatenate([ones, others.num_tokens]),
+            np.concatenate([ones, others.num_logits]),
+            {len(ones) + index: drafts for index, drafts in others.drafts.items()},
+        )
 
     def add(
         self,

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numpy as np
 
 from services.dense_worker.engine.beams.beam_blocks import take_beam_blocks
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
-from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes, newcomers
+from services.dense_worker.engine.fairness.step_shares import (
+    Prefill,
+    count_rows,
+    divide_prefills,
+    limit_decodes,
+    most_decodes,
+    newcomers,
+)
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.planning.siblings import Siblings, is_source
+from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
@@ -30,17 +38,14 @@ class StepPlanner:
         limits: SchedulerLimits,
         drafts: DraftSource | None,
         siblings: Siblings,
-        preempt: Callable[[Sequence], None],
-        drop_held_blocks: Callable[[], None],
+        residency: Residency,
     ) -> None:
-        """`preempt` makes a running sequence wait again; `drop_held_blocks` gives up blocks from before."""
         self._session = session
         self._waiting = waiting
         self._limits = limits
         self._drafts = drafts
         self._siblings = siblings
-        self._preempt = preempt
-        self._drop_held_blocks = drop_held_blocks
+        self._residency = residency
         self._has_given_way = False  # whether the last step was only for newcomers
 
     def plan_step(self, suspect: Sequence | None) -> PlanBuilder | None:
@@ -50,13 +55,36 @@ class StepPlanner:
         """
         session = self._session
         session.is_short_of_blocks = False
-        step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
-        decodes, prefills = list[Sequence](), list[tuple[Sequence, int]]()
-        running = session.running
-        if session.joining:
-            running = [sequence for sequence in running if sequence not in session.joining]
-        for sequence in running:
-            if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
+        step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs, session.rows.none)
+        rows = session.rows.unfinished() if suspect is None else session.rows.none.positions
+        decodes, prefills = self._find_others(suspect)
+        is_shared = self._waiting.has_several_clients
+        if is_shared and session.running:
+            if not self._has_given_way and self._awaits_newcomers():
+                return None  # they may come into this plan; the answer to their opening is on its way
+            new = set() if self._has_given_way else self._find_newcomers(decodes, prefills)
+            if new:
+                rows, decodes, prefills = rows[:0], [], [each for each in prefills if each[0] in new]
+            self._has_given_way = bool(new)  # then the next step is for all
+        elif session.running:
+            self._has_given_way = False
+        if is_shared and self._has_too_many(rows, decodes, prefills, step.num_tokens):
+            rows, decodes = self._limit_decodes(rows, decodes, prefills, step.num_tokens)
+        if self._drafts is not None:  # steps that compute prompts have none
+            has_prompts = bool(prefills or session.joining)
+            self._drafts.begin_step(decodes, 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows)
+        self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
+        self._plan_prefills(step, prefills, is_shared=is_shared)
+        return step
+
+    def _find_others(self, suspect: Sequence | None) -> tuple[list[Sequence], list[Prefill]]:
+        """The sequences without a row that need a single token, and those that need more, with their numbers."""
+        session = self._session
+        decodes, prefills = list[Sequence](), list[Prefill]()
+        for sequence in session.others:
+            if sequence.num_draft_tokens or sequence in session.joining:
+                continue
+            if suspect is not None and sequence is not suspect:
                 continue
             if sequence.beams is not None and sequence.num_pending_tokens:
                 continue  # the result of its last step decides which beams go on
@@ -65,36 +93,104 @@ class StepPlanner:
                 prefills.append((sequence, _num_to_compute(sequence)))
             elif num_remaining == 1:
                 decodes.append(sequence)
-        shares = None  # how many tokens each prompt gets; None: as many as are left
-        is_shared = self._waiting.has_several_clients
-        if is_shared and not self._has_given_way and running:
-            if newcomers(running, (each.sequence for each in session.openings.values())):
-                return None  # they may come into this plan; the answer to their opening is on its way
-            if new := newcomers(decodes, (sequence for sequence, _ in prefills)):
-                decodes, prefills = [], [each for each in prefills if each[0] in new]
-                self._has_given_way = True  # the next step is for all
-        elif running:
-            self._has_given_way = False
-        if is_shared:
-            decodes = limit_decodes(decodes, prefills, step.num_tokens)
-            if session.ledger.num_available_blocks < len(decodes):
-                decodes = put_largest_last(decodes)
-        if self._drafts is not None:  # steps that compute prompts have none
-            has_prompts = bool(prefills or session.joining)
-            self._drafts.begin_step(decodes, 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows)
-        if session.joining and suspect is None:
+        return decodes, prefills
+
+    def _awaits_newcomers(self) -> bool:
+        """Whether sequences are being opened for which the streams give way."""
+        opening = [each.sequence for each in self._session.openings.values()]
+        return bool(opening and newcomers(self._session.rows_of_client, opening))
+
+    def _find_newcomers(self, decodes: list[Sequence], prefills: list[Prefill]) -> set[Sequence]:
+        """The sequences with prompts for which the streams give way."""
+        if not prefills:
+            return set()
+        streams = self._session.rows.num_of_client + count_rows(decodes)
+        return newcomers(streams, (sequence for sequence, _ in prefills))
+
+    def _has_too_many(
+        self, rows: np.ndarray, decodes: list[Sequence], prefills: list[Prefill], num_tokens: int
+    ) -> bool:
+        """Whether a step is too short for all that need a single token and for its prompts."""
+        num_rows = len(rows) + _num_rows(decodes)
+        if num_rows <= num_tokens - num_tokens // 2:
+            return False
+        streams = self._session.rows.num_of_client + count_rows(decodes)
+        return num_rows > most_decodes(streams, prefills, num_tokens)
+
+    def _limit_decodes(
+        self, rows: np.ndarray, decodes: list[Sequence], prefills: list[Prefill], num_tokens: int
+    ) -> tuple[np.ndarray, list[Sequence]]:
+        """The rows and other sequences that get a single token, if there are too many."""
+        chosen = limit_decodes(self._in_order(rows, decodes), prefills, num_tokens)
+        slots = [sequence.slot for sequence in chosen if sequence.slot is not None]
+        return np.array(slots, np.int64), [sequence for sequence in chosen if sequence.slot is None]
+
+    def _in_order(self, rows: np.ndarray, others: list[Sequence]) -> list[Sequence]:
+        return sorted([*self._session.rows.sequences[rows], *others], key=lambda each: each.order)
+
+    def _plan_decodes(
+        self, step: PlanBuilder, rows: np.ndarray, decodes: list[Sequence], *, is_shared: bool, may_fork: bool
+    ) -> None:
+        """Adds the rows, the answers that are forked, and the other sequences that need a single token."""
+        session = self._session
+        ledger = session.ledger
+        lacks_block = session.rows.lacks_block(rows, ledger.block_size)
+        growing = rows[lacks_block]
+        step.num_tokens -= len(rows)
+        step.num_logits -= len(rows)
+        may_be_short = session.rows.num_unreserved(growing) + _num_rows(decodes) > ledger.num_available_blocks
+        if len(growing) and may_be_short:
+            self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
+            decodes = []
+        else:
+            session.rows.grow(growing, ledger)
+            step.decodes = session.rows.advance(rows, lacks_block)
+        if session.joining and may_fork:
             self._plan_forks(step)
+        if is_shared and ledger.num_available_blocks < len(decodes):
+            decodes = put_largest_last(decodes)
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
+
+    def _plan_by_order(
+        self, step: PlanBuilder, growing: np.ndarray, sequences: list[Sequence], *, is_shared: bool
+    ) -> None:
+        """The same one by one, where blocks may be too few: those that come first get them.
+
+        growing: int64, the slots of rows that lack a block
+        """
+        session, lacking = self._session, set(growing.tolist())
+        slots, has_grown = list[int](), list[bool]()
+        for sequence in put_largest_last(sequences) if is_shared else sequences:
+            slot = sequence.slot
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted in this plan
+            if slot is None:
+                self._plan(step, sequence, 1, is_last=True)
+            elif slot in lacking and not (sequence.num_reserved_blocks or session.ledger.num_available_blocks):
+                self._give_up_blocks(step)
+            else:
+                if slot in lacking:
+                    session.rows.grow(np.array([slot]), session.ledger)
+                slots.append(slot)
+                has_grown.append(slot in lacking)
+                step.seq_ids.add(sequence.seq_id)
+        step.decodes = session.rows.advance(np.array(slots, np.int64), np.array(has_grown, bool))
+
+    def _plan_prefills(self, step: PlanBuilder, prefills: list[Prefill], *, is_shared: bool) -> None:
+        """Divides the rest of the step among the sequences that need more than one token."""
+        shares = None  # how many tokens each prompt gets; None: as many as are left
         if is_shared and prefills:
-            shares = divide_prefills(prefills, [entry.sequence for entry in step.planned], step.num_tokens)
+            num_planned = count_rows(entry.sequence for entry in step.planned)
+            if len(step.decodes.positions):
+                num_planned.update(self._session.rows.num_of_client)
+            shares = divide_prefills(prefills, num_planned, step.num_tokens)
             # A search may have a share of less than one token for each beam: it needs the rest from those behind it.
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
             num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
             if num_tokens:
                 self._plan(step, sequence, num_tokens, is_last=num_tokens == sequence.num_remaining_tokens)
-        return step
 
     def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
         """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
@@ -121,7 +217,7 @@ class StepPlanner:
             if not is_source(source, session):
                 other = self._siblings.source_of(sequence, session)
                 if other is None:
-                    self._preempt(sequence)
+                    self._residency.preempt(sequence)
                 else:
                     session.joining[sequence] = other
             elif source.num_computed_tokens >= sequence.num_computed_tokens and min(step.num_tokens, step.num_logits):
@@ -147,11 +243,15 @@ class StepPlanner:
         self._session.is_short_of_blocks = True
         if self._session.awaits_blocks:
             return
-        victim = choose_victim_of_shortage(self._session.running, step.seq_ids)
+        victim = choose_victim_of_shortage(self._session.running, step.scheduled())
         if victim is not None:
-            self._preempt(victim)
-        elif not step.seq_ids:  # otherwise the scheduled sequences advance
-            self._drop_held_blocks()
+            self._residency.preempt(victim)
+        elif not step.scheduled():  # otherwise the scheduled sequences advance
+            self._residency.drop_held_blocks()
+
+
+def _num_rows(sequences: list[Sequence]) -> int:
+    return sum(sequence.num_beams for sequence in sequences)
 
 
 def _has_forked(sequence: Sequence) -> bool:

@@ -163,7 +163,7 @@ class Speculation:
             gain_s = 0.0
             if was_held_back:
                 usual_s = self._costs.cost(stats.num_tokens, is_ahead=False) or cost_s  # a pause is no fault of drafts
-                gain_s = sum(len(output.token_ids) for output in outputs) / stats.num_seqs * ahead_s - usual_s
+                gain_s = stats.num_output_tokens / stats.num_seqs * ahead_s - usual_s
             self._budget.add_step(ahead_s, gain_s)
             self._trials.add_step(ahead_s, gain_s)
 

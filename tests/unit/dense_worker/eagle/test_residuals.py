@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.dense_worker.runner.guesses import KeptResiduals
-from services.dense_worker.runner.model_runner import run_layers
+from services.dense_worker.runner.model_runner import LayerRun
 from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
 from tests.support.dense.whole_model import WholeModel
 
@@ -48,7 +48,9 @@ def test_residuals_are_the_hidden_states_of_transformers(tmp_path: Path, variant
     model.attention.begin_step(planned.metadata)
     channel: object = Attending(model)
     rows = torch.tensor([len(TEXT) - 1])
-    run_layers(model.dense, channel, num_layers, torch.tensor(token_ids), rows, residuals_out=kept)  # type: ignore[arg-type]
+    run = LayerRun(model.dense, channel, num_layers, kept)  # type: ignore[arg-type]
+    run.begin(torch.tensor(token_ids))
+    run.finish(rows)
     truth = load_true_model(path)(torch.tensor([TEXT]), output_hidden_states=True, use_cache=False).hidden_states
     for place, layer in enumerate(layers):
         expected = truth[layer][0]

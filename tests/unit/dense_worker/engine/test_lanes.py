@@ -12,6 +12,7 @@ import pytest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import engine as engine_module
 from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.progress import progress_of
@@ -135,7 +136,8 @@ def test_progress_comes_from_the_channel_of_the_oldest_steps_lane() -> None:
 
     def progress(*lanes: int) -> Progress | None:
         plans = [plan_of(30 + lane, PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1), lane=lane) for lane in lanes]
-        session.in_flight = tuple(InFlight(PublishedPlan(plan, ()), channels[plan.lane], 0.0) for plan in plans)
+        none = DecodeRows().none
+        session.in_flight = tuple(InFlight(PublishedPlan(plan, none, ()), channels[plan.lane], 0.0) for plan in plans)
         return progress_of(session, counts, NUM_LAYERS)
 
     assert progress(1, 0) == Progress(

@@ -110,7 +110,8 @@ class Cluster:
         self._opening.extend(each for each in scheduler.next_to_open() if each.status is SequenceStatus.OPENING)
         if answer_opens:
             self.answer_opens()
-        published = scheduler.schedule() if scheduler.plans_ahead or self.in_flight is None else None
+        waits = scheduler.decide_to_wait()
+        published = None if waits and self.in_flight is not None else scheduler.schedule()
         if published is not None:
             self.check(published.plan)
             self.plans.append(published.plan)

@@ -21,6 +21,7 @@ STATS = StepStats(
     num_seqs=3,
     num_tokens=20,
     num_sampled=2,
+    num_output_tokens=2,
     num_running=3,
     num_waiting=1,
     num_preemptions=0,

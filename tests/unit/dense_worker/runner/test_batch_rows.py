@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dense_worker.runner.model_runner import ModelRunner, run_layers
+from services.dense_worker.runner.model_runner import LayerRun, ModelRunner
 from services.dense_worker.runner.step_input import BoundPlan
 from services.dense_worker.runner.step_tokens import PendingTokens
-from services.dense_worker.token_tails import WIDTH, TokenTails
 from services.step import PlanEntry
 from tests.support.plans import plan_of
-from tests.unit.dense_worker.runner.test_runner_sequences import CHANNEL, NUM_LAYERS, VOCAB_SIZE, make_runner, new
+from tests.unit.dense_worker.runner.test_runner_sequences import CHANNEL, NUM_LAYERS, make_runner, new
 
 NUM_SLOTS = 6
 
@@ -73,7 +72,9 @@ class Run:
             return [], None
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self.runner._sampler.last_token[step.fed_slots]
-        logits, residual = run_layers(self.backend, CHANNEL, NUM_LAYERS, token_ids, step.sampled_rows)
+        layers = LayerRun(self.backend, CHANNEL, NUM_LAYERS)
+        layers.begin(token_ids)
+        logits, residual = layers.finish(step.sampled_rows)
         host_token_ids = torch.empty(len(step.sampled_rows), dtype=torch.int64)
         return token_ids.tolist(), self.runner.finish(step, logits, residual, CHANNEL, host_token_ids)
 
@@ -135,37 +136,3 @@ def test_steps_are_those_of_each_sequence_for_itself(data: st.DataObject, is_ahe
     runner: ModelRunner = run.runner
     for seq_id, text in run.texts.items():
         assert runner._sequences[seq_id].token_ids == text.token_ids
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, WIDTH), st.sets(st.integers(0, 3), min_size=1)), max_size=12), st.data())
-def test_tails_are_the_ends_of_their_lists(bursts: list[tuple[int, set[int]]], data: st.DataObject) -> None:
-    tails = TokenTails(4)
-    lists: list[list[int]] = [[] for _ in range(4)]
-    expected: list[list[int]] = [[] for _ in range(4)]
-    for slot in range(4):
-        tails.begin(slot, lists[slot])
-    for count, slots in bursts:
-        for _ in range(count):
-            tokens = [slot * VOCAB_SIZE + len(expected[slot]) for slot in sorted(slots)]
-            tails.append(torch.tensor(sorted(slots)).numpy(), torch.tensor(tokens).numpy())
-            for slot, token_id in zip(sorted(slots), tokens, strict=True):
-                expected[slot].append(token_id)
-        if data.draw(st.booleans()):
-            slot = data.draw(st.integers(0, 3))
-            tails.flush(slot)
-            assert lists[slot] == expected[slot]
-    for slot in range(4):
-        tails.flush(slot)
-    assert lists == expected
-
-
-def test_a_slot_that_changes_hands_forgets_the_tail_of_its_last_list() -> None:
-    tails, first, second = TokenTails(1), [1], [2]
-    tails.begin(0, first)
-    tails.append(torch.tensor([0]).numpy(), torch.tensor([5]).numpy())
-    tails.begin(0, second)
-    tails.flush(0)
-    assert (first, second) == ([1], [2])
-
-

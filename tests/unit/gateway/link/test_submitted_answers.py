@@ -15,7 +15,7 @@ def test_answers_to_one_prompt_name_their_group_and_others_have_none() -> None:
     groups = []
     for number, num_answers in enumerate((1, 3, 2)):
         entries = journal.open(make_request(str(number), n=1, best_of=num_answers), UpdateQueue())
-        sequences = [decode_sequence(encode_submit(entry).submit) for entry in entries]
+        sequences = [decode_sequence(encode_submit(entry).submit, 1) for entry in entries]
         assert len(sequences) == num_answers
         groups.append({sequence.group_id for sequence in sequences})
     assert groups[0] == {0}
@@ -27,4 +27,4 @@ def test_a_beam_search_is_no_group() -> None:
     request = make_request(n=2, best_of=4, beam_search=BeamSearchOptions(4, 2))
     first, follower = Journal().open(request, UpdateQueue())
     assert follower.is_follower
-    assert decode_sequence(encode_submit(first).submit).group_id == 0
+    assert decode_sequence(encode_submit(first).submit, 1).group_id == 0

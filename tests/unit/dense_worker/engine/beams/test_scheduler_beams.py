@@ -271,12 +271,11 @@ def test_a_failed_beam_ends_its_search_alone() -> None:
         cluster.step()
     published = cluster.in_flight
     failed = next(entry for entry in published.plan.entries if entry.seq_id == search.seq_id + 2)
-    index = list(published.plan.entries).index(failed)
     cluster.in_flight = None
     step = cluster.cache.plan_step(published.plan)
     cluster.cache.commit_step()
     # As if the cache had refused the entry: what was taken for it comes back with the answer.
-    num_taken = published.entries[index].num_taken_blocks
+    [(_, num_taken)] = published.taken_blocks(failed.seq_id)
     cluster.scheduler.session.ledger.take(num_taken)
     outputs = cluster.scheduler.accepted(
         PlanAccepted(published.plan.step_id, step.num_freed_blocks, errors={failed.seq_id: "no room"})

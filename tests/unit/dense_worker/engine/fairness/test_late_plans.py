@@ -33,10 +33,15 @@ class CpuStep(FakeStep):
         super().__init__(plan)
         self.on_event = on_event
 
-    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
+    has_begun = False
+
+    def run_most(self) -> None:
+        self.has_begun = True
         self.on_event(self.plan.step_id, "begin")
-        if near_end is not None:
-            near_end()
+
+    def collect(self) -> StepResult:
+        if not self.has_begun:
+            self.run_most()
         self.on_event(self.plan.step_id, "near the end")
         result = super().collect()
         self.on_event(self.plan.step_id, "end")

@@ -51,7 +51,7 @@ def test_the_whole_budget_is_used_and_shares_are_fair(
 ) -> None:
     sequences = sequences_of([client for client, _ in wishes])
     prefills = list(zip(sequences, [count for _, count in wishes], strict=True))
-    shares = divide_prefills(prefills, sequences_of(running), num_tokens)
+    shares = divide_prefills(prefills, Counter(running), num_tokens)
     assert all(0 <= shares[sequence] <= count for sequence, count in prefills)
     assert shares.total() == min(num_tokens, sum(count for _, count in wishes))
     totals = Counter(tenant for tenant, _ in running)
@@ -65,7 +65,7 @@ def test_the_whole_budget_is_used_and_shares_are_fair(
 
 def test_a_short_prompt_does_not_wait_for_the_long_prompts_of_another_client() -> None:
     *long, short = sequences_of([(0, 1)] * 30 + [(0, 2)])
-    shares = divide_prefills([(each, 8000) for each in long] + [(short, 100)], [], 450)
+    shares = divide_prefills([(each, 8000) for each in long] + [(short, 100)], Counter(), 450)
     assert shares[short] == 100
     assert shares[long[0]] == 350, "the prompts of one client are served in order"
 
@@ -73,7 +73,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_prompts_of_another_client() -
 def test_a_more_urgent_priority_is_served_first() -> None:
     urgent, other = sequences_of([(0, 1), (0, 2)])
     other.priority = 1
-    shares = divide_prefills([(urgent, 100), (other, 100)], [], 150)
+    shares = divide_prefills([(urgent, 100), (other, 100)], Counter(), 150)
     assert (shares[urgent], shares[other]) == (100, 50)
 
 

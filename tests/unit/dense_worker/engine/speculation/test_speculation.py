@@ -87,6 +87,7 @@ class TimedCluster(Cluster):
                 "num_seqs": len(plan.entries),
                 "num_tokens": plan.num_tokens,
                 "num_sampled": num_sampled,
+                "num_output_tokens": sum(len(output.token_ids) for output in self.outputs[num_outputs:]),
                 "num_running": self.scheduler.num_running,
                 "gap_s": 0.0 if is_ahead else self._late_s,
                 "duration_s": duration_s,

@@ -1,0 +1,55 @@
+"""`Residency`: how sequences enter and leave the KV cache. Part of the scheduler."""
+
+from __future__ import annotations
+
+from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from services.dense_worker.engine.session import Session
+from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.lora.adapter_slots import AdapterSlots
+
+
+class Residency:
+    """Of one attachment. Whoever decides that a sequence has to go, scheduler, turns or planner, says so here."""
+
+    def __init__(self, session: Session, waiting: WaitingQueue, adapters: AdapterSlots) -> None:
+        self._session = session
+        self._waiting = waiting
+        self._adapters = adapters
+        self.last_step_id = 0  # of the newest plan, which may still run what leaves now
+        self.num_preemptions = 0
+
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence waits, for the first time or again."""
+        self._waiting.push(sequence, is_parked=not self._adapters.is_ready(sequence))
+        if sequence.beams is not None:
+            sequence.beams.leave_cache()
+            held = self._session.held_blocks.keys() - {sequence.seq_id}  # beams from before the attachment
+            self._session.close_held(held & set(sequence.beams.seq_ids))
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence is in the KV cache, or will be forked into it: steps may run it."""
+        sequence.status = SequenceStatus.RUNNING
+        self._session.add(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A running sequence ends: the next plan closes it."""
+        self._session.remove(sequence)
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """The next plan closes a sequence that no step runs any more."""
+        self._session.close(sequence)
+        self._adapters.unpin(sequence, self.last_step_id)
+
+    def preempt(self, victim: Sequence) -> None:
+        """A running sequence gives up its blocks, and waits again."""
+        self.leave(victim)
+        self.wait(victim)
+        self.num_preemptions += 1
+
+    def drop_held_blocks(self) -> None:
+        """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
+        session = self._session
+        waiting = {each.seq_id: each for each in self._waiting if each.seq_id in session.held_blocks}
+        if waiting:
+            session.close_held([max(waiting, key=lambda seq_id: waiting[seq_id].order)])
