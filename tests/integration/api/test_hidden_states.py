@@ -103,7 +103,7 @@ def test_no_state_is_missing_after_a_worker_was_killed(cluster: Cluster, role: s
 def test_what_cannot_be_served_is_refused_by_name(cluster: Cluster) -> None:
     for body, *parts in (
         (asking([5]) | {"stream": True}, "return_hidden_states", "stream"),
-        (asking([5] * 1500, n=8), "of hidden states", "gateway.max_held_bytes is 20000000"),
+        (asking([5] * 1500, n=8), "for hidden states", "gateway.max_held_bytes is 20000000"),
         (asking([5], use_beam_search=True, n=2, temperature=0), "beam search"),
     ):
         message = json.dumps(post(cluster, body, 400))
