@@ -87,13 +87,13 @@ class ProductBench:
 
     def __init__(self, device: torch.device) -> None:
         from services.dense_worker.backends.cuda_linear import CudaLinear
-        from services.dense_worker.kernels.linear.quantized.multiplied_tiles import MultipliedTiles
+        from services.dense_worker.kernels.linear.quantized.tiled_matmul import TiledMatmul
         from services.dense_worker.kernels.linear.triton_skinny import SPLIT_AREA, SplitWorkspace
         from services.dense_worker.kernels.triton_launch import KernelLauncher
 
         self._device, self._launcher = device, KernelLauncher(device)
         self._products = CudaLinear(self._launcher, device, torch.bfloat16)
-        self._tiled = MultipliedTiles(self._launcher, device, torch.bfloat16)
+        self._tiled = TiledMatmul(self._launcher, device, torch.bfloat16)
         self._splits = SplitWorkspace(device, self._launcher.num_sms * LARGEST_TILE // SPLIT_AREA)
 
     def measure(self, name: str, shape: tuple[int, int], all_rows: list[int]) -> list[Row]:
@@ -157,7 +157,7 @@ class ProductBench:
         out: torch.Tensor,
         prepared: PreparedInput | None = None,  # None: x is prepared first
     ) -> None:
-        from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+        from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS
         from services.dense_worker.kernels.linear.quantized.triton_block_tiles import multiply_block_tiles
         from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
 

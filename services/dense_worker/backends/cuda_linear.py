@@ -1,7 +1,7 @@
 """`CudaLinear`: every product of a linear layer on CUDA, by the kernel chosen for its format and number of rows.
 
 Products that are neither streamed nor tiled are those of torch's matrix products of codes, or of the format's reference
-(of `PlainWeight`: cuBLAS). A new format gets its kernels in a file such as `streamed_plain.py` and an entry in the
+(of `PlainWeight`: cuBLAS). A new format gets its kernels in a file such as `plain_gemv.py` and an entry in the
 table here. An adapter's delta joins in `multiply`.
 """
 
@@ -14,14 +14,14 @@ import torch
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.plain_gemv import PlainGemv
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
-from services.dense_worker.kernels.linear.quantized.multiplied_codes import MultipliedCodes
-from services.dense_worker.kernels.linear.quantized.multiplied_tiles import MultipliedTiles
-from services.dense_worker.kernels.linear.quantized.multiplied_values import MultipliedValues
+from services.dense_worker.kernels.linear.quantized.dequantized_matmul import DequantizedMatmul
 from services.dense_worker.kernels.linear.quantized.operands import InputForm
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import gemv_by_format
+from services.dense_worker.kernels.linear.quantized.scaled_matmul import ScaledMatmul
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
-from services.dense_worker.kernels.linear.quantized.streamed_quantized import streamed_quantized
-from services.dense_worker.kernels.linear.streamed_plain import StreamedPlain
+from services.dense_worker.kernels.linear.quantized.tiled_matmul import TiledMatmul
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
@@ -59,14 +59,14 @@ class CudaLinear:
     ) -> None:
         self.choice = LinearChoice()
         self._lora = lora  # None: no row has an adapter
-        self._quantized = streamed_quantized(launcher, device, dtype)
+        self._quantized = gemv_by_format(launcher, device, dtype)
         self._streaming: dict[type, StreamingKernels] = {
-            PlainWeight: StreamedPlain(launcher, device),
+            PlainWeight: PlainGemv(launcher, device),
             **self._quantized,
         }
-        self._codes = MultipliedCodes(launcher, device, dtype)
-        self._values = MultipliedValues(launcher, dtype)
-        self._tiles = MultipliedTiles(launcher, device, dtype)
+        self._codes = ScaledMatmul(launcher, device, dtype)
+        self._values = DequantizedMatmul(launcher, dtype)
+        self._tiles = TiledMatmul(launcher, device, dtype)
 
     @property
     def adds_deltas(self) -> bool:
@@ -163,7 +163,7 @@ class CudaLinear:
 
     def _many_rows(
         self, kernel: LinearKernel, linear: Linear, num_rows: int
-    ) -> MultipliedCodes | MultipliedValues | MultipliedTiles | None:
+    ) -> ScaledMatmul | DequantizedMatmul | TiledMatmul | None:
         """What multiplies a layer that is not streamed; None: the format's reference."""
         if kernel is LinearKernel.TILED:
             return self._tiles

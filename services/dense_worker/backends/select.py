@@ -167,7 +167,7 @@ def _check_experts(model: ResolvedModel) -> None:
 
 
 def _check_quantized_experts(model: ResolvedModel, linear: ExpertLinear) -> None:
-    from services.dense_worker.kernels.linear.quantized.streamed_quantized import why_not  # needs triton
+    from services.dense_worker.kernels.linear.quantized.quantized_gemv import why_not  # needs triton
     from services.dense_worker.kernels.triton_launch import KernelLauncher
 
     reason = why_not(KernelLauncher(model.device), linear.weight, linear.in_features, model.dtype)

@@ -15,7 +15,7 @@ from services.dense_worker.kernels.experts.triton_grouped_quantized import group
 from services.dense_worker.kernels.experts.triton_router import PairBlocks
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput, QuantizedMatrix
-from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS
 from services.dense_worker.kernels.linear.quantized.tile_choice import VALUE_TILES
 from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import skinny_quantized
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles

@@ -21,10 +21,10 @@ pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.cuda_linear import CudaLinear
 from services.dense_worker.kernels.linear.linear_choice import LinearKernel
-from services.dense_worker.kernels.linear.quantized.multiplied_tiles import MultipliedTiles
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
-from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS
 from services.dense_worker.kernels.linear.quantized.tile_choice import CODE_TILES, LARGEST_TILE, VALUE_TILES, Tiles
+from services.dense_worker.kernels.linear.quantized.tiled_matmul import TiledMatmul
 from services.dense_worker.kernels.linear.quantized.triton_block_tiles import multiply_block_tiles
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
@@ -186,7 +186,7 @@ def test_norm_and_silu_are_fused_with_what_prepares_the_input(
 
 
 def why_not(launcher: KernelLauncher, device: torch.device, linear: Linear) -> str:
-    reason = MultipliedTiles(launcher, device, torch.float16).why_not(linear)
+    reason = TiledMatmul(launcher, device, torch.float16).why_not(linear)
     assert reason is not None
     return reason
 

@@ -36,11 +36,11 @@ USERS = (
     "services.dense_worker.backends.cuda_linear",
     "services.dense_worker.backends.cuda_operations",
     "services.dense_worker.kernels.experts.cuda_experts",
-    "services.dense_worker.kernels.linear.quantized.multiplied_codes",
-    "services.dense_worker.kernels.linear.quantized.multiplied_tiles",
-    "services.dense_worker.kernels.linear.quantized.multiplied_values",
-    "services.dense_worker.kernels.linear.quantized.streamed_quantized",
-    "services.dense_worker.kernels.linear.streamed_plain",
+    "services.dense_worker.kernels.linear.quantized.scaled_matmul",
+    "services.dense_worker.kernels.linear.quantized.tiled_matmul",
+    "services.dense_worker.kernels.linear.quantized.dequantized_matmul",
+    "services.dense_worker.kernels.linear.quantized.quantized_gemv",
+    "services.dense_worker.kernels.linear.plain_gemv",
 )
 # The operations of torch that launch a kernel. Views and allocations do not.
 TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "embedding", "copy_", "_to_copy")

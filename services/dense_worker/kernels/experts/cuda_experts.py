@@ -25,14 +25,14 @@ from services.dense_worker.kernels.experts.triton_router import (
 )
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
-from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.sampling.upload import upload
 
-_SHARED_BYTES = 192 << 10  # as in `streamed_plain`: what the tiles of `few_gate_up` are sized for
+_SHARED_BYTES = 192 << 10  # as in `plain_gemv`: what the tiles of `few_gate_up` are sized for
 _FEW_SHARE = 4  # pairs are few if they are at most this part of the experts: one pair in eight shares its expert
 
 

@@ -31,8 +31,8 @@ class LinearKernel(enum.Enum):
     """The implementations of a linear layer."""
 
     CUBLAS = "cublas"  # of quantized layers: product of codes, or of dequantized weights; fuses nothing after it
-    STREAMED = "streamed"  # such as `streamed_plain`: fuses the following operations and, for one row, the norm before
-    TILED = "tiled"  # `MultipliedTiles`, of some quantized layers: fuses what CUBLAS does
+    STREAMED = "streamed"  # such as `plain_gemv`: fuses the following operations and, for one row, the norm before
+    TILED = "tiled"  # `TiledMatmul`, of some quantized layers: fuses what CUBLAS does
 
 
 def row_bucket(num_rows: int) -> int | None:

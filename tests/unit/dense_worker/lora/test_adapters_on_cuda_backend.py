@@ -73,7 +73,7 @@ def test_logits_are_those_of_merged_weights(
     model = make_model_dir(tmp_path / "model", "llama")
     adapter = make_adapter(tmp_path / "adapter", model, std=0.1)
     config, merged = load_model_config(model), merge_adapter(tmp_path / "merged", model, adapter)
-    # StreamedPlain multiplies only 16 bits.
+    # PlainGemv multiplies only 16 bits.
     dtype = torch.float32 if kernel is LinearKernel.CUBLAS else torch.float16
     weights = load_weights(model, config, dtype, CPU)
     lora: Any = RowsInTorch(parts_of_type(Linear, weights.layers), 2, dtype, CPU)

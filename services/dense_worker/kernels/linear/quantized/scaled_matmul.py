@@ -1,4 +1,4 @@
-"""`MultipliedCodes`: products of FP8 or INT8 codes by torch's matrix products, for many rows.
+"""`ScaledMatmul`: products of FP8 or INT8 codes by torch's matrix products, for many rows.
 
 FP8 runs on the tensor cores' FP8 units by `torch._scaled_mm`, INT8 by `torch._int_mm`; both sum codes, not rounded
 numbers.
@@ -13,7 +13,7 @@ import torch
 from services.common.quantization.schemes import Activations, Element
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.quantized.operands import InputForm
-from services.dense_worker.kernels.linear.quantized.streamed_quantized import codes_form
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import codes_form
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
@@ -22,7 +22,7 @@ _MIN_ROWS = 17  # of the input, for INT8
 _MAX_IN_FEATURES = 32768  # a row of the input is quantized in registers
 
 
-class MultipliedCodes:
+class ScaledMatmul:
     """Multiplies a `ScaledWeight` with an input that is quantized by token or statically."""
 
     def __init__(self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""`MultipliedValues`: products of many rows whose codes are not multiplied: dequantized by a kernel, then cuBLAS."""
+"""`DequantizedMatmul`: products of many rows whose codes are not multiplied: dequantized by a kernel, then cuBLAS."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.kernels.linear.quantized.operands import InputForm
-from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS, why_not
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS, why_not
 from services.dense_worker.kernels.linear.quantized.triton_dequantize import can_dequantize, dequantize
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 
-class MultipliedValues:
+class DequantizedMatmul:
     """Multiplies what the streaming kernels multiply, if its groups fit into a tile. Does what the reference does."""
 
     def __init__(self, launcher: KernelLauncher, dtype: torch.dtype) -> None:

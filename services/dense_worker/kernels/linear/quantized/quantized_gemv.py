@@ -30,7 +30,7 @@ from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_SHARED_BYTES = 192 << 10  # as in `streamed_plain`: only Hopper and later, which also convert e4m3
+_SHARED_BYTES = 192 << 10  # as in `plain_gemv`: only Hopper and later, which also convert e4m3
 _MAX_IN_FEATURES = 32768  # a row of the input is prepared in registers
 _MAX_VERSIONS = 3  # of the input: for q, k and v
 _SMALLEST_GROUP = 32  # features, that a product of two codes in a byte fills 16 columns of a tensor core
@@ -49,15 +49,15 @@ class QuantizedOperands(Protocol):
         """Views of the weight's tensors."""
 
 
-def streamed_quantized(
+def gemv_by_format(
     launcher: KernelLauncher, device: torch.device, dtype: torch.dtype
-) -> dict[type, StreamedQuantized]:
+) -> dict[type, QuantizedGemv]:
     """The kernels of each format, for a model in `dtype`. They share a workspace for partial sums."""
     splits = SplitWorkspace(device, launcher.num_sms * PROGRAMS_PER_SM)
-    return {each: StreamedQuantized(launcher, splits, dtype, operands) for each, operands in OPERANDS.items()}
+    return {each: QuantizedGemv(launcher, splits, dtype, operands) for each, operands in OPERANDS.items()}
 
 
-class StreamedQuantized:
+class QuantizedGemv:
     """StreamingKernels of a quantized format, for one stream."""
 
     def __init__(

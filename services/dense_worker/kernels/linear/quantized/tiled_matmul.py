@@ -1,6 +1,6 @@
-"""`MultipliedTiles`: products of 65 to 1,024 rows in tiles, so that no matrix is dequantized in memory.
+"""`TiledMatmul`: products of 65 to 1,024 rows in tiles, so that no matrix is dequantized in memory.
 
-`LinearChoice` measures where they are faster than `MultipliedValues`. Beyond, cuBLAS has the better tiles, and
+`LinearChoice` measures where they are faster than `DequantizedMatmul`. Beyond, cuBLAS has the better tiles, and
 dequantizing a matrix takes a small part of the time.
 """
 
@@ -16,7 +16,7 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import TILED_BUCKETS, row_bucket
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput, QuantizedMatrix
-from services.dense_worker.kernels.linear.quantized.streamed_quantized import OPERANDS, why_not
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS, why_not
 from services.dense_worker.kernels.linear.quantized.tile_choice import (
     CODE_TILES,
     LARGEST_TILE,
@@ -34,7 +34,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 _MULTIPLY_ADDS_PER_CYCLE = 2048  # of an SM of Hopper in 16 bits; twice as many in 8
 
 
-class MultipliedTiles:
+class TiledMatmul:
     """Multiplies weights in groups, in blocks of FP8, in MXFP4, and in 8 bits with inputs that are not quantized.
 
     Inputs of blocks are quantized by 128 features, and their codes are multiplied.

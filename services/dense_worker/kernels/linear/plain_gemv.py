@@ -23,7 +23,7 @@ def can_stream_plain(launcher: KernelLauncher, linear: Linear) -> bool:
     return is_known and has_room and linear.in_features <= MAX_IN_FEATURES
 
 
-class StreamedPlain:
+class PlainGemv:
     """StreamingKernels, for one stream: they share a workspace for partial sums."""
 
     def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
