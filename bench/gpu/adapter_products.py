@@ -25,7 +25,8 @@ from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.linear_choice import time_in_graph_us
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.triton_activation import activate
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import add_norm

@@ -18,7 +18,8 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, time_in_graph_us
 from services.dense_worker.kernels.linear.triton_gemv import gemv
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.model_weights import ModelWeights

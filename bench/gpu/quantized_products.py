@@ -88,7 +88,7 @@ class ProductBench:
     def __init__(self, device: torch.device) -> None:
         from services.dense_worker.backends.cuda_linear import CudaLinear
         from services.dense_worker.kernels.linear.quantized.tiled_matmul import TiledMatmul
-        from services.dense_worker.kernels.linear.triton_skinny import SPLIT_AREA, SplitWorkspace
+        from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitWorkspace
         from services.dense_worker.kernels.triton_launch import KernelLauncher
 
         self._device, self._launcher = device, KernelLauncher(device)

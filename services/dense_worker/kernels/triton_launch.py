@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _PDL_CAPABILITY = (9, 0)
 
@@ -23,8 +25,8 @@ class KernelLauncher:
     """Launches on the current stream of `device`. Every kernel takes the constexpr PDL.
 
     A kernel with PDL calls `gdc_launch_dependents` at its start, and `gdc_wait` in every program before it accesses
-    memory that an earlier kernel writes or reads. Then a kernel's end implies the end of all earlier ones, as without
-    PDL.
+    memory that an earlier kernel writes or reads; `begin` is both. Then a kernel's end implies the end of all earlier
+    ones, as without PDL.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,3 +57,11 @@ class KernelLauncher:
                 yield
         finally:
             self._is_compiling = False
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """The start of a kernel that reads nothing before the previous one has ended."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()

@@ -23,7 +23,8 @@ pytest.importorskip("triton", reason="needs triton")
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.linear.triton_gemv import gemv
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.

@@ -19,7 +19,7 @@ from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERAN
 from services.dense_worker.kernels.linear.quantized.tile_choice import VALUE_TILES
 from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import skinny_quantized
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from tests.support.dense.hopper_launcher import HopperLauncher
 from tests.support.quantized.random_weights import KINDS, RandomWeights
 

@@ -28,7 +28,7 @@ from services.dense_worker.kernels.linear.quantized.tiled_matmul import TiledMat
 from services.dense_worker.kernels.linear.quantized.triton_block_tiles import multiply_block_tiles
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
-from services.dense_worker.kernels.linear.triton_skinny import SPLIT_AREA, SplitWorkspace
+from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitWorkspace
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # ‖out − reference‖ / ‖reference‖. Weights and the result are rounded to 2^-9 or 2^-12.

@@ -147,6 +147,8 @@ class _Kernels:
             },
             "services.dense_worker.kernels.linear.triton_skinny": {
                 "skinny_linear": self.skinny_linear,
+            },
+            "services.dense_worker.kernels.linear.triton_tiles": {
                 "SplitWorkspace": _SplitWorkspace,
                 "SPLIT_AREA": 4096,
             },

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import Activation, ClampedSwiglu
 from services.dense_worker.kernels.experts.triton_gates import activate, gate_name
 from services.dense_worker.kernels.linear.triton_gemv import choose_gemv_tiles
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _DOWN_COLUMNS = 1024  # features in a step of the loop of `down`
 _DOWN_ROWS = 4  # of weights in a program
@@ -122,9 +121,7 @@ def _few_gate_up_kernel(
 ):
     """One program computes `rows_per_program` features of one pair."""
     dtype: tl.constexpr = weight.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     pair = tl.program_id(1)
     token = pair // NUM_PER_TOKEN
     is_valid = True
@@ -175,9 +172,7 @@ def _few_down_kernel(
     PDL: tl.constexpr,
 ):
     """One program computes BLOCK_OUT features of one token."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     token = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_row = rows < out_features

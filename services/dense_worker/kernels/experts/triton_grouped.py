@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import Activation, ClampedSwiglu
 from services.dense_worker.kernels.experts.triton_gates import activate, gate_name
 from services.dense_worker.kernels.experts.triton_router import PairBlocks
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.linear.triton_tiles import sum_products
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 16, 128
 _BLOCK_IN = 64
@@ -156,44 +156,66 @@ def _grouped_kernel(
 ):
     """One program computes BLOCK_OUT features of the rows of one block."""
     dtype: tl.constexpr = weight.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     block = tl.program_id(0)
     if block < tl.load(num_blocks):
-        expert = tl.load(block_experts + block).to(tl.int64)
-        at = tl.load(block_first_slots + block) + tl.arange(0, BLOCK_ROWS)
-        is_row = at < tl.load(counts + expert)
-        pairs = tl.load(slots + expert * capacity + at, mask=is_row, other=0).to(tl.int64)
+        expert, pairs, is_row = pairs_of_block(
+            block, slots, counts, block_experts, block_first_slots, capacity, BLOCK_ROWS
+        )
         features = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        is_feature = features < out_features
         first_row = expert * (out_features * (2 if IS_GATED else 1))
         # Features beyond the last read the first one's weights and are never stored, so weights need no mask.
-        w_rows = weight + (first_row + tl.where(is_feature, features, 0))[:, None] * in_features
+        w_rows = weight + (first_row + tl.where(features < out_features, features, 0))[:, None] * in_features
         up_offset = out_features.to(tl.int64) * in_features
         x_rows = x + (pairs // PAIRS_PER_ROW)[:, None] * x_stride
-        sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        for first_column in tl.range(0, in_features, BLOCK_IN, num_stages=NUM_STAGES):
-            columns = first_column + tl.arange(0, BLOCK_IN)
-            is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
-            w = tl.load(w_rows + columns[None, :], mask=is_column[None, :], other=0.0)
-            x_tile = tl.load(x_rows + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-            sums = tl.dot(w, tl.trans(x_tile), sums, input_precision="ieee")
-            if IS_GATED:
-                w_up = tl.load(w_rows + up_offset + columns[None, :], mask=is_column[None, :], other=0.0)
-                up_sums = tl.dot(w_up, tl.trans(x_tile), up_sums, input_precision="ieee")
-        y = sums
+        sums, up_sums = sum_products(
+            w_rows, up_offset, x_rows, is_row, 0, in_features, in_features,
+            IS_GATED, IS_PADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
+        )  # fmt: skip
+        write_pairs(
+            out, sums, up_sums, bias, pairs, features, is_row, first_row, out_features, alpha, limit,
+            GATE, IS_GATED, dtype,
+        )  # fmt: skip
+
+
+@triton.jit
+def pairs_of_block(block, slots, counts, block_experts, block_first_slots, capacity, BLOCK_ROWS: tl.constexpr):
+    """The expert of a block of `PairBlocks`, the numbers of its pairs [BLOCK_ROWS], and which of them there are."""
+    expert = tl.load(block_experts + block).to(tl.int64)
+    at = tl.load(block_first_slots + block) + tl.arange(0, BLOCK_ROWS)
+    is_row = at < tl.load(counts + expert)
+    pairs = tl.load(slots + expert * capacity + at, mask=is_row, other=0).to(tl.int64)
+    return expert, pairs, is_row
+
+
+@triton.jit
+def write_pairs(
+    out,
+    y,  # float32 [BLOCK_OUT, BLOCK_ROWS]
+    up,  # of that shape; read if IS_GATED
+    bias,  # None: none
+    pairs,
+    features,
+    is_row,
+    first_row,  # of the expert's weights
+    out_features,
+    alpha,
+    limit,
+    GATE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    DTYPE: tl.constexpr,  # to which each operation rounds
+):
+    """Adds the expert's bias, computes the activation if IS_GATED, and stores the features of all pairs."""
+    is_feature = features < out_features
+    if bias is not None:
+        y += tl.load(bias + first_row + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
         if bias is not None:
-            y += tl.load(bias + first_row + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        if IS_GATED:
-            up = up_sums
-            if bias is not None:
-                up_bias = tl.load(bias + first_row + out_features + features, mask=is_feature, other=0.0)
-                up += up_bias.to(tl.float32)[:, None]
-            y = activate(y, up, alpha, limit, GATE, dtype)
-        target = out + pairs[None, :] * out_features + features[:, None]
-        tl.store(target, y.to(dtype), mask=is_feature[:, None] & is_row[None, :])
+            up_bias = tl.load(bias + first_row + out_features + features, mask=is_feature, other=0.0)
+            up += up_bias.to(tl.float32)[:, None]
+        y = activate(y, up, alpha, limit, GATE, DTYPE)
+    target = out + pairs[None, :] * out_features + features[:, None]
+    tl.store(target, y.to(DTYPE), mask=is_feature[:, None] & is_row[None, :])
 
 
 @triton.jit
@@ -209,9 +231,7 @@ def _sum_kernel(
     PDL: tl.constexpr,
 ):
     """One program adds up BLOCK_COLUMNS columns of one token."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = columns < hidden

@@ -8,16 +8,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.kernels.experts.triton_gates import activate, gate_name
-from services.dense_worker.kernels.experts.triton_grouped import max_num_blocks
+from services.dense_worker.kernels.experts.triton_gates import gate_name
+from services.dense_worker.kernels.experts.triton_grouped import max_num_blocks, pairs_of_block, write_pairs
 from services.dense_worker.kernels.experts.triton_router import PairBlocks
 from services.dense_worker.kernels.linear.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
-from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES, awaited
-from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import add_product
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
+from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import sum_codes
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 MAX_BLOCK_ROWS = 64
 
@@ -112,53 +111,26 @@ def _grouped_quantized_kernel(
 ):
     """One program computes BLOCK_OUT features of the rows of one block."""
     PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     block = tl.program_id(0)
     if block < tl.load(num_blocks):
-        expert = tl.load(block_experts + block).to(tl.int64)
-        at = tl.load(block_first_slots + block) + tl.arange(0, BLOCK_ROWS)
-        is_row = at < tl.load(counts + expert)
-        pairs = tl.load(slots + expert * capacity + at, mask=is_row, other=0).to(tl.int64)
+        expert, pairs, is_row = pairs_of_block(
+            block, slots, counts, block_experts, block_first_slots, capacity, BLOCK_ROWS
+        )
         features = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        is_feature = features < out_features
         first_row = expert * (out_features * (2 if IS_GATED else 1))
         # Features beyond the last read the first one's weights and are never stored, so weights need no mask of rows.
-        w_features = first_row + tl.where(is_feature, features, 0)
+        w_features = first_row + tl.where(features < out_features, features, 0)
         x_rows = pairs // PAIRS_PER_ROW
         row_bytes = in_features // PER_BYTE
         w_row = weight + w_features[:, None] * row_bytes
         up_row = w_row + out_features.to(tl.int64) * row_bytes
         x_row = x + x_rows[:, None] * x_stride
-        sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        for start in tl.range(0, in_features, BLOCK_IN, num_stages=NUM_STAGES):
-            for i in tl.static_range(BLOCK_IN // DOT_SIZE):
-                first = start + i * DOT_SIZE
-                w_scale, up_scale, group_scale, zero, up_zero = None, None, None, None, None
-                if GROUP_SIZE > 0:
-                    num_groups = tl.cdiv(in_features, GROUP_SIZE)
-                    group = tl.minimum(first // GROUP_SIZE, num_groups - 1)
-                    w_scale = scale + (w_features // ROW_GROUP_SIZE) * num_groups + group
-                    up_scale = scale + ((w_features + out_features) // ROW_GROUP_SIZE) * num_groups + group
-                    if zero_point is not None:
-                        zero = zero_point + w_features * num_groups + group
-                        up_zero = zero_point + (w_features + out_features) * num_groups + group
-                    if x_scale is not None:
-                        group_scale = x_scale + x_rows * num_groups + group
-                sums = add_product(
-                    sums, x_row, group_scale, w_row, w_scale, zero, first, is_row[:, None], in_features, CODES, DOT_SIZE
-                )
-                if IS_GATED:
-                    up_sums = add_product(
-                        up_sums, x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
-                        CODES, DOT_SIZE,
-                    )  # fmt: skip
-            sums = awaited(sums)
-            if IS_GATED:
-                up_sums = awaited(up_sums)
-        y, up = sums, up_sums
+        y, up = sum_codes(
+            x_row, x_row, x_scale, x_rows, w_row, up_row, scale, zero_point, w_features, out_features, 0, in_features,
+            is_row, in_features, CODES, GROUP_SIZE, ROW_GROUP_SIZE, IS_GATED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, DOT_SIZE,
+            NUM_STAGES,
+        )  # fmt: skip
         if GROUP_SIZE == 0:
             y *= tl.load(scale + w_features).to(tl.float32)[:, None]
             if IS_GATED:
@@ -167,12 +139,6 @@ def _grouped_quantized_kernel(
                 row_scale = tl.load(x_scale + x_rows)[None, :]
                 y *= row_scale
                 up *= row_scale
-        if bias is not None:
-            y += tl.load(bias + first_row + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        if IS_GATED:
-            if bias is not None:
-                up_bias = tl.load(bias + first_row + out_features + features, mask=is_feature, other=0.0)
-                up += up_bias.to(tl.float32)[:, None]
-            y = activate(y, up, alpha, limit, GATE, DTYPE)
-        target = out + pairs[None, :] * out_features + features[:, None]
-        tl.store(target, y.to(DTYPE), mask=is_feature[:, None] & is_row[None, :])
+        write_pairs(
+            out, y, up, bias, pairs, features, is_row, first_row, out_features, alpha, limit, GATE, IS_GATED, DTYPE
+        )  # fmt: skip

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.families.shape import GroupedRouting
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _FEW_ROWS = 64
 _LEAST_KEY = tl.constexpr(-3.0e38)  # instead of NaN and what is below: above the key of an expert that is taken
@@ -153,9 +152,7 @@ def _logits_kernel(
     PDL: tl.constexpr,
 ):
     """One program computes the logits of BLOCK_OUT experts for BLOCK_ROWS rows."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     experts = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_expert, is_row = experts < num_experts, rows < num_rows
@@ -209,9 +206,7 @@ def _choose_kernel(
     PDL: tl.constexpr,
 ):
     """One program, a warp, chooses for one token."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     row = tl.program_id(0)
     is_valid = True
     if num_valid is not None:

@@ -8,7 +8,8 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.triton_gemv import MAX_IN_FEATURES, gemv
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, skinny_linear
+from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _BLOCK_SIZE = 1024
 
@@ -79,9 +78,7 @@ def _activate_kernel(
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < size
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     source = x + row * x_stride + columns
     values = tl.load(source, mask=mask, other=0.0)
     up = values

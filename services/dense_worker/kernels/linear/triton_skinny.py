@@ -12,16 +12,20 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.triton_activation import activated
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.linear.triton_tiles import (
+    MAX_ROWS,
+    MIN_ROWS,
+    SplitWorkspace,
+    add_splits,
+    part_of_split,
+    sum_products,
+    write_features,
+)
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
-MIN_ROWS = 16  # narrowest tile; fewer tokens leave some of its columns empty
-MAX_ROWS = 64
 _BLOCK_OUT = 64
-SPLIT_AREA = _BLOCK_OUT * MAX_ROWS  # sums of a program for which a `SplitWorkspace` has room
 _MAX_SPLITS = 8
 
 
@@ -33,17 +37,6 @@ class SkinnyTiles:
     block_in: int
     num_stages: int
     num_splits: int
-
-
-class SplitWorkspace:
-    """Partial sums of split layers, in device memory. Counters are zero between launches.
-
-    There is room for so many programs of `MAX_ROWS` rows, or accordingly more or fewer of others.
-    """
-
-    def __init__(self, device: torch.device, num_programs: int) -> None:
-        self.partial_sums = torch.empty(num_programs * SPLIT_AREA, dtype=torch.float32, device=device)
-        self.num_done = torch.zeros(num_programs * MAX_ROWS // MIN_ROWS, dtype=torch.int32, device=device)
 
 
 def choose_skinny_tiles(num_rows: int, out_features: int, is_gated: bool, num_sms: int) -> SkinnyTiles:
@@ -129,9 +122,7 @@ def _skinny_kernel(
 ):
     """One program computes BLOCK_OUT features of all tokens over one of NUM_SPLITS parts of in_features."""
     dtype: tl.constexpr = weight.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     features = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_feature = features < out_features
@@ -142,9 +133,7 @@ def _skinny_kernel(
     up_offset = out_features.to(tl.int64) * in_features
     x_rows = x + rows[:, None] * x_stride
 
-    part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
-    start = split * part_size
-    end = tl.minimum(start + part_size, in_features)
+    start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
     sums, up_sums = sum_products(
         w_rows, up_offset, x_rows, is_row, start, end, in_features,
         IS_GATED, IS_PADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
@@ -158,90 +147,3 @@ def _skinny_kernel(
             out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride,
             ACTIVATION, IS_GATED, dtype,
         )  # fmt: skip
-
-
-@triton.jit
-def sum_products(
-    w_rows,  # [BLOCK_OUT, 1]: where rows of weights start
-    up_offset,  # from there to the rows of the second half, if IS_GATED
-    x_rows,  # [BLOCK_ROWS, 1]
-    is_row,
-    start,
-    end,
-    in_features,
-    IS_GATED: tl.constexpr,
-    IS_PADDED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Sums over the columns from start to end: float32 [BLOCK_OUT, BLOCK_ROWS], and those of the second half."""
-    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for first_column in tl.range(start, end, BLOCK_IN, num_stages=NUM_STAGES):
-        columns = first_column + tl.arange(0, BLOCK_IN)
-        is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
-        w = tl.load(w_rows + columns[None, :], mask=is_column[None, :], other=0.0)
-        x_tile = tl.load(x_rows + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-        sums = tl.dot(w, tl.trans(x_tile), sums)
-        if IS_GATED:
-            w_up = tl.load(w_rows + up_offset + columns[None, :], mask=is_column[None, :], other=0.0)
-            up_sums = tl.dot(w_up, tl.trans(x_tile), up_sums)
-    return sums, up_sums
-
-
-@triton.jit
-def add_splits(
-    sums,  # [BLOCK_OUT, BLOCK_ROWS]
-    partial_sums,
-    num_done,
-    tile,
-    split,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-):
-    """Stores a program's sums; the tile's program that ends last gets the sums of all splits, and True."""
-    part: tl.constexpr = BLOCK_ROWS * BLOCK_OUT
-    at = tl.arange(0, BLOCK_ROWS)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
-    at += partial_sums + tile * (NUM_SPLITS * part)
-    tl.store(at + split * part, sums)
-    tl.debug_barrier()  # all threads store before one of them counts
-    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
-    if is_last:
-        sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        for i in tl.static_range(NUM_SPLITS):
-            sums += tl.load(at + i * part)
-        tl.store(num_done + tile, 0)
-    return sums, is_last
-
-
-@triton.jit
-def write_features(
-    out,
-    y,  # float32 [BLOCK_OUT, BLOCK_ROWS]
-    up,  # of that shape; read if IS_GATED
-    bias,  # None: none
-    residual,  # None: none
-    features,
-    rows,
-    is_row,
-    out_features,
-    out_stride,
-    ACTIVATION: tl.constexpr,  # None: none
-    IS_GATED: tl.constexpr,
-    DTYPE: tl.constexpr,  # to which each operation rounds
-):
-    """Adds the bias, computes the activation, adds the residual, and stores the features of all rows."""
-    is_feature = features < out_features
-    if bias is not None:
-        y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-    if IS_GATED and bias is not None:
-        up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-    y = activated(y, up, ACTIVATION, IS_GATED, DTYPE)
-    target = rows.to(tl.int64)[None, :] * out_stride + features[:, None]
-    mask = is_feature[:, None] & is_row[None, :]
-    if residual is not None:
-        y = y.to(DTYPE).to(tl.float32) + tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + target, y.to(DTYPE).to(out.dtype.element_ty), mask=mask)

@@ -17,7 +17,7 @@ import torch
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_gemv import can_stream_plain
-from services.dense_worker.kernels.linear.triton_skinny import MAX_ROWS
+from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS
 from services.dense_worker.kernels.lora.tensors import to_tensor
 from services.dense_worker.kernels.lora.triton_fused import MAX_RANKS, FusedWorkspace, SlotMemory, fused_linear
 from services.dense_worker.kernels.lora.triton_lora import (

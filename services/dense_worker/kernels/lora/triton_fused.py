@@ -16,11 +16,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.triton_skinny import (
+from services.dense_worker.kernels.linear.triton_skinny import choose_skinny_tiles
+from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS,
     SplitWorkspace,
     add_splits,
-    choose_skinny_tiles,
+    part_of_split,
     sum_products,
     write_features,
 )
@@ -170,9 +171,8 @@ def _fused_kernel(
         is_used = (rank < num_ranks) & (tl.max((slots[None, :] == slot[:, None]).to(tl.int32), 1) > 0)
         # Ranks that no row uses read the first one's weights and are never stored, so weights need no mask.
         a_rows = tl.where(is_used, (slot * NUM_PROJECTIONS + projection) * MAX_RANK + rank, 0).to(tl.int64)
-        part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_PARTS) * BLOCK_IN
-        start = part * part_size
-        end = tl.minimum(start + part_size, in_features) * tl.max(is_used.to(tl.int32), 0)
+        start, end = part_of_split(part, in_features, BLOCK_IN, NUM_PARTS)
+        end *= tl.max(is_used.to(tl.int32), 0)
         if PDL:
             gdc_wait()
         sums, _ = sum_products(
@@ -211,10 +211,9 @@ def _fused_kernel(
             )  # fmt: skip
         if PDL:
             gdc_wait()
-        part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
-        start = split * part_size
+        start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
         sums, up_sums = sum_products(
-            w_rows, up_offset, x_rows, is_row, start, tl.minimum(start + part_size, in_features), in_features,
+            w_rows, up_offset, x_rows, is_row, start, end, in_features,
             IS_GATED, IS_PADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
         )  # fmt: skip
         is_last = True

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.dense_worker.kernels.linear.triton_tiles import part_of_split
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 RANK_STEP = 16  # ranks are padded to a multiple of it with zeros
@@ -168,9 +169,7 @@ def _shrink_kernel(
         a_start = a + (slot * NUM_PROJECTIONS + projection).to(tl.int64) * MAX_RANK * in_features
         target = hidden + (split.to(tl.int64) * num_rows + rows[:, None]) * (NUM_PROJECTIONS * MAX_RANK)
         target += projection * MAX_RANK
-        part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
-        start = split * part_size
-        end = tl.minimum(start + part_size, in_features)
+        start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
         for first_rank in tl.range(0, rank, BLOCK_RANK):
             each_rank = first_rank + tl.arange(0, BLOCK_RANK)
             a_rows = a_start + each_rank.to(tl.int64)[:, None] * in_features

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.norm.triton_norm import normalize
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _ELEMENTS_PER_PROGRAM = 1024  # several heads
 
@@ -68,9 +67,7 @@ def _apply_gate_kernel(
     mask = is_dim[None, :] & (places < size)
     if weight is not None:
         gain = tl.load(weight + dims, mask=is_dim, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     values = tl.load(x + row * size + places, mask=mask, other=0.0)
     gates = tl.load(gate + row * gate_stride + places, mask=mask, other=0.0).to(tl.float32)
     shares = 1.0 / (1.0 + tl.exp(-gates))

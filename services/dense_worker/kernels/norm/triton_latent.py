@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.norm.triton_norm import normalize
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _HEADS_PER_PROGRAM = 16
 
@@ -74,9 +73,7 @@ def _place_latent_kernel(
     dims, ranks = tl.arange(0, BLOCK_ROTATED), tl.arange(0, BLOCK_RANK)
     is_dim, is_rank = dims < ROTATED_DIM, ranks < RANK
     gain = tl.load(weight + ranks, mask=is_rank, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     mask = (offs_h < NUM_HEADS)[:, None] & is_dim[None, :]
     source = query + row * query_stride + offs_h[:, None] * (PLAIN_DIM + ROTATED_DIM) + PLAIN_DIM + dims[None, :]
     target = heads + row * heads_stride

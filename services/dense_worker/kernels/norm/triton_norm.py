@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, RmsNorm, RmsNormPlusOne
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _HEADS_PER_PROGRAM = 8
 _HEAD_ELEMENTS_PER_PROGRAM = 4096
@@ -168,9 +167,7 @@ def _add_norm_kernel(
         delta_gain = tl.load(delta_weight + columns, mask=mask, other=0.0)
     if delta_bias is not None:
         delta_shift = tl.load(delta_bias + columns, mask=mask, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     x = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0)
     if delta is not None:
         change = tl.load(delta + row * hidden_size + columns, mask=mask, other=0.0).to(tl.float32)
@@ -221,9 +218,7 @@ def _normalize_heads_kernel(
         gain = tl.where(is_q[:, None], gain, k_gain)
     if NUM_NORMED > NUM_HEADS + NUM_KV_HEADS:  # v heads have no weight
         gain = tl.where((is_q | is_k)[:, None], gain, 0.0 if NORM == "rms_plus_one" else 1.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     at = qkv + tl.program_id(0).to(tl.int64) * qkv_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     mask = (heads < NUM_NORMED)[:, None] & is_dim[None, :]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)

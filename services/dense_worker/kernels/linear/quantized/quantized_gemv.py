@@ -25,7 +25,7 @@ from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledW
 from services.dense_worker.kernels.linear.quantized.triton_gemv_quantized import can_gemv, gemv_quantized
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 

@@ -28,7 +28,7 @@ from services.dense_worker.kernels.linear.quantized.tile_choice import (
 from services.dense_worker.kernels.linear.quantized.triton_block_tiles import multiply_block_tiles
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import multiply_value_tiles
-from services.dense_worker.kernels.linear.triton_skinny import SPLIT_AREA, SplitWorkspace
+from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitWorkspace
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _MULTIPLY_ADDS_PER_CYCLE = 2048  # of an SM of Hopper in 16 bits; twice as many in 8

@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix
 from services.dense_worker.kernels.linear.quantized.tile_choice import Tiles
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, add_splits, write_features
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace, add_splits, part_of_split, write_features
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 
 def multiply_block_tiles(
@@ -88,9 +87,7 @@ def _block_tiles_kernel(
     PDL: tl.constexpr,
 ):
     """One program computes BLOCK_OUT features of BLOCK_ROWS rows over one of NUM_SPLITS parts of in_features."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     row_tile, feature_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     features = feature_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -103,12 +100,11 @@ def _block_tiles_kernel(
     x_scale_row = x_scale + x_rows * num_groups
     scale_row = scale + (feature_tile * BLOCK_OUT // ROW_GROUP_SIZE) * num_groups
 
-    part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
-    start = split * part_size
+    start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
     group = tl.minimum(start // GROUP_SIZE, num_groups - 1)
     next_x_scale, next_scale = tl.load(x_scale_row + group), tl.load(scale_row + group)
     sums = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)  # so that a thread needs the scales of few rows
-    for first in tl.range(start, tl.minimum(start + part_size, in_features), BLOCK_IN, num_stages=NUM_STAGES):
+    for first in tl.range(start, end, BLOCK_IN, num_stages=NUM_STAGES):
         columns = (first + tl.arange(0, BLOCK_IN))[None, :]
         if IS_PADDED:
             w = tl.load(w_row + columns, mask=columns < in_features, other=0.0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.quantization.schemes import Element
 from services.dense_worker.kernels.linear.activation import MlpActivation
@@ -18,7 +17,7 @@ from services.dense_worker.kernels.linear.quantized.operands import InputForm, P
 from services.dense_worker.kernels.linear.triton_activation import activated
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import normalize
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 
 def prepare_input(
@@ -106,9 +105,7 @@ def _prepare_kernel(
         features = tl.load(order + tl.program_id(1) * in_features + columns, mask=mask, other=0)
     if norm_weight is not None:
         gain = tl.load(norm_weight + features, mask=mask, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     source = x + row.to(tl.int64) * x_stride + features
     stored = tl.load(source, mask=mask, other=0.0)
     if delta is not None:

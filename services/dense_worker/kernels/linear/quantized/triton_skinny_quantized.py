@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
@@ -21,14 +20,15 @@ from services.dense_worker.kernels.linear.quantized.triton_codes import (
     scales_in_float32,
     uint4_in_16_bits,
 )
-from services.dense_worker.kernels.linear.triton_skinny import (
+from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS,
     MIN_ROWS,
     SplitWorkspace,
     add_splits,
+    part_of_split,
     write_features,
 )
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _MAX_SPLITS = 16
 PROGRAMS_PER_SM = 2  # that splits may lead to; for these the workspace has room
@@ -173,6 +173,66 @@ def add_product(
         return sums + part
 
 
+@triton.jit
+def sum_codes(
+    x_row,  # pointers [BLOCK_ROWS, 1]: the rows' starts
+    up_x_row,  # those for the second half, if IS_GATED
+    x_scale,  # None: none, or one for each whole row, which is not applied here
+    x_rows,  # [BLOCK_ROWS]: the numbers of the rows
+    w_row,  # pointers [BLOCK_OUT, 1]: the rows' starts
+    up_row,  # those of the second half, if IS_GATED
+    scale,
+    zero_point,  # None: none
+    w_features,  # [BLOCK_OUT]: the numbers of the rows of weights
+    out_features,
+    start,
+    end,
+    is_row,
+    in_features,
+    CODES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # 0: scales of whole rows, which are not applied here
+    ROW_GROUP_SIZE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    DOT_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Sums over the features from start to end, with the scales of their groups: float32 [BLOCK_OUT, BLOCK_ROWS].
+
+    And those of the second half of the weights.
+    """
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for block in tl.range(start, end, BLOCK_IN, num_stages=NUM_STAGES):
+        for i in tl.static_range(BLOCK_IN // DOT_SIZE):
+            first = block + i * DOT_SIZE
+            w_scale, up_scale, group_scale, zero, up_zero = None, None, None, None, None
+            if GROUP_SIZE > 0:
+                num_groups = tl.cdiv(in_features, GROUP_SIZE)
+                group = tl.minimum(first // GROUP_SIZE, num_groups - 1)
+                w_scale = scale + (w_features // ROW_GROUP_SIZE) * num_groups + group
+                up_scale = scale + ((w_features + out_features) // ROW_GROUP_SIZE) * num_groups + group
+                if zero_point is not None:
+                    zero = zero_point + w_features * num_groups + group
+                    up_zero = zero_point + (w_features + out_features) * num_groups + group
+                if x_scale is not None:
+                    group_scale = x_scale + x_rows * num_groups + group
+            sums = add_product(
+                sums, x_row, group_scale, w_row, w_scale, zero, first, is_row[:, None], in_features, CODES, DOT_SIZE
+            )
+            if IS_GATED:
+                up_sums = add_product(
+                    up_sums, up_x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
+                    CODES, DOT_SIZE,
+                )  # fmt: skip
+        sums = awaited(sums)
+        if IS_GATED:
+            up_sums = awaited(up_sums)
+    return sums, up_sums
+
+
 @triton.jit(do_not_specialize=["num_rows", "first_end", "second_end"])
 def _skinny_quantized_kernel(
     out,
@@ -210,9 +270,7 @@ def _skinny_quantized_kernel(
 ):
     """One program computes BLOCK_OUT features of all rows over one of NUM_SPLITS parts of in_features."""
     PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     features = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_feature = features < out_features
@@ -235,35 +293,12 @@ def _skinny_quantized_kernel(
     x_row = x + version * x_version_stride + x_rows[:, None] * x_stride
     up_x_row = x + up_version * x_version_stride + x_rows[:, None] * x_stride
 
-    part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
-    start = split * part_size
-    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for block in tl.range(start, tl.minimum(start + part_size, in_features), BLOCK_IN, num_stages=NUM_STAGES):
-        for i in tl.static_range(BLOCK_IN // DOT_SIZE):
-            first = block + i * DOT_SIZE
-            w_scale, up_scale, group_scale, zero, up_zero = None, None, None, None, None
-            if GROUP_SIZE > 0:
-                num_groups = tl.cdiv(in_features, GROUP_SIZE)
-                group = tl.minimum(first // GROUP_SIZE, num_groups - 1)
-                w_scale = scale + (w_features // ROW_GROUP_SIZE) * num_groups + group
-                up_scale = scale + ((w_features + out_features) // ROW_GROUP_SIZE) * num_groups + group
-                if zero_point is not None:
-                    zero = zero_point + w_features * num_groups + group
-                    up_zero = zero_point + (w_features + out_features) * num_groups + group
-                if x_scale is not None:
-                    group_scale = x_scale + x_rows * num_groups + group
-            sums = add_product(
-                sums, x_row, group_scale, w_row, w_scale, zero, first, is_row[:, None], in_features, CODES, DOT_SIZE
-            )
-            if IS_GATED:
-                up_sums = add_product(
-                    up_sums, up_x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
-                    CODES, DOT_SIZE,
-                )  # fmt: skip
-        sums = awaited(sums)
-        if IS_GATED:
-            up_sums = awaited(up_sums)
+    start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
+    sums, up_sums = sum_codes(
+        x_row, up_x_row, x_scale, x_rows, w_row, up_row, scale, zero_point, w_features, out_features, start, end,
+        is_row, in_features, CODES, GROUP_SIZE, ROW_GROUP_SIZE, IS_GATED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, DOT_SIZE,
+        NUM_STAGES,
+    )  # fmt: skip
 
     is_last = True
     if NUM_SPLITS > 1:

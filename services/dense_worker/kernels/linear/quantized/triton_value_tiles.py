@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix, largest_power_of_2
 from services.dense_worker.kernels.linear.quantized.tile_choice import Tiles
@@ -22,8 +21,8 @@ from services.dense_worker.kernels.linear.quantized.triton_codes import (
     scales_in_float32,
     uint4_in_16_bits,
 )
-from services.dense_worker.kernels.linear.triton_skinny import SplitWorkspace, add_splits, write_features
-from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace, add_splits, part_of_split, write_features
+from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 
 def multiply_value_tiles(
@@ -109,9 +108,7 @@ def _value_tiles_kernel(
 ):
     """One program computes BLOCK_OUT features of BLOCK_ROWS rows over one of NUM_SPLITS parts of in_features."""
     PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     row_tile, feature_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     features = feature_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -127,8 +124,7 @@ def _value_tiles_kernel(
     w_row = weight + w_features.to(tl.int64)[:, None] * row_bytes
     scale_row = w_features // ROW_GROUP_SIZE
 
-    part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
-    start = split * part_size
+    start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
     next_scales, next_zeros = None, None
     if GROUP_SIZE > 0:
         at = _places_of_scales(scale_row, start, in_features, GROUP_SIZE, SCALED_SIZE, BLOCK_IN)
@@ -136,7 +132,7 @@ def _value_tiles_kernel(
         if zero_point is not None:
             next_zeros = tl.load(zero_point + at)
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for first in tl.range(start, tl.minimum(start + part_size, in_features), BLOCK_IN, num_stages=NUM_STAGES):
+    for first in tl.range(start, end, BLOCK_IN, num_stages=NUM_STAGES):
         columns = (first // PER_BYTE + tl.arange(0, BLOCK_IN // PER_BYTE))[None, :]
         is_column = columns < row_bytes if IS_PADDED else tl.full(columns.shape, True, tl.int1)
         octets = tl.load(w_row + columns, mask=is_column, other=0)
