@@ -8,6 +8,9 @@ QUICK = "quick"  # hypothesis' profile of `make test`
 MAX_QUICK_EXAMPLES = 25
 
 
-def examples(number: int) -> int:
-    """The number of examples of a property that is worth `number`, for `hypothesis.settings(max_examples=...)`."""
-    return min(number, MAX_QUICK_EXAMPLES) if settings.get_current_profile_name() == QUICK else number
+def examples(number: int, most: int = MAX_QUICK_EXAMPLES) -> int:
+    """How often to try what is worth `number` tries: at most `most` in `make test`.
+
+    Of a property that is the number for `hypothesis.settings(max_examples=...)`.
+    """
+    return min(number, most) if settings.get_current_profile_name() == QUICK else number

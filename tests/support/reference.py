@@ -16,6 +16,14 @@ from services.common.config import EMBEDDED_MODEL
 from tests.support.models import make_model_dir
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 VOCAB_SIZE = 1024  # of the embedded model, whose tokenizer the random models borrow
 
 

@@ -119,10 +119,12 @@ class Deployment:
         stub = dense_pb2_grpc.DenseWorkerStub(self._channels[pair])
         return stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
 
-    def answer(self, seed: int, on_token: Callable[[], None] = lambda: None) -> list[int]:
-        """A sampled answer of `NUM_TOKENS` tokens, which depends on `seed` alone."""
+    def answer(
+        self, seed: int, on_token: Callable[[], None] = lambda: None, num_tokens: int = NUM_TOKENS
+    ) -> list[int]:
+        """A sampled answer, which depends on `seed` alone."""
         token_ids: list[int] = []
-        sampled = request(PROMPT, NUM_TOKENS, temperature=1.0, seed=seed, ignore_eos=True)
+        sampled = request(PROMPT, num_tokens, temperature=1.0, seed=seed, ignore_eos=True)
         for chunk in self.gateway.GenerateStream(sampled, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True):
             token_ids += chunk.token_ids
             on_token()
@@ -139,7 +141,7 @@ class Deployment:
         with ThreadPoolExecutor(NUM_STREAMS) as threads:
             while True:
                 before = {pair: self.status(pair).num_steps for pair in self._ports}
-                list(threads.map(self.answer, range(NUM_STREAMS)))
+                list(threads.map(lambda seed: self.answer(seed, num_tokens=8), range(NUM_STREAMS)))
                 if all(self.status(pair).num_steps > num_steps for pair, num_steps in before.items()):
                     return
                 assert time.monotonic() < deadline, self.processes.logs()

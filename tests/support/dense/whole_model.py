@@ -42,6 +42,7 @@ class WholeModel:
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         num_window_blocks: int | None = None,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
         """`make_attention`: None: torch, for all layers of the model. `num_window_blocks`: layers with a window have
         as many blocks of their own; None: all have the same.
@@ -50,14 +51,14 @@ class WholeModel:
         self.weights = load_weights(path, self.config, dtype, device)
         self.dense = make_dense(self.weights)
         beyond = length_dependent_beyond(self.config.rope)
-        spec = KVCacheSpec.of_model(self.config, dtype, NUM_BLOCKS, BLOCK_SIZE)
+        spec = KVCacheSpec.of_model(self.config, dtype, num_blocks, BLOCK_SIZE)
         if num_window_blocks is not None:
             window = max(each for each in spec.windows if each is not None)
             spec = replace(spec, window_blocks=WindowBlocks(window, num_window_blocks))
         if spec.gated_delta:
             spec = replace(spec, num_state_slots=NUM_STATE_SLOTS)
         self.cache = build_cache(
-            NUM_BLOCKS,
+            num_blocks,
             BLOCK_SIZE,
             max_model_len,
             length_dependent_beyond=beyond,
@@ -71,6 +72,7 @@ class WholeModel:
             self.attention.use_sinks(sinks)
         if gated_delta := load_recurrence_weights(path, self.config):
             self.attention.use_gated_delta(gated_delta)
+        self._path, self._make_dense = path, make_dense
         self._token_ids: dict[int, list[int]] = {}
         self._tables: dict[int, LoadedTable] = {}
 
@@ -80,6 +82,11 @@ class WholeModel:
         if table is not None:
             self._tables[seq_id] = table
         return self.cache.open_sequence(seq_id, prompt, len(prompt)).num_cached_tokens
+
+    def replace_dense(self) -> None:
+        """As after the death of a dense worker: the weights are loaded anew, the cache stays."""
+        self.weights = load_weights(self._path, self.config, self.dtype, self.device)
+        self.dense = self._make_dense(self.weights)
 
     @torch.inference_mode()
     def step(

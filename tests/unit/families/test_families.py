@@ -75,6 +75,29 @@ def test_chunks_decoding_and_prefix_cache(path: Path, truth: PreTrainedModel) ->
         check_logits(last, expected[-1:])
 
 
+def test_decoding_goes_on_after_the_loss_of_the_weights_or_of_the_cache(path: Path, truth: PreTrainedModel) -> None:
+    """As after the death of a dense worker, and of an attention worker: a new cache gets all tokens so far."""
+    tokens = list(PROMPT)
+
+    def decode(model: WholeModel, num_computed: int) -> None:
+        for _ in range(NUM_DECODED):
+            confirmed = [(1, tokens[-1])] if len(tokens) > num_known else []
+            (logits,) = model.step((1, len(tokens) - num_computed, num_computed), confirmed=confirmed)
+            num_computed = len(tokens)
+            tokens.append(int(logits[-1].argmax()))
+
+    model, num_known = WholeModel(path), len(tokens)
+    model.open(1, tokens)
+    decode(model, 0)
+    model.replace_dense()
+    decode(model, len(tokens) - 1)
+    model, num_known = WholeModel(path), len(tokens)
+    model.open(1, tokens)
+    decode(model, 0)
+    expected = true_logits(truth, tokens)[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    assert tokens[len(PROMPT) :] == expected and len(expected) == 3 * NUM_DECODED
+
+
 @torch.inference_mode()
 def prompt_with_vectors(truth: PreTrainedModel, vocab_size: int) -> tuple[list[int], LoadedTable, torch.Tensor]:
     """A prompt of tokens and vectors, the table of its vectors, and its logits by transformers."""
