@@ -8,11 +8,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import grpc
+import numpy as np
 import pytest
 
 from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.dense_worker.engine.step_outputs import StepOutputs
+from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
@@ -47,6 +48,36 @@ class Stream:
             yield await self._requests.get()
 
     async def _ignore(self, metadata: object) -> None: ...
+
+
+def test_each_stream_gets_the_tokens_of_its_sequences() -> None:
+    async def run() -> None:
+        submitted: asyncio.Queue[Sequence] = asyncio.Queue()
+        engine = Mock(submit=submitted.put_nowait)
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), Mock(spec=Grammars))
+        servicer.set_engine(engine, Mock(), Mock())
+        servicer.set_info(dense_pb2.DenseInfo())
+        streams, sequences = [Stream(servicer) for _ in range(3)], []
+        for seq_id, stream in enumerate([0, 1, 0, 2], start=2**63):
+            streams[stream].send(submit(seq_id, [5, 6], 4))
+            sequences.append(await submitted.get())
+        await streams[2].close()
+        rows = np.empty(4, object)
+        rows[:] = sequences
+        decoded = DecodedTokens(
+            np.array([each.stream for each in sequences]),
+            np.array([each.seq_id for each in sequences], np.uint64),
+            np.array([10, 11, 12, 13]),
+            rows,
+        )
+        servicer.deliver(StepReport(7, outputs=StepOutputs(decoded)))
+        first, second = await streams[0].next, await streams[1].next
+        assert (first.step_id, list(first.seq_ids), list(first.token_ids)) == (7, [2**63, 2**63 + 2], [10, 12])
+        assert (second.step_id, list(second.seq_ids), list(second.token_ids)) == (7, [2**63 + 1], [11])
+        await streams[0].close()
+        await streams[1].close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None:

@@ -138,8 +138,10 @@ class StepPlanner:
         growing = rows[lacks_block]
         step.num_tokens -= len(rows)
         step.num_logits -= len(rows)
-        may_be_short = session.rows.num_unreserved(growing) + _num_rows(decodes) > ledger.num_available_blocks
-        if len(growing) and may_be_short:
+        is_short = False
+        if len(growing):
+            is_short = session.rows.num_unreserved(growing) + _num_rows(decodes) > ledger.num_available_blocks
+        if is_short:
             self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
             decodes = []
         else:
@@ -147,7 +149,7 @@ class StepPlanner:
             step.decodes = session.rows.advance(rows, lacks_block)
         if session.joining and may_fork:
             self._plan_forks(step)
-        if is_shared and ledger.num_available_blocks < len(decodes):
+        if is_shared and decodes and ledger.num_available_blocks < len(decodes):
             decodes = put_largest_last(decodes)
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
