@@ -36,12 +36,12 @@ from services.common.errors import (
     QueueTimeout,
     TwostrokeError,
 )
+from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.shorten import quote
 from services.gateway.access.access import Caller
 from services.gateway.adapter_list import SHARED, AdapterList
 from services.gateway.model_names import ModelNames
 from services.gateway.siblings import Siblings
-from services.grammar.client_turns import Client, ClientTurns
 from services.lora.adapter import Adapter
 from services.lora.adapter_records import AdapterRecords
 from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Shapes, check_adapter, read_config

@@ -18,9 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
+from services.common.fairness.client_turns import ClientTurns
 from services.common.structured_output import StructuredOutput
 from services.dense_worker.engine.sequence import Sequence
-from services.grammar.client_turns import ClientTurns
 from services.grammar.form_error import FormError
 from services.grammar.lower import lower
 from services.grammar.matcher import CREDIT_S, GrammarMatcher, MaskThreads, compile_grammar

@@ -24,8 +24,8 @@ from typing import Any
 import structlog
 
 from services.common.errors import CapacityError, TwostrokeError
+from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar.client_turns import Client, ClientTurns
 from services.grammar.form_error import FormError, SlowFormError
 from services.grammar.trial import MAX_CPU_S
 

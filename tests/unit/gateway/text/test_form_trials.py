@@ -16,10 +16,10 @@ import pytest
 
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, TwostrokeError
+from services.common.fairness.client_turns import Client
 from services.common.structured_output import MAX_CHOICES, Constraint, StructuredOutput
 from services.gateway.text import form_trials
 from services.gateway.text.form_trials import FormTrials
-from services.grammar.client_turns import Client
 from services.grammar.form_error import FormError, SlowFormError
 from tests.support.process_memory import resident_bytes
 

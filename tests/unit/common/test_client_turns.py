@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.grammar.client_turns import Client, ClientTurns
+from services.common.fairness.client_turns import Client, ClientTurns
 
 BUSY, OTHER, THIRD = (0, 1), (0, 2), (0, 3)
 

@@ -1,7 +1,7 @@
-"""`ClientTurns`: compiling forms is done by few at once, and clients who wait for it take turns.
+"""`ClientTurns`: what only few may do at once, such as compiling forms, is done by clients in turns.
 
 It is round robin: among the tenants that have something waiting, and within a tenant among its clients. A client's own
-requests keep their order. So however many forms one client has waiting, another one waits for two of them at most.
+requests keep their order. So however much one client has waiting, another one waits for two of its turns at most.
 """
 
 from __future__ import annotations
