@@ -219,8 +219,10 @@ PREPROCESSING = ModelSpec(
     ),
     "python",
     False,
-    frozenset({"DECODER_QUERY", "EMBEDDING_BIAS_WEIGHTS", "EMBEDDING_BIAS_WORDS"}),
+    frozenset({"DECODER_QUERY", "EMBEDDING_BIAS_WEIGHTS", "EMBEDDING_BIAS_WORDS"})
+    | {"IMAGE_BYTES", "IMAGE_URL", "PROMPT_TABLE_EXTRA_ID", "VIDEO_BYTES"},
 )
+_RETENTION = ("starts", "ends", "priorities", "durations_ms")
 TENSORRT_LLM = ModelSpec(
     "tensorrt_llm",
     (
@@ -242,6 +244,11 @@ TENSORRT_LLM = ModelSpec(
         InputSpec("runtime_top_p_decay", FLOAT, only=(1.0,)),
         InputSpec("runtime_top_p_min", FLOAT),  # only a decay would read it
         InputSpec("runtime_top_p_reset_ids", INT, only=(-1,)),
+        # How long blocks stay in the cache, and how tokens are drafted: nothing of it is in an answer.
+        *(InputSpec(f"retention_token_range_{name}", INT, MANY) for name in _RETENTION),
+        InputSpec("retention_decode_priority", INT),
+        InputSpec("retention_decode_duration_ms", INT),
+        *(InputSpec(f"lookahead_{name}", INT) for name in ("window_size", "ngram_size", "verification_set_size")),
     ),
     (
         OutputSpec("output_ids", "INT32", (-1, -1)),
@@ -253,7 +260,10 @@ TENSORRT_LLM = ModelSpec(
     "tensorrt_llm",
     True,
     _REFUSED
-    | {"decoder_input_ids", "draft_acceptance_threshold", "draft_input_ids", "draft_logits", "embedding_bias"},
+    | {"decoder_input_ids", "draft_acceptance_threshold", "draft_input_ids", "draft_logits", "embedding_bias"}
+    # of models with an encoder or images, and of a server that computes prompts elsewhere
+    | {"context_phase_params", "cross_attention_mask", "decoder_input_lengths", "encoder_input_features"}
+    | {"encoder_output_lengths", "mrope_position_deltas", "mrope_rotary_cos_sin", "skip_cross_attn_blocks"},
 )
 _PASSED_ON = {"CUM_LOG_PROBS": (-1,), "OUTPUT_LOG_PROBS": (-1, -1)}
 POSTPROCESSING = ModelSpec(
@@ -270,6 +280,7 @@ POSTPROCESSING = ModelSpec(
     ),
     "python",
     False,
+    frozenset({"BATCH_INDEX", "CONTEXT_LOGITS", "GENERATION_LOGITS", "SEQUENCE_INDEX"}),
 )
 MODELS: Mapping[str, ModelSpec] = {
     each.name: each for each in (ENSEMBLE, PREPROCESSING, TENSORRT_LLM, POSTPROCESSING, TENSORRT_LLM_BLS)

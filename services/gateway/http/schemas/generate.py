@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
-from services.gateway.http.schemas.base import CountOrAll, RequestModel, UInt32, at_most
+from services.gateway.http.schemas.base import CountOrAll, Int32, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.completions import CompletionRequest, Prompt
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
@@ -59,8 +59,22 @@ class GenerateBody(RequestModel):
         "audio_data": ([],),
         "video_data": ([],),
         "input_embeds": (),
+        "positional_embed_overrides": (),
         "session_params": ({},),
         "custom_logit_processor": ("",),
+        "lora_id": ("",),
+        "max_thinking_tokens": (),
+        "multi_item_delimiter_indices": ([],),
+        "require_reasoning": (False,),
+        # what the answer would have in addition, or in another form
+        "return_bytes": (False,),
+        "return_entropy": (False,),
+        "return_flat_raw_top_logprobs": (False,),
+        "return_flat_raw_top_logprobs_b64": (False,),
+        "return_indexer_topk": (False,),
+        "return_prompt_token_ids": (False,),
+        "return_routed_experts": (False,),
+        "return_sampling_mask": (False,),
     }
 
     text: Annotated[str | list[str] | None, at_most(MAX_PROMPTS)] = Field(None, description="The prompt, or several")
@@ -83,6 +97,8 @@ class GenerateBody(RequestModel):
     )
     rid: str | None = Field(None, description="The request's name, for logs and meta_info.id")
     lora_path: str | None = Field(None, description="The name of an adapter")
+    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
 
     @pydantic.field_validator("sampling_params", mode="before")
     @classmethod
@@ -141,6 +157,8 @@ class GenerateBody(RequestModel):
             ("min_tokens", params.min_new_tokens),
             ("include_stop_str_in_output", params.no_stop_trim),
             ("seed", params.sampling_seed),
+            ("priority", self.priority),
+            ("cache_salt", self.cache_salt),
         ):
             if value is not None:
                 changes[name] = value
