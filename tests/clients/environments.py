@@ -21,8 +21,8 @@ ROOT = REPOSITORY / ".clients"
 PINS = Path(__file__).parent
 INSTALL_TIMEOUT_S = 600.0
 INSTALLED = "installed"  # name of the file that marks a complete installation
-# litellm needs an older openai; guidellm installs torch
-PYTHON_GROUPS = ["agents", "anthropic", "litellm", "guidellm", "triton"]
+# litellm and openai-agents need an older openai each; guidellm installs torch
+PYTHON_GROUPS = ["agents", "anthropic", "litellm", "guidellm", "openai-agents", "triton"]
 NODE = "node"
 
 
