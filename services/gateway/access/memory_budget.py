@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from services.common.errors import CapacityError, InvalidRequest
+from services.common.fairness.client_turns import Client
 from services.common.fairness.kept_room import may_wait, refusal
-from services.grammar.client_turns import Client
 
 KEY = "gateway.max_held_bytes"
 BYTES_PER_BODY_BYTE = 4  # of a body or message: itself, the objects that are made of it, and the prompt

@@ -19,10 +19,10 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from services.common.errors import CapacityError, DeadlineExceeded, InvalidRequest, RequestAborted
+from services.common.fairness.client_turns import Client
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.heavy_work import MAX_INLINE_BYTES, HeavyWork, work_for
 from services.gateway.access.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
-from services.grammar.client_turns import Client
 
 log = structlog.get_logger()
 

@@ -38,6 +38,9 @@ def test_the_three_steps_give_what_the_ensemble_gives(tmp_path: Path) -> None:
             message("preprocessing", {"QUERY": texts([PROMPT]), "REQUEST_OUTPUT_LEN": int32([len(TOKENS)]), **words})
         )
         assert output(first, "INPUT_ID").tolist() == [PROMPT_IDS]
+        nothing = {"QUERY": texts([""]), "REQUEST_OUTPUT_LEN": int32([1])}
+        empty = await stub.ModelInfer(message("preprocessing", nothing))
+        assert output(empty, "INPUT_ID").tolist() == [PROMPT_IDS[:1]]  # BOS, as from the tokenizer itself
         bad_ids, bad_ends = output(first, "BAD_WORDS_IDS")[0]
         assert bad_ids[: bad_ends[0]].tolist() == ids("cat")
         second = await stub.ModelInfer(

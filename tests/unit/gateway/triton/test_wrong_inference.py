@@ -111,10 +111,6 @@ WRONG = {
         ["SEQUENCE_LENGTH is 3", "0 to 2"],
     ),
     "many lists": (message("postprocessing", {"TOKENS_BATCH": int32([[1]] * 300)}), ["300 lists", "256"]),
-    "an empty text": (
-        message("preprocessing", {"QUERY": texts([""]), "REQUEST_OUTPUT_LEN": int32([1])}),
-        ["text is empty"],
-    ),
 }
 
 
