@@ -33,7 +33,7 @@ MAX_MODEL_LEN = 64  # so that valid requests are short
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # `derandomize` gives the same requests in every run, so that failures can be repeated.
 FEW = hypothesis.settings(
-    max_examples=examples(30),
+    max_examples=examples(30, 10),  # of each operation of the document
     derandomize=True,
     database=None,
     deadline=None,
@@ -41,7 +41,7 @@ FEW = hypothesis.settings(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
 )
 # For requests with many options, each of which can be wrong alone.
-MANY = hypothesis.settings(FEW, max_examples=examples(80))
+MANY = hypothesis.settings(FEW, max_examples=examples(80, 40))
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -118,8 +118,8 @@ def test_a_good_request_with_a_few_generated_fields(cluster: Cluster, path: str,
         answers[response.status_code] += 1
 
     check()
-    assert answers[200] > 10, answers
-    assert answers[400] > 10, answers
+    assert answers[200] > MANY.max_examples / 8, answers
+    assert answers[400] > MANY.max_examples / 80, answers  # few examples have few of these, in /v1/completions
 
 
 def numbers(least: int, most: int) -> st.SearchStrategy[int]:

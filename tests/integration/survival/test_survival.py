@@ -144,7 +144,7 @@ def test_a_request_that_kills_the_attention_worker_is_failed(tmp_path: Path) -> 
 def test_a_single_long_request_survives_two_quick_kills_of_the_attention_worker(tmp_path: Path) -> None:
     """The second kill comes while prompt and tokens are computed again, which takes many steps."""
     with plain_services(tmp_path, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2") as services:
-        message = request([5, 6, 7, 8] * 300, 600, temperature=0.9, seed=1, ignore_eos=True)
+        message = request([5, 6, 7, 8] * 150, 300, temperature=0.9, seed=1, ignore_eos=True)
         expected = collect(services.gateway, message)
 
         def kill_twice() -> bool:
