@@ -31,7 +31,7 @@ from services.common.gpu import gpu_uuid
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.model.weights import random_weights
-from services.dense_worker.runner import model_runner
+from services.dense_worker.runner.model_runner import LayerRun
 
 PROGRAM = Path(__file__).parents[1] / "seam.py"
 BLOCK_SIZE = 16
@@ -145,7 +145,9 @@ class DenseSide:
             self._backend.last(attn_out, residual, rows)
 
         def run(batch: int) -> None:
-            model_runner.run_layers(self._backend, channel, self._config.num_layers, token_ids, rows)
+            layers = LayerRun(self._backend, channel, self._config.num_layers)
+            layers.begin(token_ids)
+            layers.finish(rows)
 
         return _replaying(self._stream, StepGraphs(self._stream, warm_up, run), batch)
 
