@@ -136,3 +136,19 @@ def test_steps_are_those_of_each_sequence_for_itself(data: st.DataObject, is_ahe
     runner: ModelRunner = run.runner
     for seq_id, text in run.texts.items():
         assert runner._sequences[seq_id].token_ids == text.token_ids
+
+
+def test_a_token_that_is_read_late_is_not_taken_for_one_of_the_slots_next_sequence() -> None:
+    run: Any = Run(None, is_ahead=True)  # type: ignore[arg-type]
+    run.runner, run.backend = make_runner(1)
+    bind = run.runner.bind
+    run.runner.open(new(1, 5, 6))
+    _, first = run.enqueue(bind(plan_of(1, PlanEntry(1, 0, 2, 1))))
+    run.runner.open(new(2, 30, 31))
+    _, second = run.enqueue(bind(plan_of(2, PlanEntry(2, 0, 2, 1), close_seq_ids=(1,))))
+    assert first.read().token_ids.rows() == [[7]]  # the slot is that of sequence 2 by now
+    fed, third = run.enqueue(bind(plan_of(3, PlanEntry(2, 2, 1, 1))))
+    assert fed == [32], "it is fed on the device, where the second step has left it"
+    assert second.read().token_ids.rows() == [[32]]
+    assert third.read().token_ids.rows() == [[33]]
+    assert run.runner._sequences[2].token_ids == [30, 31, 32, 33]
