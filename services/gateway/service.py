@@ -14,30 +14,30 @@ from services.common.errors import PeerError
 from services.common.model_config import ModelConfig, load_model_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
-from services.gateway.access.memory_budget import MemoryBudget
 from services.gateway.access.reception import Reception
-from services.gateway.adapters import Adapters
-from services.gateway.client_templates.client_templates import ClientTemplates
-from services.gateway.frontend import Frontend
-from services.gateway.http.app import build_app
+from services.gateway.adapters.adapters import Adapters
+from services.gateway.apis.app import build_app
+from services.gateway.apis.triton.inference import Triton
+from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
+from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
+from services.gateway.core.request_service import Frontend
 from services.gateway.http.server import HttpServer
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.dense_progress import DenseProgress
 from services.gateway.link.journal import Journal
+from services.gateway.link.siblings import Siblings
 from services.gateway.link.worker_load import WorkerLoad
-from services.gateway.loop_delay import measure_loop_delay
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.model_names import ModelNames
-from services.gateway.open_files import fit_connections
-from services.gateway.pool_metrics import PoolMetrics
-from services.gateway.prompts.prompt_embeds import PromptEmbeds
-from services.gateway.servicer import SERVICE_NAME, GatewayServicer
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.metrics.loop_delay import measure_loop_delay
+from services.gateway.metrics.pool_metrics import PoolMetrics
+from services.gateway.request.model_names import ModelNames
+from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.resources.memory_budget import MemoryBudget
+from services.gateway.resources.open_files import fit_connections
 from services.gateway.sibling_servicer import SIBLINGS_SERVICE_NAME, SiblingServicer
-from services.gateway.siblings import Siblings
+from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
-from services.gateway.triton.inference import Triton
-from services.gateway.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.lora.shapes import adapted_shapes
 from services.pb import gateway_pb2_grpc, siblings_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics

@@ -1,12 +1,12 @@
-"""What a gateway does for its siblings: see `protos/siblings.proto` and `services.gateway.siblings`."""
+"""What a gateway does for its siblings: see `protos/siblings.proto` and `services.gateway.link.siblings`."""
 
 from __future__ import annotations
 
 import grpc
 
-from services.gateway.frontend import Frontend
-from services.gateway.siblings import decode_owner
-from services.gateway.triton.inference import Triton
+from services.gateway.apis.triton.inference import Triton
+from services.gateway.core.request_service import Frontend
+from services.gateway.link.siblings import decode_owner
 from services.pb import siblings_pb2, siblings_pb2_grpc
 
 SIBLINGS_SERVICE_NAME = siblings_pb2.DESCRIPTOR.services_by_name["Siblings"].full_name

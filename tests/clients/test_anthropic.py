@@ -6,7 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from services.gateway.http.schemas.anthropic.request import CountTokensRequest, MessagesRequest
+from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from tests.clients.environments import Environment
 from tests.clients.test_clients import PROGRAMS, needs, run
 from tests.support.chats.chat_models import make_chat_model, prompt_text, writes

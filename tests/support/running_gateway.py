@@ -20,8 +20,8 @@ from pydantic import ConfigDict, TypeAdapter
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
 from services.common.errors import TwostrokeError
+from services.gateway.apis.twostroke.servicer import SERVICE_NAME
 from services.gateway.service import Gateway
-from services.gateway.servicer import SERVICE_NAME
 from services.pb import gateway_pb2_grpc
 from services.rpc.server import serve
 from tests.support.warm_process import WarmProcess, warm_server

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import TwostrokeError
-from services.gateway.http.schemas.base import RequestModel
-from services.gateway.http.schemas.chat import ChatRequest
-from services.gateway.http.schemas.completions import CompletionRequest
-from services.gateway.http.schemas.sampling import StreamOptions
-from services.gateway.http.schemas.tokens import DetokenizeBody, TokenizeBody
+from services.gateway.apis.openai.chat_schema import ChatRequest
+from services.gateway.apis.openai.completion_schema import CompletionRequest
+from services.gateway.apis.openai.token_schema import DetokenizeBody, TokenizeBody
+from services.gateway.apis.shared.generation_fields import StreamOptions
+from services.gateway.apis.shared.request_model import RequestModel
 from tests.support.cluster import REPOSITORY
 from tests.support.documents import DOCS, PAGES, README, anchors, linked_file, links, page_name
 

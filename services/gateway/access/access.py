@@ -21,7 +21,7 @@ from services.common.errors import ConfigError, PermissionDenied, Unauthenticate
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
 from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of
 from services.gateway.access.rate_limits import RateLimits, Usage
-from services.gateway.request import GenerationRequest, Owner, owner_of
+from services.gateway.request.generation_request import GenerationRequest, Owner, owner_of
 
 log = structlog.get_logger()
 

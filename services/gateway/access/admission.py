@@ -15,7 +15,7 @@ from services.common.errors import CapacityError, Draining
 from services.common.fairness.kept_room import may_wait, refusal
 from services.gateway.access.access import Caller
 from services.gateway.link.journal import Client, Journal
-from services.gateway.request import GenerationRequest
+from services.gateway.request.generation_request import GenerationRequest
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0

@@ -21,8 +21,8 @@ from google.protobuf.message import DecodeError
 from services.common.errors import CapacityError, DeadlineExceeded, InvalidRequest, RequestAborted
 from services.common.fairness.client_turns import Client
 from services.gateway.access.access import Access, Caller
-from services.gateway.access.heavy_work import MAX_INLINE_BYTES, HeavyWork, work_for
-from services.gateway.access.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork, work_for
+from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 
 log = structlog.get_logger()
 

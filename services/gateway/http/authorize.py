@@ -7,9 +7,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import Unauthenticated
 from services.gateway.access.access import Access
 from services.gateway.access.client_address import FORWARDED_FOR
-from services.gateway.access.heavy_work import work_for
-from services.gateway.access.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 from services.gateway.http.errors import error_response
+from services.gateway.resources.heavy_work import work_for
+from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 
 # Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests.
 OPEN_PATHS = frozenset(

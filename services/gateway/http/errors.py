@@ -23,9 +23,9 @@ from typing_extensions import TypedDict
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
 from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
-from services.gateway.http.schemas.anthropic.answers import ErrorBody as AnthropicErrorBody
-from services.gateway.http.schemas.anthropic.answers import ErrorObject as AnthropicErrorObject
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.apis.anthropic.answer_objects import ErrorBody as AnthropicErrorBody
+from services.gateway.apis.anthropic.answer_objects import ErrorObject as AnthropicErrorObject
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 
 log = structlog.get_logger()
 

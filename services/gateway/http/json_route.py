@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from services.gateway.access.heavy_work import MAX_INLINE_BYTES, HeavyWork
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
 
 MAX_STRINGS = 2**16  # strings, lists and objects in one body; a chat of 4096 messages, each of one part, has 50,000
 

@@ -19,7 +19,7 @@ from services.common.errors import (
 from services.common.sampling_messages import encode_sampling
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.link.stream_sequences import StreamSequences
-from services.gateway.request import GenerationRequest
+from services.gateway.request.generation_request import GenerationRequest
 from services.lora.adapter import encode_adapter
 from services.lora.prompt_table import PromptTable
 from services.pb import dense_pb2

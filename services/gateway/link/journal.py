@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from services.gateway.link.stream_sequences import StreamSequences
-from services.gateway.request import GenerationRequest, Owner
+from services.gateway.request.generation_request import GenerationRequest, Owner
 
 NUM_SEQ_IDS = 2**32  # of one gateway; later ones are used again
 Client = tuple[int, int]  # tenant and client, as in `GenerationRequest`

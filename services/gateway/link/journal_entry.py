@@ -19,7 +19,7 @@ from services.common.sampling_params import MAX_SEED, SamplingParams
 from services.common.token_logprobs import LogprobRows
 from services.gateway.link.logits import LogitRows
 from services.gateway.link.search_record import SearchRecord
-from services.gateway.request import GenerationRequest
+from services.gateway.request.generation_request import GenerationRequest
 from services.pb import dense_pb2, sampling_pb2
 
 

@@ -19,8 +19,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from services.common.errors import InvalidRequest
-from services.gateway.prompts.chat_vectors import ChatVectors
 from services.gateway.text.chat_message import Message
+from services.gateway.text.chat_vectors import ChatVectors
 from services.gateway.text.harmony.markers import is_harmony_template
 from services.gateway.text.harmony.messages import harmony_fields
 from services.gateway.text.system_messages import PROBE, has_later_system_message, without_later_system_messages

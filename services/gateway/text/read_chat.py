@@ -9,10 +9,10 @@ from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
-from services.gateway.access.heavy_work import MAX_INLINE_BYTES
-from services.gateway.prompts.chat_vectors import ChatVectors, content_of
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.chat_message import Message, MessageCall
 from services.gateway.text.chat_template import Chat
+from services.gateway.text.chat_vectors import ChatVectors, content_of
 from services.gateway.text.harmony.markers import REASONING_EFFORTS
 from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.tokenizer import Tokenizer

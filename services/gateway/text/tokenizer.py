@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from services.common.errors import ConfigError, InvalidRequest
-from services.gateway.access.heavy_work import HeavyWork
-from services.gateway.client_templates.client_templates import ClientTemplates
-from services.gateway.prompts.chat_vectors import encode_around
+from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.text.chat_template import Chat, ChatTemplate
+from services.gateway.text.chat_vectors import encode_around
+from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
 from services.gateway.text.fill_in_middle import FillInMiddle
 from services.gateway.text.harmony.markers import MARKERS

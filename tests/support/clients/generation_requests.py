@@ -7,7 +7,7 @@ from typing import Any
 from services.common.sampling_params import SamplingParams
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
-from services.gateway.request import GenerationRequest
+from services.gateway.request.generation_request import GenerationRequest
 
 
 def make_request(request_id: str = "r", **fields: Any) -> GenerationRequest:

@@ -17,12 +17,12 @@ import torch
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, InvalidRequest
 from services.common.model_config import load_model_config
-from services.gateway import adapter_list
-from services.gateway import adapters as adapters_module
 from services.gateway.access.access import Access, Caller
-from services.gateway.adapters import MAX_CHANGES_OF_CLIENT, Adapters
-from services.gateway.model_names import ModelNames
-from services.gateway.siblings import Siblings
+from services.gateway.adapters import adapter_list
+from services.gateway.adapters import adapters as adapters_module
+from services.gateway.adapters.adapters import MAX_CHANGES_OF_CLIENT, Adapters
+from services.gateway.link.siblings import Siblings
+from services.gateway.request.model_names import ModelNames
 from services.lora.adapter_records import DIRECTORY as RECORDS
 from services.lora.checkpoint import check_adapter
 from services.lora.shapes import adapted_shapes

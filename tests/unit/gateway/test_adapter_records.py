@@ -15,9 +15,9 @@ from services.common.errors import NotFound
 from services.common.model_config import load_model_config
 from services.gateway.access.access import Caller
 from services.gateway.access.rate_limits import RateLimits, Usage
-from services.gateway.adapters import Adapters
-from services.gateway.model_names import ModelNames
-from services.gateway.siblings import Siblings
+from services.gateway.adapters.adapters import Adapters
+from services.gateway.link.siblings import Siblings
+from services.gateway.request.model_names import ModelNames
 from services.lora.adapter import Adapter
 from services.lora.adapter_records import DIRECTORY, AdapterRecords
 from services.lora.shapes import adapted_shapes

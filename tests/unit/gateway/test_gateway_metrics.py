@@ -13,10 +13,10 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, Unauthenticated
 from services.common.sampling_params import SamplingParams
 from services.gateway.access.access import Access
-from services.gateway.generation import Generation
+from services.gateway.core.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
-from services.gateway.metrics import GatewayCounts, GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
 from services.gateway.text.tokenizer import load_tokenizer
 from tests.support.clients.generation_requests import make_request
 

@@ -13,11 +13,11 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
-from services.gateway.chunks import Chunk, Prompt
-from services.gateway.generation import Generation
+from services.gateway.core.chunks import Chunk, Prompt
+from services.gateway.core.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.text.tokenizer import load_tokenizer
 from tests.support.clients.generation_requests import make_request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.open_files import share_files
+from services.gateway.resources.open_files import share_files
 
 
 @pytest.mark.parametrize(

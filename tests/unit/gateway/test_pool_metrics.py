@@ -7,7 +7,7 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from services.gateway.link.worker_load import CacheLoad, Load, RequestLoad
-from services.gateway.pool_metrics import PoolMetrics
+from services.gateway.metrics.pool_metrics import PoolMetrics
 from tests.support.running_gateway import run
 
 LABELS = {"model_name": "tiny"}

@@ -12,8 +12,8 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
 from services.common.sampling_params import SamplingParams
-from services.gateway.model_names import ModelNames
-from services.gateway.request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
+from services.gateway.request.generation_request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
+from services.gateway.request.model_names import ModelNames
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 

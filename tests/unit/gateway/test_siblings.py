@@ -16,7 +16,7 @@ import pytest
 
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL
-from services.gateway.siblings import Siblings
+from services.gateway.link.siblings import Siblings
 from services.pb import gateway_pb2, siblings_pb2, siblings_pb2_grpc, triton_pb2_grpc
 from tests.support.adapters import make_adapter
 from tests.support.clients.gateway_calls import ids

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from services.gateway.access.heavy_work import HeavyWork, work_for
+from services.gateway.resources.heavy_work import HeavyWork, work_for
 
 
 def compute(seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import CapacityError, InvalidRequest
-from services.gateway.access.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 
 GREEDY, OTHER, ANYBODY = (0, 1), (0, 2), (0, 0)
 

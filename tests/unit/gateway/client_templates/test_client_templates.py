@@ -10,9 +10,9 @@ import httpx2
 import pytest
 
 from services.common.errors import CapacityError, InvalidRequest
-from services.gateway.client_templates.client_templates import MAX_WAITING, ClientTemplates
 from services.gateway.text.chat_message import Message
 from services.gateway.text.chat_template import Chat
+from services.gateway.text.client_templates.client_templates import MAX_WAITING, ClientTemplates
 from tests.support.clients.gateway_calls import REFERENCE, ids
 from tests.support.clients.http_gateway import CHATS, check_error, say, with_client
 from tests.support.running_gateway import RunningGateway, run

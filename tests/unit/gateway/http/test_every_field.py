@@ -17,14 +17,14 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from services.gateway.http.schemas.base import RequestModel
-from services.gateway.http.schemas.chat import ChatRequest
-from services.gateway.http.schemas.completions import CompletionRequest
-from services.gateway.http.schemas.generate import GenerateBody, GenerateSampling
-from services.gateway.http.schemas.llama_cpp import InfillBody, LlamaCppBody
-from services.gateway.http.schemas.responses.request import ResponsesRequest
-from services.gateway.http.schemas.sampling import IGNORED
-from services.gateway.triton.models import MODELS
+from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody
+from services.gateway.apis.openai.chat_schema import ChatRequest
+from services.gateway.apis.openai.completion_schema import CompletionRequest
+from services.gateway.apis.responses.schema import ResponsesRequest
+from services.gateway.apis.sglang.schema import GenerateBody, GenerateSampling
+from services.gateway.apis.shared.generation_fields import IGNORED
+from services.gateway.apis.shared.request_model import RequestModel
+from services.gateway.apis.triton.models import MODELS
 from tests.support.clients.http_gateway import say, with_client
 from tests.support.cluster import REPOSITORY
 from tests.support.running_gateway import RunningGateway

@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from services.gateway.chunks import Finish, Timings
-from services.gateway.http.answers.timings import request_metrics, timings
+from services.gateway.apis.shared.timings import request_metrics, timings
+from services.gateway.core.chunks import Finish, Timings
 from services.gateway.link.journal_entry import FinishReason
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import events

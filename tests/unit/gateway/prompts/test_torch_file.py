@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.gateway.prompts.torch_file import read_saved_tensor
+from services.gateway.request.torch_file import read_saved_tensor
 from tests.support.examples import examples
 from tests.support.torch_files import changed, hostile_files, saved
 
@@ -53,7 +53,7 @@ def test_hostile_files_take_no_memory(tmp_path: Path) -> None:
     program = (
         "import resource, sys, torch\n"
         "from services.common.errors import InvalidRequest\n"
-        "from services.gateway.prompts.torch_file import read_saved_tensor\n"
+        "from services.gateway.request.torch_file import read_saved_tensor\n"
         "from tests.support.torch_files import hostile_files\n"
         "files = hostile_files('/nonexistent/file')\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.stored_responses.response_store import OVERHEAD_BYTES, ResponseStore, StoredResponse
+from services.gateway.apis.responses.response_store import OVERHEAD_BYTES, ResponseStore, StoredResponse
 
 MAX_RESPONSES, MAX_BYTES_OF_OWNER, MAX_BYTES = 3, 4 * OVERHEAD_BYTES, 7 * OVERHEAD_BYTES
 

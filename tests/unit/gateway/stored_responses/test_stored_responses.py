@@ -11,9 +11,9 @@ import pytest
 
 from services.common.config import Config, GatewaySection, LaunchSection
 from services.common.errors import InvalidRequest
-from services.gateway.http.schemas.responses.request import ResponsesRequest
-from services.gateway.stored_responses.record import ResponseRecord
-from services.gateway.stored_responses.response_store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.schema import ResponsesRequest
+from services.gateway.apis.responses.stored_record import ResponseRecord
 from tests.support.chats.chat_models import prompt_text, with_chat_model
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_gateway import MODEL

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.gateway.triton.models import ENSEMBLE
-from services.gateway.triton.rows import row_of_json
-from services.gateway.triton.to_message import generate_message
+from services.gateway.apis.triton.models import ENSEMBLE
+from services.gateway.apis.triton.rows import row_of_json
+from services.gateway.apis.triton.to_message import generate_message
 from services.pb import sampling_pb2
 
 SCHEMA = '{"type": "object"}'

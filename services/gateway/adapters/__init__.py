@@ -1,0 +1,1 @@
+"""The adapters that clients may use."""

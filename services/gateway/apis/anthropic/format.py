@@ -1,0 +1,109 @@
+"""Answers of the Messages API: the whole message, or its events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.gateway.apis.anthropic.answer_objects import MessageObject, StopReason, UsageObject
+from services.gateway.apis.anthropic.content_blocks import ContentBlocks
+from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
+from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
+from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
+from services.gateway.core.request_service import Frontend
+from services.gateway.http.errors import anthropic_error
+from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.link.journal_entry import FinishReason
+
+PARAM_NAMES = {
+    "chat": "messages",
+    "max_reasoning_tokens": "thinking.budget_tokens",
+    "prompt": "messages",
+    "request_id": REQUEST_ID_HEADER,
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+}
+
+
+def param_names(body: CountTokensRequest) -> Mapping[str, str]:
+    """The names of this API for fields of `GenerateRequest`."""
+    names = dict(PARAM_NAMES)
+    for i in range(len(body.tools or ())):
+        names[f"tools[{i}].function"] = f"tools[{i}]"
+        names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
+    return names
+
+
+class MessagesFormat:
+    """The `Format` of messages. A message is the only answer to a single prompt."""
+
+    has_event_names = True
+    end_of_stream = b""
+
+    def __init__(self, frontend: Frontend, body: MessagesRequest, request_id: str) -> None:
+        self.param_names = param_names(body)
+        self._request_id = request_id
+        self._model = body.model or frontend.names.first
+        self._blocks = ContentBlocks()
+        self._num_prompt_tokens = 0
+        self._finish: Finish | None = None
+
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
+        [prompt] = prompts
+        self._num_prompt_tokens = len(prompt)
+
+    def opening(self) -> Sequence[Any]:
+        """The message without content. How many tokens are cached is known only later, and told at the end."""
+        return [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        self._finish = chunk.finish
+        return self._blocks.add(chunk_deltas(chunk))
+
+    def closing(self) -> Sequence[Any]:
+        """The events after the last delta. The message has reason and counts now."""
+        events = self._blocks.end()
+        message = self._message()
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        return [*events, {"type": "message_delta", "delta": delta, "usage": message["usage"]}, {"type": "message_stop"}]
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> MessageObject:
+        [([completion], _)] = answers
+        self._finish = completion.finish
+        self._blocks.add(completion_deltas(completion))
+        self._blocks.end()
+        return self._message()
+
+    def failure(self, error: Exception) -> Sequence[Any]:
+        return [anthropic_error(error, self._request_id)]
+
+    def _message(self) -> MessageObject:
+        finish = self._finish
+        return {
+            "id": f"msg_{self._request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": self._blocks.blocks if finish is not None else [],
+            "stop_reason": None if finish is None else _stop_reason(finish),
+            "stop_sequence": None if finish is None else finish.stop_string,
+            "usage": _usage(self._num_prompt_tokens, finish),
+        }
+
+
+def _stop_reason(finish: Finish) -> StopReason:
+    if finish.reason is FinishReason.LENGTH:
+        return "max_tokens"
+    if finish.stop_string is not None:
+        return "stop_sequence"
+    return "tool_use" if finish.num_calls else "end_turn"
+
+
+def _usage(num_prompt_tokens: int, finish: Finish | None) -> UsageObject:
+    num_cached_tokens = 0 if finish is None else finish.num_cached_tokens
+    return {
+        "input_tokens": num_prompt_tokens - num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached_tokens,
+        "output_tokens": 0 if finish is None else finish.num_output_tokens,
+    }

@@ -1,0 +1,76 @@
+"""Converts bodies of llama.cpp's /completion to gRPC messages; their texts between token ids become tokens here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict
+
+from services.common.sampling_params import MAX_LOGIT_BIAS
+from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody
+from services.gateway.apis.shared.to_message import completion_messages
+from services.gateway.request.context_length import too_long
+from services.gateway.request.generation_request import ModelLimits, check_token_ids
+from services.gateway.text.tokenizer import Tokenizer
+from services.pb import gateway_pb2, sampling_pb2
+
+
+async def llama_cpp_messages(
+    body: LlamaCppBody, request_id: str, tokenizer: Tokenizer, limits: ModelLimits
+) -> list[gateway_pb2.GenerateRequest]:
+    """One message per prompt. Raises `InvalidRequest`."""
+    prompts = [await _read_prompt(each, tokenizer, limits) for each in body.prompts_given]
+    messages = completion_messages(body.completion.model_copy(update={"prompt": prompts}), request_id, limits)
+    bias, banned = await _read_biases(body, tokenizer, limits.vocab_size)
+    for message in messages:
+        if isinstance(body, InfillBody):
+            message.suffix, message.middle, message.echo = body.input_suffix, body.prompt or "", False
+        if body.max_new_tokens is None:
+            message.default_max_tokens = 0  # the rest of the context
+        if body.cache_prompt is False:
+            message.cache_salt = secrets.token_hex(16)  # no other prompt has the same
+        message.return_progress = bool(body.return_progress and body.stream)
+        sampling = message.sampling
+        if sampling.HasField("top_k"):
+            sampling.top_k = min(sampling.top_k, limits.vocab_size)
+        sampling.logit_bias.update(bias)
+        sampling.bad_words.extend(sampling_pb2.TokenSequence(token_ids=[token_id]) for token_id in banned)
+    return messages
+
+
+async def _read_prompt(
+    given: str | list[str | int], tokenizer: Tokenizer, limits: ModelLimits
+) -> str | list[int]:
+    """The same prompt without texts between token ids. A text at the start gets special tokens, others do not."""
+    if isinstance(given, str) or str not in map(type, given):
+        return given  # type: ignore[return-value]
+    texts = [each for each in given if isinstance(each, str)]
+    num_characters, most = sum(map(len, texts)), limits.max_model_len * tokenizer.max_token_characters
+    if num_characters > most:
+        limit = f"and a token at most {tokenizer.max_token_characters}"
+        raise too_long(limits.max_model_len, f"the texts have {num_characters} characters, {limit}", "prompt")
+    token_ids: list[int] = []
+    for i, each in enumerate(given):
+        if isinstance(each, str):
+            token_ids += await tokenizer.encode(each, add_special_tokens=i == 0)
+            await asyncio.sleep(0)  # let other tasks run
+        else:
+            token_ids.append(each)
+    return token_ids
+
+
+async def _read_biases(
+    body: LlamaCppBody, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[dict[int, float], set[int]]:
+    """What is added to the logits of tokens, and the tokens that are never sampled."""
+    bias, banned = defaultdict[int, float](float), set[int]()
+    for token, value in body.biases:
+        token_ids = [token] if isinstance(token, int) else await tokenizer.encode(token, add_special_tokens=False)
+        check_token_ids("logit_bias", token_ids, vocab_size)
+        for token_id in token_ids:
+            if value is None:
+                banned.add(token_id)
+            else:
+                bias[token_id] += value
+    limited = {each: max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, value)) for each, value in bias.items()}
+    return {each: value for each, value in limited.items() if each not in banned}, banned

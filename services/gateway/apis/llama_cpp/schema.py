@@ -1,0 +1,308 @@
+"""The body and the answers of llama.cpp's POST /completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from services.common.config import MAX_PROMPTS
+from services.common.sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
+from services.gateway.apis.openai.completion_schema import CompletionRequest
+from services.gateway.apis.shared.answer_objects import ProgressObject, TimingsObject
+from services.gateway.apis.shared.request_model import (
+    MAX_INT64,
+    MIN_INT64,
+    CountOrAll,
+    Int64,
+    TokenIdList,
+    UInt32,
+    at_most,
+)
+from services.gateway.request.generation_request import MAX_STRING_CHARACTERS
+
+DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # as with llama.cpp
+SAMPLERS = ["penalties", "temperature", "top_k", "top_p", "min_p"]  # in the order in which they are applied
+RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's names of a random seed
+ALL = -1
+MAX_TEXTS = 64  # that one prompt has between token ids, or that `logit_bias` names: each takes half a millisecond
+MAX_RESPONSE_FIELDS = 64
+OWN_FIELDS = ("n_predict", "n_probs", "repeat_penalty", "return_progress", "samplers")
+
+
+def _kind_of_sequence(value: Any) -> str:
+    if not isinstance(value, list):
+        return "<text>"
+    return "<pieces>" if str in map(type, value) else "<token_ids>"
+
+
+def _kind_of_prompt(value: Any) -> str:
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if list in kinds or kinds == {str}:
+            return "<prompts>"
+    return _kind_of_sequence(value)
+
+
+def _check_pieces(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """Does the same as `check`, but faster for a list without errors, and limits the number of texts."""
+    token_ids = [each for each in value if type(each) is int]
+    num_texts = list(map(type, value)).count(str)
+    if num_texts > MAX_TEXTS:
+        context = {"count": num_texts, "most": MAX_TEXTS}
+        raise PydanticCustomError("texts", "has {count} texts between token ids, at most {most} allowed", context)
+    if num_texts + len(token_ids) < len(value):
+        return check(value)
+    if token_ids and (min(token_ids) < MIN_INT64 or max(token_ids) > MAX_INT64):
+        return check(value)
+    return value
+
+
+Pieces = Annotated[list[str | Int64], Field(fail_fast=True), pydantic.WrapValidator(_check_pieces)]
+Sequence = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[TokenIdList, Tag("<token_ids>")] | Annotated[Pieces, Tag("<pieces>")],
+    Discriminator(_kind_of_sequence),
+]
+LlamaCppPrompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[TokenIdList, Tag("<token_ids>")]
+    | Annotated[Pieces, Tag("<pieces>")]
+    | Annotated[list[Sequence], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<prompts>")],
+    Discriminator(_kind_of_prompt),
+]
+Bias = float | Literal[False]
+Biases = Annotated[
+    list[Annotated[list[UInt32 | str | float | Literal[False]], Field(min_length=2, max_length=2)]] | dict[str, Bias],
+    at_most(MAX_LOGIT_BIASES),
+]
+
+
+class LlamaCppBody(CompletionRequest):
+    """Prompts to continue, and llama.cpp's options; those of completions that have no other name here work too."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: values for name, values in CompletionRequest.unsupported.items() if name not in OWN_FIELDS},
+        "adaptive_target": (-1,),
+        "grammar_lazy": (False,),
+        "grammar_triggers": ([],),
+        "image_data": ([],),
+        "min_keep": (0,),
+        "n_indent": (0,),
+        "post_sampling_probs": (False,),
+        "samplers": (SAMPLERS,),
+        "system_prompt": ("",),
+        "t_max_predict_ms": (0,),
+        "tfs_z": (1,),
+        # fields of completions whose results the answer has no place for
+        "best_of": (1,),
+        "echo": (False,),
+        "logprob_token_ids": ([],),
+        "prompt_embeds": (),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "stream_options": (),
+        "use_beam_search": (False,),
+    }
+
+    prompt: LlamaCppPrompt = Field(  # type: ignore[assignment]
+        description="A text, token ids, texts between token ids, or a list of such prompts. A list of texts is several "
+        "prompts"
+    )
+    n_predict: CountOrAll | None = Field(
+        None, description="Longest answer in tokens; -1, the default: to the end of the context. 0: compute the prompt"
+    )
+    n_cmpl: UInt32 | None = Field(None, description="Number of answers to each prompt; n is another name")
+    n_probs: UInt32 | None = Field(
+        None, description="Give the log-probability of each token and of this many most likely tokens; 0: none"
+    )
+    repeat_penalty: float | None = Field(None, description="The same as repetition_penalty of completions")
+    repeat_last_n: CountOrAll | None = Field(
+        None, description="Tokens that penalties count: -1, the default: all; 0: none. Else only without penalties"
+    )
+    logit_bias: Biases | None = Field(  # type: ignore[assignment]
+        None,
+        description="Pairs, or an object, of a token id or text and a value that is added to the logit of the token, "
+        "or of all tokens of the text; false: never sample it",
+    )
+    cache_prompt: bool | None = Field(None, description="false: compute the prompt without the prefix cache")
+    return_progress: bool | None = Field(
+        None, description="Send events with prompt_progress while the prompt of a stream is computed"
+    )
+    return_tokens: bool | None = Field(None, description="Give the token ids of the answer; streams always do")
+    response_fields: Annotated[list[str] | None, at_most(MAX_RESPONSE_FIELDS)] = Field(
+        None, description="Give only these fields; a/b gives the field b of a under the name a/b"
+    )
+
+    @pydantic.field_validator("logit_bias")
+    @classmethod
+    def _check_token_ids(cls, bias: Any) -> Any:
+        texts = 0
+        for token, value in bias.items() if isinstance(bias, dict) else bias or ():
+            if isinstance(token, bool | float) or isinstance(value, str):
+                raise PydanticCustomError("pair", "a pair is a token id or a text, and a number or false")
+            if abs(value) > MAX_LOGIT_BIAS:
+                context = {"value": f"{value:g}", "most": f"{MAX_LOGIT_BIAS:g}"}
+                raise PydanticCustomError("bias", "has {value}, must be from -{most} to {most}", context)
+            texts += isinstance(token, str) and not is_token_id(token)
+            if isinstance(token, str) and not 1 <= len(token) <= MAX_STRING_CHARACTERS:
+                context = {"count": len(token), "most": MAX_STRING_CHARACTERS}
+                raise PydanticCustomError("text", "a text has {count} characters, must have 1 to {most}", context)
+        if texts > MAX_TEXTS:
+            context = {"count": texts, "most": MAX_TEXTS}
+            raise PydanticCustomError("texts", "has {count} texts, at most {most} allowed", context)
+        return bias
+
+    @pydantic.model_validator(mode="after")
+    def _check_penalties(self) -> LlamaCppBody:
+        if self.repeat_last_n not in (None, ALL, 0) and self.has_penalties:
+            context = {"value": self.repeat_last_n, "field": "repeat_last_n"}
+            message = "is {value}: with a penalty only -1 (all tokens) and 0 (no penalty) are supported"
+            raise PydanticCustomError("repeat_last_n", message, context)
+        return self
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty is asked for."""
+        penalties = (self.repeat_penalty, self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return any(value not in (None, neutral) for value, neutral in zip(penalties, (1, 1, 0, 0), strict=True))
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Longest answer in tokens; None: as long as the context allows."""
+        given = self.max_tokens if self.n_predict is None else self.n_predict
+        return None if given == ALL else given
+
+    @property
+    def prompts_given(self) -> list[str | list[str | int]]:
+        """All prompts, one element each."""
+        return self.prompt if _kind_of_prompt(self.prompt) == "<prompts>" else [self.prompt]  # type: ignore
+
+    @property
+    def biases(self) -> list[tuple[int | str, float | None]]:
+        """The tokens, or texts, of `logit_bias` and what is added to their logits; None: they are never sampled."""
+        given = self.logit_bias
+        pairs = given.items() if isinstance(given, dict) else given or ()
+        is_object = isinstance(given, dict)
+        return [
+            (int(token) if is_object and is_token_id(token) else token, None if value is False else float(value))
+            for token, value in pairs
+        ]
+
+    @property
+    def completion(self) -> CompletionRequest:
+        """The request for completions that asks for the same, but for `logit_bias` and texts between token ids."""
+        max_tokens, given = self.max_new_tokens, self.logprobs if self.n_probs is None else self.n_probs
+        penalty = self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty
+        changes: dict[str, Any] = {
+            **{name: value for name, value in DEFAULTS.items() if getattr(self, name) is None},
+            "prompt": self.prompts_given,
+            "n": self.n if self.n_cmpl is None else self.n_cmpl,
+            "max_tokens": max_tokens,
+            "echo": max_tokens == 0,  # only then may there be no tokens
+            "logprobs": None if max_tokens == 0 else given or None,
+            "repetition_penalty": penalty,
+            "seed": None if self.seed in RANDOM_SEEDS else self.seed,
+            "stop": [each for each in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if each],
+            "logit_bias": None,
+        }
+        if self.temperature is not None:
+            changes["temperature"] = max(0.0, self.temperature)  # a negative one is greedy
+        if self.repeat_last_n == 0:
+            changes |= {"repetition_penalty": None, "frequency_penalty": None, "presence_penalty": None}
+        return self.model_copy(update=changes)
+
+
+class InfillBody(LlamaCppBody):
+    """Two texts, and what stands between them so far; llama.cpp's options."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **LlamaCppBody.unsupported,
+        "input_extra": ([],),
+        "suffix": ("",),
+    }
+
+    prompt: str | None = Field(None, description="The beginning of the middle, which the answer continues")  # type: ignore[assignment]
+    input_prefix: str = Field(description="The text before the answer")
+    input_suffix: str = Field(description="The text after the answer")
+
+    @property
+    def prompts_given(self) -> list[str | list[str | int]]:
+        return [self.input_prefix]
+
+
+def is_token_id(text: str) -> bool:
+    """Whether a key of an object names a token by its id."""
+    return text.isascii() and text.isdecimal() and len(text) <= 10
+
+
+class TokenProbability(TypedDict):
+    """A token of the answer, or one of the most likely tokens in its place. `token` lacks incomplete characters."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: NotRequired[list[dict[str, Any]]]  # of tokens of the answer
+
+
+class LlamaCppObject(TypedDict):
+    """An answer, or one event of a streamed one; only the last event has all fields."""
+
+    index: NotRequired[int]
+    content: NotRequired[str]
+    tokens: NotRequired[list[int]]
+    id_slot: NotRequired[int]  # always -1: there are no slots
+    stop: NotRequired[bool]
+    model: NotRequired[str]
+    tokens_predicted: NotRequired[int]
+    tokens_evaluated: NotRequired[int]  # of the prompt
+    tokens_cached: NotRequired[int]  # of the prompt, found in the prefix cache
+    generation_settings: NotRequired[dict[str, Any]]
+    prompt: NotRequired[str]
+    has_new_line: NotRequired[bool]
+    truncated: NotRequired[bool]  # whether the context was full
+    stop_type: NotRequired[Literal["none", "eos", "limit", "word"]]  # none: the request was aborted
+    stopping_word: NotRequired[str]
+    timings: NotRequired[TimingsObject]
+    prompt_progress: NotRequired[ProgressObject]  # in events without text
+    completion_probabilities: NotRequired[list[TokenProbability]]
+
+
+class DefaultSettings(TypedDict):
+    """The context in tokens, and the options of /completion with their defaults."""
+
+    n_ctx: int
+    params: dict[str, Any]
+
+
+class Props(TypedDict):
+    """The properties of the server."""
+
+    default_generation_settings: DefaultSettings
+    total_slots: int  # sequences that run at once
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str  # empty: the model has none
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool
+
+
+class Slot(TypedDict, total=False):
+    """A place for a sequence. The last three fields are those of sequences of the caller."""
+
+    id: int
+    id_task: int  # -1: it is free
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+    params: dict[str, Any]
+    n_prompt_tokens: int
+    next_token: dict[str, int | bool]

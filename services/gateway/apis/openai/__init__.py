@@ -1,0 +1,1 @@
+"""OpenAI's completions and chats, with the fields and routes that vLLM adds to them."""

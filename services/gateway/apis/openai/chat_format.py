@@ -1,0 +1,191 @@
+"""Answers to chats as OpenAI's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.apis.openai.chat_schema import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunkObject,
+    ChatLogprobs,
+    ChatObject,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+)
+from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_reason
+from services.gateway.apis.openai.tool_calls import add_parts, delta_object, finish_reason
+from services.gateway.apis.openai.tool_schema import NamedToolChoice
+from services.gateway.apis.shared.answer import DONE
+from services.gateway.apis.shared.logprobs import chat_logprobs, prompt_logprobs
+from services.gateway.core.chunks import Chunk, Completion, Prompt
+from services.gateway.core.request_service import Frontend
+from services.gateway.http.errors import ErrorBody, describe
+from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.text.deltas import ContentDelta
+
+PARAM_NAMES = {
+    "chat": "messages",
+    "logprobs": "top_logprobs",
+    "prompt": "messages",
+    "prompt_embedding_table": "messages",
+    "prompt_token_ids": "messages",
+    "request_id": REQUEST_ID_HEADER,
+}
+
+
+class ChatFormat:
+    """The `Format` of chats. A chat is a single prompt, so `prompt_index` is always 0."""
+
+    has_event_names = False
+    end_of_stream = DONE
+
+    def __init__(self, frontend: Frontend, body: ChatRequest, request_id: str) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = head(frontend, kind, f"chatcmpl-{request_id}", body.model)
+        self._tokenizer = frontend.tokenizer
+        self._eos_token_ids = frontend.eos_token_ids
+        self._body = body
+        self.param_names = _param_names(body)
+        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
+        self._usage = UsageCounter()
+        self._prompt: list[int] = []  # token ids
+        self._lead = _last_of_assistant(body) if body.echo else ""
+        self._is_named = isinstance(body.tool_choice, NamedToolChoice)
+        has_format = frontend.tokenizer.chat_formats.reasoning is not None
+        self._has_reasoning = has_format and body.include_reasoning is not False
+
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
+        [self._prompt] = prompts
+
+    def opening(self) -> Sequence[ChatChunkObject]:
+        """Objects with the role of every answer and, for `echo`, the text that the answer continues."""
+        deltas: list[Delta] = [{"role": "assistant", "content": "", "reasoning_content": None}]
+        if self._lead:
+            deltas.append({"content": self._lead, "reasoning_content": None})
+        objects = [
+            self._object(_piece(i, delta), 0)
+            for delta in deltas
+            for i in range(self._body.n or 1)
+        ]
+        if self._body.return_token_ids:
+            objects[0]["prompt_token_ids"] = self._prompt
+        return objects
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject]:
+        pieces = chunk.deltas or ([ContentDelta(chunk.text)] if chunk.text else ())
+        delta = delta_object(pieces, has_reasoning=self._has_reasoning)
+        choice = _piece(chunk.index, delta)
+        if self._body.logprobs and chunk.token_ids:
+            choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())
+        if self._body.return_token_ids:
+            choice["token_ids"] = chunk.token_ids
+        prompt = chunk.prompt
+        has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
+        has_text = len(delta) > 1  # beside the reasoning, which may be null
+        choices = [choice]
+        if chunk.finish is not None:
+            self._usage.add(prompt_index, chunk.finish)
+            if has_text:  # as with OpenAI, the delta beside the reason has no text
+                choices.append(_piece(chunk.index, delta_object((), has_reasoning=False)))
+            choices[-1]["finish_reason"] = finish_reason(chunk.finish, self._is_named)
+            choices[-1]["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+            if chunk.finish.beam_score is not None:
+                choices[-1]["beam_score"] = chunk.finish.beam_score
+        elif not has_text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
+            if not self._has_usage:
+                return ()  # the token is an incomplete character, or a part of a marker
+            delta["content"] = ""  # who counts tokens also measures when they come
+        objects = [self._object(each, chunk.num_output_tokens) for each in choices]
+        if has_prompt_logprobs:
+            objects[0]["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
+            )
+        return objects
+
+    def closing(self) -> Sequence[ChatChunkObject]:
+        return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
+
+    def failure(self, error: Exception) -> Sequence[ErrorBody]:
+        return [describe(error)[1]]
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ChatObject:
+        [(completions, prompt)] = answers
+        choices = []
+        for completion in completions:
+            assert completion.finish is not None
+            self._usage.add(0, completion.finish)
+            choices.append(self._choice(completion))
+        whole: ChatObject = {
+            **self._head,
+            "choices": choices,
+            "usage": self._usage.usage(),
+            "prompt_logprobs": None,
+        }
+        if prompt is not None and prompt.logprobs is not None:
+            whole["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
+            )
+        if self._body.return_token_ids:
+            whole["prompt_token_ids"] = self._prompt
+        return whole
+
+    def _choice(self, completion: Completion) -> ChatChoice:
+        message: AnswerMessage = {
+            "role": "assistant",
+            "content": self._lead + completion.text,
+            "refusal": None,
+            "reasoning": None,
+            "reasoning_content": None,
+        }
+        if completion.parts is not None:
+            add_parts(message, completion.parts, has_reasoning=self._has_reasoning)
+        choice: ChatChoice = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish_reason(completion.finish, self._is_named),
+            "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
+        }
+        if completion.finish.beam_score is not None:
+            choice["beam_score"] = completion.finish.beam_score
+        if self._body.logprobs:
+            choice["logprobs"] = self._logprobs(completion.token_ids, completion.logprobs)
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        has_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(self._tokenizer, token_ids, logprobs, has_ids=has_ids)
+
+    def _object(self, choice: ChunkChoice, num_output_tokens: int) -> ChatChunkObject:
+        whole: ChatChunkObject = {**self._head, "choices": [choice]}
+        if self._has_running_usage:
+            whole["usage"] = running_usage(len(self._prompt), num_output_tokens)
+        elif self._has_usage:
+            whole["usage"] = None
+        return whole
+
+
+def _piece(index: int, delta: Delta) -> ChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _param_names(body: ChatRequest) -> Mapping[str, str]:
+    """Some fields have two names, of which the request has one."""
+    names = dict(PARAM_NAMES)
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if body.max_reasoning_tokens is None:
+        names["max_reasoning_tokens"] = "thinking_token_budget"
+    return names
+
+
+def _last_of_assistant(body: ChatRequest) -> str:
+    """The text of the last message if it is the assistant's, else an empty string."""
+    last = body.messages[-1]
+    return last.text if last.role == "assistant" else ""

@@ -1,0 +1,360 @@
+"""POST /v1/chat/completions, as in OpenAI's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from services.gateway.apis.openai.tool_schema import (
+    AnswerToolCall,
+    ToolCallDeltaObject,
+    ToolCalls,
+    ToolChoiceObject,
+    ToolObjects,
+)
+from services.gateway.apis.shared.answer_objects import (
+    FinishReasonName,
+    ProgressObject,
+    PromptLogprobs,
+    RequestMetrics,
+    TimingsObject,
+    UsageObject,
+)
+from services.gateway.apis.shared.generation_fields import GenerationFields
+from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
+from services.gateway.request.generation_request import MAX_MESSAGES
+from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
+
+MAX_PARTS = 1024  # of one message
+MAX_CHAT_PARTS = 4096  # of all messages of a chat
+MAX_TEMPLATE_KWARGS = 64
+
+
+class TextPart(RequestModel):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class EmbedsPart(RequestModel):
+    """Vectors in a part of a message, as vLLM has them; only with gateway.enable_prompt_embeds."""
+
+    type: Literal["prompt_embeds"]
+    data: str = Field(description="A tensor [tokens, hidden] as torch.save writes it, in base64")
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<embeds>" if kind == "prompt_embeds" else "<text>"
+
+
+def _as_part(value: Any) -> Any:
+    return {"type": "text", "text": value} if isinstance(value, str) else value  # as vLLM reads a bare text
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextPart, Tag("<text>")] | Annotated[EmbedsPart, Tag("<embeds>")],
+                Discriminator(_kind_of_part),
+                pydantic.BeforeValidator(_as_part),
+            ]
+        ],
+        Field(fail_fast=True),
+        at_most(MAX_PARTS),
+        Tag("<parts>"),
+    ],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+
+
+AddGenerationPrompt = Annotated[
+    bool | None,
+    Field(description="End with the tokens that begin an answer; default: true, unless continue_final_message is"),
+]
+ContinueFinalMessage = Annotated[
+    bool | None, Field(description="Leave the last message open, so that the answer continues it")
+]
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    at_most(MAX_TEMPLATE_KWARGS),
+    Field(description="Further variables of the chat template; at most 16384 bytes, nested at most 8 deep"),
+]
+
+
+TemplateText = Annotated[
+    str | None,
+    Field(
+        description="A Jinja template in place of the model's, at most 65536 bytes; only with "
+        "gateway.trust_request_chat_template"
+    ),
+]
+
+
+def _check_role(role: str) -> str:
+    if role == "function":
+        raise PydanticCustomError("role", "results of the older functions are not supported; use tools")
+    return role
+
+
+class ChatMessageObject(RequestModel):
+    """One message of the chat."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": (),
+        "refusal": (),
+    }
+    role: Annotated[str, pydantic.AfterValidator(_check_role)] = Field(
+        min_length=1,
+        max_length=MAX_NAME_CHARACTERS,
+        description="system, developer (means system), user, assistant, tool, or another that the chat template knows",
+    )
+    content: Content | None = Field(None, description="May be null or missing for the assistant")
+    name: str | None = Field(None, description="The speaker's name, for templates that use it")
+    tool_calls: ToolCalls = Field(None, description="The assistant's calls of tools")
+    tool_call_id: str | None = Field(None, description="For the role tool: the call that this message answers")
+    reasoning: str | None = Field(None, description="The assistant's reasoning, for templates that use it")
+    reasoning_content: str | None = Field(None, description="Another name of reasoning")
+
+    @pydantic.model_validator(mode="after")
+    def _check_content(self) -> ChatMessageObject:
+        if self.role == "tool" and not self.tool_call_id:
+            context = {"field": "tool_call_id"}
+            raise PydanticCustomError("tool_call_id", "required for the role tool", context)
+        if self.content is None and self.role != "assistant":
+            context = {"field": "content", "role": self.role}
+            raise PydanticCustomError("content", "required for the role {role}", context)
+        return self
+
+    @property
+    def text(self) -> str:
+        """All parts of text as one."""
+        if self.content is None:
+            return ""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text for part in self.content if isinstance(part, TextPart)])
+
+    @property
+    def embeds(self) -> list[tuple[int, str]]:
+        """The parts of vectors, each with the characters of `text` before it."""
+        found, position = [], 0
+        for part in self.content if isinstance(self.content, list) else ():
+            if isinstance(part, TextPart):
+                position += len(part.text)
+            else:
+                found.append((position, part.data))
+        return found
+
+
+def _check_parts(messages: Any) -> Any:
+    """Counts the parts of all messages before any of them is checked."""
+    if not isinstance(messages, list):
+        return messages
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    count = sum(len(content) for content in contents if isinstance(content, list))
+    if count > MAX_CHAT_PARTS:
+        context = {"count": count, "most": MAX_CHAT_PARTS}
+        raise PydanticCustomError("too_many", "the messages have {count} parts, at most {most} allowed", context)
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessageObject],
+    Field(min_length=1, fail_fast=True),
+    pydantic.BeforeValidator(_check_parts),
+    at_most(MAX_MESSAGES),
+]
+
+
+class ChatRequest(GenerationFields):
+    """The conversation so far, and the options of the answer."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationFields.unsupported,
+        # OpenAI
+        "audio": (),
+        "moderation": (),
+        "function_call": ("none",),  # the older name of tool_choice
+        "functions": ([],),  # the older name of tools
+        "modalities": (["text"],),
+        "prediction": (),
+        "web_search_options": (),
+        # vLLM
+        "documents": ([],),
+        "kv_transfer_params": (),
+        "vllm_xargs": ({},),
+        # fields of completions
+        "prompt": (),
+        "suffix": ("",),
+        "mm_processor_kwargs": ({},),
+    }
+
+    messages: Messages
+    tools: ToolObjects = None
+    tool_choice: ToolChoiceObject | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: an answer ends after its first call")
+    reasoning_effort: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = Field(
+        None, description="Variable of the chat template"
+    )
+    max_reasoning_tokens: UInt32 | None = Field(
+        None, description="Longest reasoning in tokens; after that the model must end it. Default: no limit"
+    )
+    thinking_token_budget: CountOrAll | None = Field(
+        None, description="Another name of max_reasoning_tokens, as in vLLM; -1: no limit"
+    )
+    include_reasoning: bool | None = Field(None, description="false: leave the reasoning out of the answer")
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template: TemplateText = None
+    chat_template_kwargs: TemplateKwargs = None
+    max_completion_tokens: Int64 | None = Field(None, description="The newer name of max_tokens")
+    echo: bool | None = Field(
+        None, description="Start every answer with the text of the last message, if that is the assistant's"
+    )
+    logprobs: bool | None = Field(None, description="Give the log-probability of each token")
+    return_progress: bool | None = Field(
+        None, description="Send events with llama.cpp's prompt_progress while the prompt of a stream is computed"
+    )
+    top_logprobs: CountOrAll | None = Field(
+        None,
+        description="Most likely tokens to give for each token, up to gateway.max_logprobs; -1: the whole vocabulary. "
+        "Those of all answers together are at most gateway.max_request_logprobs",
+    )
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether events tell how far the prompt is computed."""
+        return bool(self.return_progress and self.stream)
+
+    @pydantic.model_validator(mode="after")
+    def _check_combinations(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            message = "top_logprobs is allowed only when logprobs is true"
+            raise PydanticCustomError("top_logprobs", message, {"field": "top_logprobs"})
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError(
+                "max_completion_tokens",
+                "max_tokens is {old} and max_completion_tokens {new}: they mean the same",
+                {"old": self.max_tokens, "new": self.max_completion_tokens, "field": "max_completion_tokens"},
+            )
+        budget = self.thinking_token_budget
+        if None not in (budget, self.max_reasoning_tokens) and budget != self.max_reasoning_tokens:
+            raise PydanticCustomError(
+                "thinking_token_budget",
+                "max_reasoning_tokens is {one} and thinking_token_budget {other}: they mean the same",
+                {"one": self.max_reasoning_tokens, "other": budget, "field": "thinking_token_budget"},
+            )
+        return self
+
+
+class TopLogprob(TypedDict):
+    """One of the most likely tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TypedDict):
+    """A token and the most likely tokens at its position. `bytes` is its UTF-8, maybe an incomplete character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """The log-probabilities of an answer; one entry per token."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(TypedDict):
+    """The answer. `content` is null if there are only calls or reasoning; both reasoning fields are the same."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[AnswerToolCall]]
+    reasoning: str | None
+    reasoning_content: str | None
+
+
+class Delta(TypedDict):
+    """The new part of a streamed answer; the first one has the role. `reasoning` repeats `reasoning_content`."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDeltaObject]]
+    reasoning: NotRequired[str]
+    reasoning_content: str | None
+
+
+class ChatChoice(TypedDict):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName
+    stop_reason: str | int | None
+    beam_score: NotRequired[float]  # with use_beam_search
+    token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsObject]  # where there are several
+
+
+class ChunkChoice(TypedDict):
+    """A piece of an answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName | None
+    stop_reason: NotRequired[str | int | None]
+    beam_score: NotRequired[float]  # with use_beam_search
+    token_ids: NotRequired[list[int]]
+
+
+class ChatObject(TypedDict):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: NotRequired[str]
+    choices: list[ChatChoice]
+    usage: UsageObject
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsObject]
+    metrics: NotRequired[RequestMetrics]
+
+
+class ChatChunkObject(TypedDict):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: NotRequired[str]
+    choices: list[ChunkChoice]
+    usage: NotRequired[UsageObject | None]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsObject]
+    metrics: NotRequired[RequestMetrics]
+    prompt_progress: NotRequired[ProgressObject]  # in events without text

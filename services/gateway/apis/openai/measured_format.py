@@ -1,0 +1,103 @@
+"""`MeasuredFormat`: adds times and progress to the objects of another format, where they are wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.gateway.apis.openai.chat_schema import ChatRequest
+from services.gateway.apis.shared.answer import Format
+from services.gateway.apis.shared.generation_fields import GenerationFields
+from services.gateway.apis.shared.timings import prompt_progress, request_metrics, timings, timings_so_far
+from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
+
+HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint")
+
+
+def measured(form: Format, body: GenerationFields, *, has_metrics: bool) -> Format:
+    """`form` itself if nothing is asked for. `has_metrics`: whether the server gives vLLM's `metrics`."""
+    has_progress = isinstance(body, ChatRequest) and body.has_progress
+    if not has_metrics and not body.timings_per_token and not has_progress:
+        return form
+    return MeasuredFormat(form, has_timings=bool(body.timings_per_token), has_metrics=has_metrics)
+
+
+class MeasuredFormat:
+    """The objects of completions or chats with `timings`, as in llama.cpp, and `metrics`, as in vLLM.
+
+    `timings` is in every event of a stream. A whole answer has it, or with several answers each choice. `metrics` is in
+    the whole object, or in the event with the usage, if there is one answer in all. While the prompt of a streamed chat
+    is computed, events have `prompt_progress`, as in llama.cpp.
+    """
+
+    def __init__(self, form: Format, *, has_timings: bool, has_metrics: bool) -> None:
+        self.param_names: Mapping[str, str] = form.param_names
+        self.has_event_names = form.has_event_names
+        self.end_of_stream = form.end_of_stream
+        self._form = form
+        self._has_timings = has_timings
+        self._has_metrics = has_metrics
+        self._begun_at = 0.0
+        self._first_at: dict[tuple[int, int], float] = {}  # when the first tokens came, by prompt and answer
+        self._finishes: list[Finish] = []
+        self._head: dict[str, Any] = {}  # what all events have
+
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
+        self._begun_at = time.monotonic()
+        await self._form.begin(prompts)
+
+    def opening(self) -> Sequence[Any]:
+        objects = self._form.opening()
+        self._head = {name: value for each in objects[:1] for name, value in each.items() if name in HEAD_FIELDS}
+        return objects
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        progress = []
+        if chunk.progress is not None:
+            delta = {"role": "assistant", "content": None}
+            choice = {"index": chunk.index, "delta": delta, "finish_reason": None}
+            progress.append({**self._head, "choices": [choice], "prompt_progress": prompt_progress(chunk.progress)})
+            if not chunk.token_ids and chunk.finish is None:
+                return progress
+        return [*progress, *self._measured_chunk(prompt_index, chunk)]
+
+    def _measured_chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        objects = self._form.chunk(prompt_index, chunk)
+        now = time.monotonic()
+        first_at = self._first_at.setdefault((prompt_index, chunk.index), now)
+        if chunk.finish is not None:
+            self._finishes.append(chunk.finish)
+        if not self._has_timings:
+            return objects
+        if chunk.finish is not None:
+            found = timings(chunk.finish)
+        else:
+            found = timings_so_far(first_at - self._begun_at, chunk.num_output_tokens, now - first_at)
+        return [{**each, "timings": found} for each in objects]
+
+    def closing(self) -> Sequence[Any]:
+        objects = self._form.closing()
+        if not self._has_metrics or len(self._finishes) != 1:
+            return objects
+        return [{**each, "metrics": self._metrics()} for each in objects]
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
+        whole = self._form.whole(answers)
+        finishes = [each.finish for completions, _ in answers for each in completions if each.finish is not None]
+        if self._has_timings and len(finishes) == 1:
+            whole["timings"] = timings(finishes[0])
+        elif self._has_timings:
+            for choice, finish in zip(whole["choices"], finishes, strict=True):
+                choice["timings"] = timings(finish)
+        if self._has_metrics and len(finishes) == 1:
+            self._finishes = finishes
+            whole["metrics"] = self._metrics()
+        return whole
+
+    def failure(self, error: Exception) -> Sequence[Any]:
+        return self._form.failure(error)
+
+    def _metrics(self) -> Any:
+        [finish] = self._finishes
+        return request_metrics(finish)

@@ -1,0 +1,150 @@
+"""POST /v1/completions and /v1/chat/completions, and their other names on other servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Discriminator, Tag
+
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest
+from services.gateway.apis.openai.chat_embeds import read_chat_embeds
+from services.gateway.apis.openai.chat_format import ChatFormat
+from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
+from services.gateway.apis.openai.completion_format import CompletionFormat
+from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
+from services.gateway.apis.openai.measured_format import measured
+from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.to_message import chat_message, completion_messages
+from services.gateway.core.request_service import Frontend
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.request.context_length import check_prompt_length
+from services.pb import gateway_pb2
+
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+    "description": "If stream was set",
+}
+STREAM_CONTENT = {"text/event-stream": {"schema": EVENT}}
+NAMED_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+    "description": "If stream was set; `event` is the type of the object in `data`",
+}
+NAMED_STREAM_CONTENT = {"text/event-stream": {"schema": NAMED_EVENT}}
+
+
+# SageMaker sends either body to one route. As everywhere, a field that is null is not given.
+AnyRequest = Annotated[
+    Annotated[ChatRequest, Tag("<chat>")] | Annotated[CompletionRequest, Tag("<completion>")],
+    Discriminator(
+        lambda body: "<chat>" if isinstance(body, Mapping) and body.get("messages") is not None else "<completion>"
+    ),
+]
+
+
+def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+    """The routes for completions and chats of one gateway."""
+    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+
+    @router.post(
+        "/v1/completions",
+        response_class=Response,
+        responses={200: {"model": CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continues one or several prompts."""
+        await next_turn(request)
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        limits = frontend.limits
+        check_prompts(body, section.max_prompts, limits.max_model_len)
+        return Answer(
+            frontend,
+            traced(completion_messages(body, request_id, limits, await _read_embeds(body, frontend)), request),
+            measured(CompletionFormat(frontend, body, request_id), body, has_metrics=section.request_metrics),
+            is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+            repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
+        )
+
+    @router.post("/chat/completions", response_class=Response, include_in_schema=False)
+    @router.post(
+        "/v1/chat/completions",
+        response_class=Response,
+        responses={200: {"model": ChatObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Answers a chat."""
+        await next_turn(request)
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        message = chat_message(body, request_id, frontend.limits)
+        await read_chat_embeds(body, message, frontend.prompt_embeds, frontend.limits.max_model_len)
+        return Answer(
+            frontend,
+            traced([message], request),
+            measured(ChatFormat(frontend, body, request_id), body, has_metrics=section.request_metrics),
+            is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+        )
+
+    @router.post(
+        "/invocations",
+        response_class=Response,
+        responses={
+            200: {"model": ChatObject | CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}
+        },
+    )
+    async def invoke(body: AnyRequest, request: Request) -> Response:
+        """SageMaker's name: a chat if the body has `messages`, else a completion."""
+        if isinstance(body, ChatRequest):
+            return await create_chat_completion(body, request)
+        return await create_completion(body, request)
+
+    return router
+
+
+def check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int) -> None:
+    """Raises `InvalidRequest` for no prompts, too many, or one that cannot fit."""
+    prompts = body.prompts
+    if body.prompt is None and not body.embeds:
+        raise InvalidRequest("prompt is required, or prompt_embeds", "prompt")
+    num_prompts = len(body.embeds) + len(prompts)
+    if not 1 <= num_prompts <= max_prompts:
+        raise InvalidRequest(f"there are {num_prompts} prompts, must be 1 to {max_prompts}", "prompt")
+    longest = max(prompts, key=len, default=None)
+    if isinstance(longest, list) and body.truncate_prompt_tokens is None:  # before copying the tokens costs time
+        check_prompt_length(len(longest), max_model_len)
+
+
+async def _read_embeds(body: CompletionRequest, frontend: Frontend) -> list[gateway_pb2.PromptEmbeds]:
+    texts, reader = body.embeds, frontend.prompt_embeds
+    if not texts:
+        return []
+    if reader is None:
+        raise InvalidRequest("prompt_embeds is off here: gateway.enable_prompt_embeds is not set", "prompt_embeds")
+    for field in ("echo", "prompt_logprobs"):
+        if getattr(body, field) not in (None, False):
+            raise InvalidRequest(f"{field} cannot be used with prompt_embeds, which are no tokens", field)
+    max_model_len = frontend.limits.max_model_len
+    is_list = isinstance(body.prompt_embeds, list)
+    return [
+        await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", max_model_len)
+        for i, text in enumerate(texts)
+    ]
+
+
+def traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:
+    """Adds the caller's trace context to the messages, if the request has one."""
+    for message in messages:
+        message.traceparent = request.headers.get("traceparent", "")
+    return messages

@@ -1,0 +1,135 @@
+"""POST /tokenize and /detokenize, as in vLLM and llama.cpp, and /apply-template, as in llama.cpp."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NotRequired
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from services.common.config import MAX_PROMPTS
+from services.gateway.apis.openai.chat_schema import (
+    AddGenerationPrompt,
+    ContinueFinalMessage,
+    Messages,
+    TemplateKwargs,
+    TemplateText,
+)
+from services.gateway.apis.openai.tool_schema import ToolObjects
+from services.gateway.apis.shared.request_model import RequestModel, TokenIdList, at_most
+
+
+def _kind_of_token_ids(value: Any) -> str:
+    return "<token_id_lists>" if isinstance(value, list) and value and isinstance(value[0], list) else "<token_ids>"
+
+
+Texts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")],
+    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+]
+TokenLists = Annotated[
+    Annotated[TokenIdList, Tag("<token_ids>")]
+    | Annotated[list[TokenIdList], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
+    Discriminator(_kind_of_token_ids),
+]
+
+
+class TokenizeBody(RequestModel):
+    """Exactly one of: a text, a list of texts, a chat. The last three fields are llama.cpp's."""
+
+    model: str | None = None
+    prompt: Texts | None = Field(None, description="A text, or a list of them")
+    messages: Messages | None = None
+    tools: ToolObjects = None
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template: TemplateText = None
+    chat_template_kwargs: TemplateKwargs = None
+    add_special_tokens: bool | None = Field(
+        None, description="Add the special tokens expected around a prompt; default: true for a text, false for a chat"
+    )
+    return_token_strs: bool | None = Field(None, description="Give each token as the tokenizer writes it")
+    content: str | None = Field(None, description="A text, by default without special tokens around it")
+    add_special: bool | None = Field(None, description="For content: another name of add_special_tokens")
+    with_pieces: bool | None = Field(None, description="For content: give each token with its id and text")
+
+    @pydantic.model_validator(mode="after")
+    def _check_input(self) -> TokenizeBody:
+        if (self.prompt, self.messages, self.content).count(None) != 2:
+            message = "exactly one of prompt, messages and content is required"
+            raise PydanticCustomError("input", message, {"field": "prompt"})
+        return self
+
+
+class DetokenizeBody(RequestModel):
+    """The token ids of one text or of several."""
+
+    model: str | None = None
+    tokens: TokenLists = Field(description="Token ids, or a list of lists of them")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text")
+
+
+class TemplateBody(RequestModel):
+    """A chat, and the options of its template."""
+
+    model: str | None = None
+    messages: Messages
+    tools: ToolObjects = None
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template: TemplateText = None
+    chat_template_kwargs: TemplateKwargs = None
+
+
+class TemplateAnswer(TypedDict):
+    """The text that the chat template makes of the chat."""
+
+    prompt: str
+
+
+class TokenPiece(TypedDict):
+    """A token and its text; where that is no whole character, its bytes."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeAnswer(TypedDict):
+    """The token ids that the model would see; for a list of texts, a list for each text."""
+
+    count: int | list[int]
+    max_model_len: int
+    tokens: list[int] | list[list[int]] | list[TokenPiece]
+    token_strs: list[str] | list[list[str]] | None
+
+
+class DetokenizeAnswer(TypedDict):
+    """The text; for several lists, a list of texts. `content` is llama.cpp's name of it.
+
+    llama.cpp's requests name no model, so the answer to one that does has no `content`.
+    """
+
+    prompt: str | list[str]
+    content: NotRequired[str | list[str]]
+
+
+class AddedTokenObject(TypedDict):
+    """A token that the tokenizer searches for before it splits a text."""
+
+    content: str
+    lstrip: bool
+    normalized: bool
+    rstrip: bool
+    single_word: bool
+    special: bool
+
+
+class TokenizerInfo(TypedDict):
+    """As in tokenizer_config.json, with further fields: the special tokens by name, and the tokenizer's settings."""
+
+    tokenizer_class: str
+    chat_template: str | dict[str, str] | None
+    added_tokens_decoder: dict[str, AddedTokenObject]

@@ -1,0 +1,1 @@
+"""OpenAI's Responses, with those that are stored."""

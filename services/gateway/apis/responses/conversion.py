@@ -1,0 +1,116 @@
+"""Converts bodies of OpenAI's Responses API to gRPC messages, where all limits are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from services.common.errors import InvalidRequest
+from services.gateway.apis.responses.items import (
+    CallOutputItem,
+    CustomCallItem,
+    FunctionCallItem,
+    MessageItem,
+    ReasoningItem,
+    ShellCallItem,
+    Texts,
+)
+from services.gateway.apis.responses.schema import ResponsesRequest
+from services.gateway.apis.responses.tool_conversion import LOCAL_SHELL, OfferedTool, choice_text, function_name
+from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, Conversation
+from services.pb import gateway_pb2, sampling_pb2
+
+ROLES = {"developer": SYSTEM}
+
+
+def responses_message(
+    body: ResponsesRequest, request_id: str, offered: dict[str, OfferedTool], earlier: Sequence[Any] = ()
+) -> gateway_pb2.GenerateRequest:
+    """The message of a request. `offered`: its tools; `earlier`: items before its own. Raises `InvalidRequest`."""
+    message = gateway_pb2.GenerateRequest(
+        request_id=request_id,
+        model=body.model,
+        chat=_chat_of(body, offered, earlier),
+        sampling=_sampling_of(body),
+        max_tokens=body.max_output_tokens,
+        user=body.user or "",
+        cache_salt=body.cache_salt or "",
+        priority=body.priority,
+        truncate_prompt_tokens=0 if body.truncation == "auto" else None,  # 0: as many as fit
+    )
+    if body.has_logprobs:
+        message.logprobs = body.top_logprobs or 0
+    return message
+
+
+def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
+    sampling: dict[str, Any] = {}
+    for name in ("temperature", "top_p"):
+        if (value := getattr(body, name)) is not None:
+            sampling[name] = value
+    if body.top_k not in (None, 0, -1):
+        sampling["top_k"] = body.top_k
+    form = None if body.text is None else body.text.format
+    if form is not None and form.type == "json_object":
+        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_object=True, field_name="text.format")
+    elif form is not None and form.type == "json_schema":
+        schema = to_json(form.schema_).decode()
+        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=schema, field_name="text.format")
+    return sampling_pb2.SamplingParams(**sampling)
+
+
+def _chat_of(
+    body: ResponsesRequest, offered: dict[str, OfferedTool], earlier: Sequence[Any]
+) -> gateway_pb2.Chat:
+    conversation = Conversation()
+    if body.instructions:
+        conversation.add_text(SYSTEM, body.instructions, "instructions")
+    for item in earlier:
+        _add(conversation, item, "previous_response_id")
+    if isinstance(body.input, str):
+        conversation.add_text("user", body.input, "input")
+    else:
+        for i, item in enumerate(body.input):
+            _add(conversation, item, f"input[{i}]")
+    if conversation.last_role is None:
+        raise InvalidRequest("input has no text, at least one message is required", "input")
+    reasoning = body.reasoning
+    effort = (reasoning and reasoning.effort) or ""
+    return gateway_pb2.Chat(
+        messages=conversation.messages(),
+        chat_template_kwargs='{"enable_thinking": false, "thinking": false}' if effort == "none" else "",
+        tools=to_json([tool.definition() for tool in offered.values()]).decode() if offered else "",
+        tool_choice=choice_text(body, offered),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=effort,
+    )
+
+
+def _add(conversation: Conversation, item: Any, path: str) -> None:
+    if isinstance(item, MessageItem):
+        text = _text_of(item.content)
+        role = ROLES.get(item.role, item.role)
+        if role == ASSISTANT:
+            conversation.add_reply(text)
+        else:
+            conversation.add_text(role, text, f"{path}.content")
+    elif isinstance(item, ReasoningItem):
+        for part in item.content or ():
+            conversation.add_reasoning(part.text)
+    elif isinstance(item, FunctionCallItem):
+        name = function_name(item.name, item.namespace)
+        conversation.add_call(item.call_id, name, item.arguments, f"{path}.call_id")
+    elif isinstance(item, CustomCallItem):
+        name, arguments = function_name(item.name, item.namespace), to_json({"input": item.input}).decode()
+        conversation.add_call(item.call_id, name, arguments, f"{path}.call_id")
+    elif isinstance(item, ShellCallItem):
+        given = {name: value for name, value in item.action.items() if name != "type" and value is not None}
+        conversation.add_call(item.call_id, LOCAL_SHELL, to_json(given).decode(), f"{path}.call_id")
+    elif isinstance(item, CallOutputItem):
+        conversation.add_result(item.answered_id, _text_of(item.output), f"{path}.call_id")
+
+
+def _text_of(content: Texts) -> str:
+    return content if isinstance(content, str) else "".join([part.text for part in content])

@@ -1,0 +1,164 @@
+"""Answers of the Responses API: the whole response, or its events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.gateway.apis.responses.answer_objects import ResponseError, ResponseObject, ResponseUsage
+from services.gateway.apis.responses.output_items import Event, OutputItems
+from services.gateway.apis.responses.schema import ResponsesRequest
+from services.gateway.apis.responses.stored_record import ResponseRecord
+from services.gateway.apis.responses.tool_conversion import OfferedTool
+from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
+from services.gateway.apis.shared.logprobs import chat_logprobs
+from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
+from services.gateway.core.request_service import Frontend
+from services.gateway.http.errors import describe
+from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.link.journal_entry import FinishReason
+
+PARAM_NAMES = {
+    "chat": "input",
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
+    "request_id": REQUEST_ID_HEADER,
+}
+
+
+class ResponsesFormat:
+    """The `Format` of responses. A response is the only answer to a single prompt."""
+
+    has_event_names = True
+    end_of_stream = b""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        body: ResponsesRequest,
+        request_id: str,
+        tools: Mapping[str, OfferedTool],
+        record: ResponseRecord | None = None,
+    ) -> None:
+        """`tools`: those of the request, by the name that the model sees. `record`: keeps the response."""
+        paths = {f"tools[{i}].function": tool.path for i, tool in enumerate(tools.values())}
+        self.param_names: Mapping[str, str] = PARAM_NAMES | paths
+        self._tokenizer = frontend.tokenizer
+        self._has_logprobs = body.has_logprobs
+        self._items = OutputItems(request_id, tools)
+        self._finish: Finish | None = None
+        self._error: ResponseError | None = None
+        self._num_events = 0
+        self._record = record
+        self._head = _head(frontend, body, request_id, is_stored=record is not None and body.store is not False)
+
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
+        """The token ids of the prompt are not needed."""
+
+    def opening(self) -> Sequence[Event]:
+        response = self._response("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return self._numbered([{"type": kind, "response": response} for kind in kinds])
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Event]:
+        self._finish = chunk.finish
+        return self._numbered(self._items.add(chunk_deltas(chunk), self._logprobs(chunk)))
+
+    def closing(self) -> Sequence[Event]:
+        status = self._end_status()
+        events = self._items.end(is_cut=status == "incomplete")
+        return self._numbered([*events, {"type": f"response.{status}", "response": self._kept(status)}])
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ResponseObject:
+        [([completion], _)] = answers
+        self._finish = completion.finish
+        self._items.add(completion_deltas(completion), self._logprobs(completion))
+        status = self._end_status()
+        self._items.end(is_cut=status == "incomplete")
+        return self._kept(status)
+
+    def failure(self, error: Exception) -> Sequence[Event]:
+        """The response has failed; the items that were complete remain."""
+        status, body = describe(error)
+        code = body["error"]["code"] if status < 500 else None
+        self._error = {"code": code or "server_error", "message": body["error"]["message"]}
+        return self._numbered([{"type": "response.failed", "response": self._response("failed")}])
+
+    def _end_status(self) -> Any:
+        assert self._finish is not None
+        return "incomplete" if self._finish.reason is FinishReason.LENGTH else "completed"
+
+    def _logprobs(self, answer: Chunk | Completion) -> list[Any]:
+        if not self._has_logprobs or not answer.token_ids:
+            return []
+        return list(chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs or (), has_ids=False)["content"])
+
+    def _numbered(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            event["sequence_number"] = self._num_events
+            self._num_events += 1
+        return events
+
+    def _kept(self, status: Any) -> ResponseObject:
+        """The response at its end, which is kept where responses are stored."""
+        response = self._response(status)
+        if self._record is not None:
+            self._record.keep(response)
+        return response
+
+    def _response(self, status: Any) -> ResponseObject:
+        is_open = status == "in_progress"
+        return {
+            **self._head,  # type: ignore[typeddict-item]
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [] if is_open else self._items.items,
+            "usage": None if self._finish is None else _usage(self._finish),
+        }
+
+
+def _head(frontend: Frontend, body: ResponsesRequest, request_id: str, *, is_stored: bool) -> dict[str, Any]:
+    """The fields that do not change while the answer grows."""
+
+    def given(value: Any) -> Any:
+        return value.model_dump(exclude_none=True, by_alias=True) if hasattr(value, "model_dump") else value
+
+    reasoning, text = body.reasoning, body.text
+    return {
+        "id": f"resp_{request_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model or frontend.names.first,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "store": is_stored,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": given(text.format) if text is not None and text.format is not None else {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else given(body.tool_choice),
+        "tools": [given(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _usage(finish: Finish) -> ResponseUsage:
+    return {
+        "input_tokens": finish.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finish.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": finish.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": finish.num_reasoning_tokens or 0},
+        "total_tokens": finish.num_prompt_tokens + finish.num_output_tokens,
+    }

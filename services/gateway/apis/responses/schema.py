@@ -1,0 +1,117 @@
+"""POST /v1/responses, as in OpenAI's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+from pydantic_core import PydanticCustomError
+
+from services.gateway.apis.responses.items import Input
+from services.gateway.apis.responses.tool_schema import ToolChoice, ToolObjects
+from services.gateway.apis.shared.generation_fields import IGNORED, MAX_LABEL_CHARACTERS, MAX_METADATA
+from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, at_most
+from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
+
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+MAX_ID_CHARACTERS = 256  # of a response
+LOGPROBS = "message.output_text.logprobs"
+
+_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+
+
+class TextFormat(RequestModel):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @pydantic.model_validator(mode="after")
+    def _check_schema(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise PydanticCustomError("schema", "required for the type json_schema", {"field": "schema"})
+        return self
+
+
+class TextOptions(RequestModel):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: _Label | None = Field(None, description=IGNORED)
+
+
+class ReasoningOptions(RequestModel):
+    """Options of the reasoning."""
+
+    effort: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = Field(
+        None, description="Variable reasoning_effort of the chat template; none also sets enable_thinking to false"
+    )
+    summary: _Label | None = Field(None, description="Accepted; the reasoning itself is given instead")
+
+
+class ResponseStreamOptions(RequestModel):
+    """Options of a streamed answer."""
+
+    include_obfuscation: bool | None = Field(None, description=IGNORED)
+
+
+class ResponsesRequest(RequestModel):
+    """The conversation so far, or what follows an earlier response, and the options of the answer."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "moderation": (),
+        "prompt": (),
+    }
+    model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
+    input: Input
+    instructions: str | None = Field(None, description="Precedes the input, as a message of the system")
+    max_output_tokens: Annotated[Int64, Field(ge=1)] | None = Field(
+        None, description="Lowered to the rest of the context"
+    )
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
+    stream_options: ResponseStreamOptions | None = None
+    tools: ToolObjects = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: an answer ends after its first call")
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: keep as many of the prompt's last tokens as leave room for max_output_tokens"
+    )
+    include: Annotated[list[_Label] | None, at_most(MAX_METADATA)] = Field(
+        None, description=f"{LOGPROBS}, or values without an effect here"
+    )
+    store: bool | None = Field(
+        None, description="false: do not keep the answer. None is kept without gateway.store_responses"
+    )
+    previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | None = Field(
+        None, description="A stored response: its conversation precedes the input. Only with gateway.store_responses"
+    )
+    user: str | None = Field(None, description="Name of the end user, for logs only")
+    metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = Field(None, description="The answer repeats it")
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
+    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    access_programs: Any = Field(None, description=IGNORED)
+    max_tool_calls: Int64 | None = Field(None, description=f"{IGNORED}: it limits tools that the server itself runs")
+    prompt_cache_key: _Label | None = Field(None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    prompt_cache_retention: _Label | None = Field(None, description=IGNORED)
+    safety_identifier: _Label | None = Field(None, description=IGNORED)
+    service_tier: _Label | None = Field(None, description=IGNORED)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())

@@ -1,0 +1,98 @@
+"""`ResponseRecord`: what is kept of one request to the Responses API, and of the response that it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import pydantic
+from pydantic_core import to_json
+
+from services.common.errors import InvalidRequest
+from services.common.shorten import quote
+from services.gateway.access.access import Caller
+from services.gateway.apis.responses.items import Input
+from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.schema import ResponsesRequest
+from services.gateway.http.json_route import parse_json
+from services.gateway.resources.heavy_work import HeavyWork
+
+_ITEMS = pydantic.TypeAdapter(Input)
+FIELD = "previous_response_id"
+
+
+def owner_of(caller: Caller) -> Hashable:
+    """Whose responses a client finds: those of its API key, or without keys those of its address."""
+    return caller.number if caller.key is None else caller.name
+
+
+class ResponseRecord:
+    """Made for each request when responses are stored. `earlier` are the items before those of the request."""
+
+    def __init__(self, store: ResponseStore, owner: Hashable, request_id: str, body: ResponsesRequest) -> None:
+        """Raises `InvalidRequest` if the request continues a response that is not there."""
+        self._store = store
+        self._owner = owner
+        self._is_stored = body.store is not False
+        self.earlier: Sequence[Any] = ()
+        self._conversation: tuple[bytes, ...] = ()
+        if body.previous_response_id is not None:
+            previous = store.get(owner, body.previous_response_id)
+            if previous is None:
+                raise _no_previous(body.previous_response_id)
+            self._conversation = previous.conversation
+        self._own_items = _own_items(body, request_id) if self._is_stored else b""
+
+    async def read_earlier(self, max_bytes: int, max_values: int, heavy_work: HeavyWork) -> None:
+        """Reads `earlier`, under the limits of a body that has the whole conversation. Raises `InvalidRequest`."""
+        if not self._conversation:
+            return
+        num_bytes = sum(map(len, self._conversation)) + len(self._own_items)
+        if num_bytes > max_bytes:
+            raise InvalidRequest(
+                f"the conversation has {num_bytes} bytes with its earlier items, gateway.max_body_bytes is {max_bytes}",
+                FIELD,
+            )
+        items = await parse_json(joined(self._conversation), max_values, heavy_work)
+        try:
+            self.earlier = _ITEMS.validate_python(items)
+        except pydantic.ValidationError as error:  # an answer may have what no request may, such as a name
+            reason = error.errors()[0]["msg"]
+            raise InvalidRequest(f"the earlier conversation cannot be continued: {reason}", FIELD) from error
+
+    def keep(self, response: Mapping[str, Any]) -> None:
+        """Keeps a complete response, unless the request says not to. May be called in any thread."""
+        if self._is_stored:
+            stored = StoredResponse(
+                to_json(response), (*self._conversation, self._own_items), to_json(response["output"])
+            )
+            self._store.put(self._owner, response["id"], stored)
+
+
+def joined(lists: Sequence[bytes]) -> bytes:
+    """One JSON list with the elements of all."""
+    return b"[" + b",".join(each[1:-1] for each in lists if each != b"[]") + b"]"
+
+
+def _own_items(body: ResponsesRequest, request_id: str) -> bytes:
+    """The request's own items as a JSON list. Each has an id, because clients page by it."""
+    given = body.input
+    if isinstance(given, str):
+        items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    else:
+        items = [each.model_dump(exclude_none=True, by_alias=True) for each in given]
+    for i, item in enumerate(items):
+        item.setdefault("type", "message")
+        if item["type"] == "message" and isinstance(item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        item.setdefault("id", f"in_{request_id}_{i}")
+    return to_json(items)
+
+
+def _no_previous(response_id: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"there is no response {quote(response_id)} of this client to continue: it was not stored here, or has been "
+        "deleted or dropped since",
+        FIELD,
+    )

@@ -1,0 +1,92 @@
+"""GET and DELETE of /v1/responses/{id}: responses that the gateway has kept for its client."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest, NotFound
+from services.common.shorten import quote
+from services.gateway.apis.responses.answer_objects import ResponseObject
+from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.stored_record import joined, owner_of
+from services.gateway.core.request_service import Frontend
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import parse_json
+
+PATH = "/v1/responses/{response_id}"
+MAX_ITEMS = 100  # of one page, as with OpenAI
+
+
+def stored_response_routes(frontend: Frontend, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
+    """The routes of one gateway. `store`: None if it stores nothing; then every answer is a 404."""
+    router = APIRouter(tags=["Responses"], responses=ERROR_RESPONSES)
+
+    @router.get(PATH, response_class=Response, responses={200: {"model": ResponseObject}})
+    async def find_response(response_id: str, request: Request, stream: bool = False) -> Response:
+        """A stored response."""
+        if stream:
+            raise InvalidRequest("stream is true: stored responses cannot be streamed", "stream")
+        return Response(_find(response_id, request).response, media_type="application/json")
+
+    @router.delete(PATH)
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Forgets a stored response. Responses that continue it remain."""
+        _find(response_id, request)
+        assert store is not None
+        store.delete(owner_of(request.state.caller), response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @router.get(PATH + "/input_items")
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """The items that the model was given for a stored response, those of the conversation before it included."""
+        stored = _find(response_id, request)
+        given = joined(stored.input_items)
+        items: list[dict[str, Any]] = await parse_json(given, section.max_body_values, frontend.heavy_work)
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            index = next((i for i, item in enumerate(items) if item["id"] == after), None)
+            if index is None:
+                raise InvalidRequest(f"after is {quote(after)}, which is the id of no item", "after")
+            items = items[index + 1 :]
+        page = items[:limit]
+        ids = [item["id"] for item in page]
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": ids[0] if ids else None,
+                "last_id": ids[-1] if ids else None,
+                "has_more": len(items) > limit,
+            }
+        )
+
+    @router.post(PATH + "/cancel")
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """A 400: only responses in the background could be cancelled, and there are none."""
+        _find(response_id, request)
+        raise InvalidRequest("the response is complete: only a response in the background can be cancelled", None)
+
+    def _find(response_id: str, request: Request) -> StoredResponse:
+        frontend.count_requests(1, request.state.caller)
+        if store is None:
+            raise NotFound(
+                f"there is no response {quote(response_id)}: this server stores none (gateway.store_responses)",
+                "response_id",
+            )
+        stored = store.get(owner_of(request.state.caller), response_id)
+        if stored is None:
+            raise NotFound(f"there is no response {quote(response_id)} of this client", "response_id")
+        return stored
+
+    return router

@@ -1,0 +1,34 @@
+"""The web page to try the server at /, and the figures for its live view at /stats."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from services.gateway.apis.server.page import load_page
+from services.gateway.apis.server.stats import Stats
+from services.gateway.core.request_service import Frontend
+from services.gateway.link.worker_load import WorkerLoad
+
+
+def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
+    """The routes of one gateway's web page."""
+    router = APIRouter(tags=["Page"])
+    page = load_page()
+
+    @router.get("/", include_in_schema=False)
+    async def get_page() -> Response:
+        return Response(page.body, headers=page.headers)
+
+    @router.get("/stats")
+    async def stats() -> Stats:
+        """How busy the server is. The figures of a worker that does not answer are null."""
+        load = await worker_load.read()
+        return {
+            "model": frontend.names.first,
+            "unready_reason": frontend.unready_reason(),
+            "requests": load.requests,
+            "kv_cache": load.kv_cache,
+        }
+
+    return router

@@ -1,0 +1,153 @@
+"""Answers to SGLang's /generate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.apis.sglang.schema import FinishObject, GenerateBody, GenerateObject, LogprobTriple, MetaInfo
+from services.gateway.apis.shared.answer import DONE
+from services.gateway.apis.shared.hidden_states import HiddenStates
+from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
+from services.gateway.core.request_service import Frontend
+from services.gateway.http.errors import ErrorBody, describe
+from services.gateway.link.journal_entry import FinishReason
+
+# Each event repeats all text so far. After n characters, events come only every n / 1024 characters: else a long answer
+# would take a number of bytes that grows with its square.
+MAX_REPEATS = 1024
+PARAM_NAMES = {
+    "logprob_token_ids": "token_ids_logprob",
+    "logprobs": "top_logprobs_num",
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "model": "lora_path",
+    "request_id": "rid",
+}
+
+
+class GenerateFormat:
+    """The `Format` of SGLang's answers. It belongs to one request, because it keeps the text of each answer."""
+
+    has_event_names = False
+    end_of_stream = DONE
+
+    def __init__(self, frontend: Frontend, body: GenerateBody, request_id: str) -> None:
+        prompt = "text" if body.input_ids is None else "input_ids"
+        self.param_names: Mapping[str, str] = {"prompt": prompt, "prompt_token_ids": prompt, **PARAM_NAMES}
+        self._tokenizer = frontend.tokenizer
+        self._body = body
+        self._request_id = request_id
+        self._num_answers = body.sampling_params.n or 1  # to each prompt
+        self._is_list = body.is_batch or self._num_answers > 1
+        self._prompts: Sequence[list[int]] = ()
+        self._answers: dict[int, Completion] = {}  # so far, by index
+        self._num_sent: dict[int, tuple[int, int]] = {}  # characters and tokens in the last event, by index
+
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
+        self._prompts = prompts
+
+    def opening(self) -> Sequence[Any]:
+        return ()
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        index = prompt_index * self._num_answers + chunk.index
+        answer = self._answers.setdefault(index, Completion(chunk.index))
+        answer.append(chunk)
+        num_characters, num_tokens = self._num_sent.get(index, (0, 0))
+        num_new, length = len(answer.text) - num_characters, len(answer.text)
+        if not num_new:  # such as ids beyond the tokenizer
+            num_new, length = len(answer.token_ids) - num_tokens, len(answer.token_ids)
+        if chunk.finish is None and num_new <= length // MAX_REPEATS:
+            return ()
+        self._num_sent[index] = len(answer.text), len(answer.token_ids)
+        described = self._describe(prompt_index, answer, None)
+        return [{**described, "index": index} if self._is_list else described]
+
+    def closing(self) -> Sequence[Any]:
+        return ()
+
+    def failure(self, error: Exception) -> Sequence[ErrorBody]:
+        return [describe(error)[1]]
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
+        described = (
+            self._describe(prompt_index, completion, prompt)
+            for prompt_index, (completions, prompt) in enumerate(answers)
+            for completion in completions
+        )
+        return described if self._is_list else next(described)
+
+    def _describe(self, prompt_index: int, answer: Completion, prompt: Prompt | None) -> GenerateObject:
+        finish, index = answer.finish, prompt_index * self._num_answers + answer.index
+        about: MetaInfo = {
+            "id": f"{self._request_id}-{index}" if self._is_list else self._request_id,
+            "finish_reason": None if finish is None else _finish_reason(finish),
+            "prompt_tokens": len(self._prompts[prompt_index]),
+            "completion_tokens": len(answer.token_ids),
+        }
+        if finish is not None:
+            about |= {"cached_tokens": finish.num_cached_tokens, "e2e_latency": finish.timings.total_s}
+        if self._body.return_logprob:
+            start = self._body.logprob_start_len
+            named = self._body.named_tokens(prompt_index)
+            about |= self._logprobs("output", answer.token_ids, answer.logprobs, named)
+            shown = prompt is not None and prompt.logprobs is not None and start not in (None, -1)
+            if shown:
+                first = [None] if start == 0 else []  # nothing precedes a prompt's first token
+                rest = prompt.logprobs[max(0, start - 1) :]
+                about |= self._logprobs("input", prompt.token_ids[start:], rest, named, first)
+            else:
+                about |= self._logprobs("input", [], [], named)
+        if self._body.return_hidden_states and finish is not None:
+            found = answer.hidden_states
+            about["hidden_states"] = None if found is None else HiddenStates(found, finish.num_prompt_tokens)
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
+
+    def _logprobs(
+        self,
+        kind: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        named: Sequence[int],
+        first: Sequence[None] = (),
+    ) -> dict[str, Any]:
+        """Lists of [log-probability, token id, text]: of the tokens, of the most likely ones, and of those `named`.
+
+        `first`: None for each token before those with log-probabilities.
+        """
+        pairs = zip(token_ids, itertools.chain(first, logprobs), strict=False)  # tokens after a stop were not asked for
+        own = ((token_id, None if each is None else each.logprob) for token_id, each in pairs)
+        found: dict[str, Any] = {f"{kind}_token_logprobs": self._triples(own)}
+        num_top = self._body.top_logprobs_num
+        if num_top:
+            found[f"{kind}_top_logprobs"] = (
+                None if each is None else list(self._triples(each.top[:num_top]))
+                for each in itertools.chain(first, logprobs)
+            )
+        if named:
+            found[f"{kind}_token_ids_logprobs"] = (
+                None if each is None else self._of_named(each, named) for each in itertools.chain(first, logprobs)
+            )
+        return found
+
+    def _of_named(self, each: TokenLogprobs, named: Sequence[int]) -> list[LogprobTriple]:
+        logprobs = dict(each.top)
+        return list(self._triples((token_id, logprobs[token_id]) for token_id in named))
+
+    def _triples(self, values: Iterable[tuple[int, float | None]]) -> Iterator[LogprobTriple]:
+        has_text = bool(self._body.return_text_in_logprobs)
+        return (
+            (logprob, token_id, self._tokenizer.text_of(token_id) if has_text else None)
+            for token_id, logprob in values
+        )
+
+
+def _finish_reason(finish: Finish) -> FinishObject:
+    if finish.reason is FinishReason.STOP:
+        return {"type": "stop", "matched": finish.stop_token_id if finish.stop_string is None else finish.stop_string}
+    if finish.reason is FinishReason.LENGTH:
+        return {"type": "length", "length": finish.num_output_tokens}
+    return {"type": "abort", "message": "the request was aborted"}

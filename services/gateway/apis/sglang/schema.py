@@ -1,0 +1,205 @@
+"""The body of SGLang's POST /generate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from services.common.config import MAX_PROMPTS
+from services.common.sampling_params import MAX_LOGPROB_TOKENS
+from services.gateway.apis.openai.completion_schema import CompletionRequest, Prompt
+from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, UInt32, at_most
+
+DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
+OWN_FIELDS = ("no_stop_trim",)  # of SGLang, which a completion has under another name
+
+
+def _kind_of_named(value: Any) -> str:
+    is_nested = isinstance(value, list) and bool(value) and (value[0] is None or isinstance(value[0], list))
+    return "<lists>" if is_nested else "<token_ids>"
+
+
+_Named = Annotated[list[UInt32], at_most(MAX_LOGPROB_TOKENS)]
+NamedTokens = Annotated[
+    Annotated[_Named, Tag("<token_ids>")]
+    | Annotated[list[_Named | None], at_most(MAX_PROMPTS), Tag("<lists>")],
+    Discriminator(_kind_of_named),
+]
+
+
+class GenerateSampling(CompletionRequest):
+    """SGLang's `sampling_params`: the options of completions, some of them under other names."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: values for name, values in CompletionRequest.unsupported.items() if name not in OWN_FIELDS},
+        # they belong into the body, or are known under another name
+        "logprob_token_ids": ([],),
+        "logprobs": (),
+        "max_tokens": (),
+        "prompt": (),
+        "stream": (),
+    }
+
+    max_new_tokens: UInt32 | None = Field(None, description=f"Longest answer in tokens; default {DEFAULT_TOKENS}")
+    min_new_tokens: UInt32 | None = Field(None, description="Shortest answer in tokens")
+    no_stop_trim: bool | None = Field(None, description="Keep the stop string that ended the answer")
+    sampling_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+
+
+class GenerateBody(RequestModel):
+    """Prompts to continue. With several prompts or answers, the response is a list."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "image_data": ([],),
+        "audio_data": ([],),
+        "video_data": ([],),
+        "input_embeds": (),
+        "positional_embed_overrides": (),
+        "session_params": ({},),
+        "custom_logit_processor": ("",),
+        "lora_id": ("",),
+        "max_thinking_tokens": (),
+        "multi_item_delimiter_indices": ([],),
+        "require_reasoning": (False,),
+        # what the answer would have in addition, or in another form
+        "return_bytes": (False,),
+        "return_entropy": (False,),
+        "return_flat_raw_top_logprobs": (False,),
+        "return_flat_raw_top_logprobs_b64": (False,),
+        "return_indexer_topk": (False,),
+        "return_prompt_token_ids": (False,),
+        "return_routed_experts": (False,),
+        "return_sampling_mask": (False,),
+    }
+
+    text: Annotated[str | list[str] | None, at_most(MAX_PROMPTS)] = Field(None, description="The prompt, or several")
+    input_ids: Prompt | None = Field(None, description="The same as token ids")
+    sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
+    stream: bool | None = Field(None, description="Send events, each with the whole text so far")
+    return_logprob: bool | None = Field(None, description="Give the log-probability of each token; not with stream")
+    top_logprobs_num: UInt32 | None = Field(None, description="And of this many most likely tokens")
+    token_ids_logprob: NamedTokens | None = Field(
+        None,
+        description="With return_logprob: give the log-probabilities of these tokens at each position; for several "
+        "prompts also a list for each",
+    )
+    logprob_start_len: CountOrAll | None = Field(
+        None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
+    )
+    return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | None = Field(
+        None, description="Give the last hidden state of each token but the last one of the answer; not with stream"
+    )
+    rid: str | None = Field(None, description="The request's name, for logs and meta_info.id")
+    lora_path: str | None = Field(None, description="The name of an adapter")
+    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
+
+    @pydantic.field_validator("sampling_params", mode="before")
+    @classmethod
+    def _no_params(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @pydantic.model_validator(mode="after")
+    def _check_together(self) -> GenerateBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise PydanticCustomError("prompt", "exactly one of text and input_ids is required", {"field": "text"})
+        if isinstance(self.input_ids, str) or (self.input_ids and isinstance(self.input_ids[0], str)):
+            raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
+        if self.token_ids_logprob:
+            self._check_named_tokens(self.token_ids_logprob)
+        for field in ("return_logprob", "return_hidden_states"):
+            if self.stream and getattr(self, field):
+                raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
+        return self
+
+    def _check_named_tokens(self, given: list[int] | list[list[int] | None]) -> None:
+        prompt = self.text if self.input_ids is None else self.input_ids
+        num_prompts = len(prompt) if self.is_batch else 1
+        if not self.return_logprob:
+            raise PydanticCustomError("named", "has an effect only with return_logprob", {"field": "token_ids_logprob"})
+        if not isinstance(given[0], int) and (not self.is_batch or len(given) != num_prompts):
+            context = {"count": len(given), "prompts": num_prompts, "field": "token_ids_logprob"}
+            raise PydanticCustomError("named", "has {count} lists for {prompts} prompts", context)
+
+    def named_tokens(self, prompt_index: int) -> list[int]:
+        """The tokens of `token_ids_logprob` for one of the prompts."""
+        given = self.token_ids_logprob
+        if not given or isinstance(given[0], int):
+            return given or []  # type: ignore[return-value]
+        return given[prompt_index] or []  # type: ignore[return-value]
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether several prompts are given, be it a list of one."""
+        prompt = self.text if self.input_ids is None else self.input_ids
+        return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+    @property
+    def completion(self) -> CompletionRequest:
+        """The request for completions that asks for the same."""
+        params = self.sampling_params
+        has_prompt_logprobs = self.return_logprob and self.logprob_start_len not in (None, -1)
+        changes: dict[str, Any] = {
+            "prompt": self.text if self.input_ids is None else self.input_ids,
+            "stream": self.stream,
+            "model": self.lora_path,
+            "max_tokens": DEFAULT_TOKENS if params.max_new_tokens is None else params.max_new_tokens,
+            "logprobs": (self.top_logprobs_num or 0) if self.return_logprob else None,
+            "prompt_logprobs": (self.top_logprobs_num or 0) if has_prompt_logprobs else None,
+        }
+        for name, value in (
+            ("min_tokens", params.min_new_tokens),
+            ("include_stop_str_in_output", params.no_stop_trim),
+            ("seed", params.sampling_seed),
+            ("priority", self.priority),
+            ("cache_salt", self.cache_salt),
+        ):
+            if value is not None:
+                changes[name] = value
+        return params.model_copy(update=changes)
+
+
+# Log-probability (None: of the first token of a prompt), token id, and the token's text if asked for.
+LogprobTriple = tuple[float | None, int, str | None]
+
+
+class FinishObject(TypedDict):
+    """Why an answer ended."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: NotRequired[int | str | None]  # of "stop": the token or string
+    length: NotRequired[int]  # of "length": tokens of the answer
+    message: NotRequired[str]  # of "abort"
+
+
+class MetaInfo(TypedDict):
+    """What is known of an answer."""
+
+    id: str
+    finish_reason: FinishObject | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: NotRequired[int]  # once the answer is whole
+    e2e_latency: NotRequired[float]  # seconds
+    hidden_states: NotRequired[list[Any] | None]  # a list of those of the prompt, then one of each token; null: aborted
+    output_token_logprobs: NotRequired[list[LogprobTriple]]
+    output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    input_token_logprobs: NotRequired[list[LogprobTriple]]
+    input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    output_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    input_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+
+
+class GenerateObject(TypedDict):
+    """An answer, or one event of a streamed one: all of its text so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: NotRequired[int]  # of events where there are several answers

@@ -1,0 +1,1 @@
+"""What several dialects share. No dialect imports another."""

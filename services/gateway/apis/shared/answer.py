@@ -1,0 +1,214 @@
+"""The answer to one request as an ASGI response: one JSON object, or a stream of server-sent events.
+
+It does not use Starlette's streaming response, which costs a task group and several coroutines per chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import structlog
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import InvalidRequest
+from services.gateway.access.access import Caller
+from services.gateway.apis.shared.generations import Generations
+from services.gateway.apis.shared.json_pieces import json_pieces
+from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
+from services.gateway.core.request_service import Frontend
+from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.field_names import client_field_names
+from services.pb import gateway_pb2
+
+log = structlog.get_logger()
+
+DONE = b"data: [DONE]\n\n"  # the end of OpenAI's older streams
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # tells proxies to forward each event at once
+]
+
+
+class Format(Protocol):
+    """The objects of one kind of answer. `prompt_index` is the index of a prompt in the request."""
+
+    param_names: Mapping[str, str]  # names of fields of `GenerateRequest` here, where they differ
+    has_event_names: bool  # whether the `type` of a streamed object is also the name of its event
+    end_of_stream: bytes  # follows the last event of a complete stream
+
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
+        """Takes the token ids of each prompt; called before all other methods."""
+
+    def opening(self) -> Sequence[Any]:
+        """Objects to send before all others."""
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        """Objects for a piece of an answer; none if the piece has nothing to show."""
+
+    def closing(self) -> Sequence[Any]:
+        """Objects to send after all others."""
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
+        """The object with all answers, grouped by prompt."""
+
+    def failure(self, error: Exception) -> Sequence[Any]:
+        """The last objects of a stream that fails."""
+
+
+class Answer(Response):
+    """Runs the request when the server calls it. Cancels the request if the client disconnects."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        messages: Sequence[gateway_pb2.GenerateRequest],
+        answer_format: Format,
+        *,
+        is_stream: bool,
+        first_token_timeout_s: float,
+        repeats_prompt: bool = False,
+        repeats_logprobs: bool = False,
+    ) -> None:
+        """`first_token_timeout_s`: longest time that the status line of a stream waits for a token or an error.
+
+        `repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer. `repeats_logprobs`: it
+        gives the log-probabilities of all tokens so far.
+        """
+        super().__init__()
+        self._frontend = frontend
+        self._messages = messages
+        self._format = answer_format
+        self._is_stream = is_stream
+        self._first_token_timeout_s = first_token_timeout_s
+        self._repeats_prompt = repeats_prompt
+        self._repeats_logprobs = repeats_logprobs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
+        work = self._stream(scope, send) if self._is_stream else self._whole(scope, receive, send)
+        try:
+            await while_connected(receive, work)
+        except ClientGone:
+            log.debug("client is gone", request_id=scope["state"]["request_id"])
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generations = Generations()
+        try:
+            await self._start(generations, scope["state"]["caller"])
+            answers = await generations.completions()
+            pieces = [each for completions, _ in answers for each in completions]
+            has_large_body = scope["state"]["heavy_work"] is not None  # parts of which may be repeated
+            if has_large_body or is_large(pieces, [prompt for _, prompt in answers]):
+                await send_pieces(send, self._frontend.heavy_work.pieces(self._whole_pieces(answers)))
+                return
+        finally:
+            await generations.close()  # when a large answer has been sent: its memory is counted until then
+        body = to_json(self._format.whole(answers))
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    def _whole_pieces(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Iterator[bytes]:
+        yield from json_pieces(self._format.whole(answers))
+
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        generations = Generations(repeats_prompt=self._repeats_prompt)
+        try:
+            await self._start(generations, scope["state"]["caller"])
+            first = asyncio.ensure_future(generations.next_chunk())
+            try:
+                await asyncio.wait({first}, timeout=self._first_token_timeout_s)
+                if first.done():
+                    first.result()  # an error raised here gets a status line of its own
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                await self._send_events(scope["state"]["send_body"], first, generations)
+            finally:
+                first.cancel()
+        finally:
+            await generations.close()
+
+    async def _encode(self, objects: Sequence[Any]) -> bytes:
+        """The same as `_events` for large objects, in turns of `HeavyWork`."""
+        has_names = self._format.has_event_names
+        return await self._frontend.heavy_work.whole(
+            piece for each in objects for piece in (_start(each, has_names), *json_pieces(each), b"\n\n")
+        )
+
+    def _events(self, objects: Sequence[Any]) -> bytes:
+        return events(objects, has_names=self._format.has_event_names)
+
+    def _is_large(self, chunk: Chunk) -> bool:
+        if not (chunk.logprobs or chunk.prompt):
+            return False
+        if self._repeats_logprobs and chunk.logprobs:
+            num_values = chunk.logprobs.num_values // len(chunk.logprobs) * chunk.num_output_tokens
+            return num_values > MAX_INLINE_VALUES
+        return is_large([chunk], [chunk.prompt])
+
+    async def _start(self, generations: Generations, caller: Caller) -> None:
+        if self._is_stream:
+            for message in self._messages:
+                _check_can_stream(message)
+        with client_field_names(self._format.param_names):
+            await generations.start(self._frontend, self._messages, caller)
+        await self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
+
+    async def _send_events(
+        self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations
+    ) -> None:
+        """Sends each chunk as it arrives. `send` waits while the client does not read."""
+        form = self._format
+        body = self._events(form.opening())
+        try:
+            if body and not first.done():
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b""
+            next_chunk = await first
+            while next_chunk is not None:
+                prompt_index, chunk = next_chunk
+                if self._is_large(chunk):
+                    body += await self._encode(form.chunk(prompt_index, chunk))
+                else:
+                    body += self._events(form.chunk(prompt_index, chunk))
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    body = b""
+                next_chunk = await generations.next_chunk()
+            if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens
+                end = await self._encode(form.closing())
+            else:
+                end = self._events(form.closing())
+            end += form.end_of_stream
+        except Exception as error:  # after any error the client must not take the stream for complete
+            end = self._events(form.failure(error))
+        await send({"type": "http.response.body", "body": body + end, "more_body": False})
+
+
+def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
+    """The objects as server-sent events (HTML standard, "Interpreting an event stream"). See `has_event_names`."""
+    return b"".join([_start(each, has_names) + to_json(each) + b"\n\n" for each in objects])
+
+
+async def send_pieces(send: Send, pieces: AsyncIterator[bytes], media_type: bytes = b"application/json") -> None:
+    """Sends a whole answer while it is made: the client reads it in chunks, and only the next one is in memory."""
+    headers = [(b"content-type", media_type)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _start(event: Any, has_name: bool) -> bytes:
+    return b"event: " + event["type"].encode() + b"\ndata: " if has_name else b"data: "
+
+
+def _check_can_stream(message: gateway_pb2.GenerateRequest) -> None:
+    if message.best_of > max(1, message.n) and not message.HasField("beam_search"):
+        raise InvalidRequest(
+            f"best_of is {message.best_of} and n is {max(1, message.n)}: the best answers are known only at the end, "
+            "so this cannot be streamed",
+            "best_of",
+        )

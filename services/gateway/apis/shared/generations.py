@@ -1,0 +1,154 @@
+"""The generations of one HTTP request, one per prompt, merged into one stream of chunks or list of answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from services.common.errors import InvalidRequest, TwostrokeError
+from services.gateway.access.access import Caller
+from services.gateway.core.chunks import Chunk, Completion, Prompt
+from services.gateway.core.generation import Generation
+from services.gateway.core.request_service import Frontend
+from services.pb import gateway_pb2
+
+T = TypeVar("T")
+
+
+class RepeatedPrompts:
+    """Holds back the chunks of each prompt's answers until answer 0 has brought the prompt, and gives it to all.
+
+    The log-probabilities of a prompt are computed once, for answer 0, which may start later than the others.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: deque[tuple[int, Chunk]] = deque()  # ready, with the indexes of their prompts
+        self._prompts: dict[int, Prompt] = {}  # by index
+        self._held = defaultdict[int, list[Chunk]](list)  # by index of the prompt
+        self._begun: set[tuple[int, int]] = set()  # indexes of prompt and answer, of answers that have the prompt
+
+    def add(self, prompt_index: int, chunk: Chunk) -> None:
+        """Adds a chunk; it and those held back become ready if the prompt is known."""
+        held = self._held[prompt_index]
+        held.append(chunk)
+        if chunk.prompt is not None:
+            self._prompts[prompt_index] = chunk.prompt
+        prompt = self._prompts.get(prompt_index)
+        if prompt is None:
+            return
+        for each in held:
+            if (prompt_index, each.index) not in self._begun:
+                self._begun.add((prompt_index, each.index))
+                each.prompt = prompt
+            self.chunks.append((prompt_index, each))
+        held.clear()
+
+
+class Generations:
+    """All generations of a request. Always call `close`, also if `start` fails."""
+
+    def __init__(self, *, repeats_prompt: bool = False) -> None:
+        """`repeats_prompt`: the first chunk of every answer carries the prompt, and not only that of answer 0."""
+        self.running: list[Generation] = []
+        self._repeated = RepeatedPrompts() if repeats_prompt else None
+        self._readers: dict[asyncio.Task[Chunk], int] = {}  # index of the prompt, by the task that reads its next chunk
+        self._ready: list[asyncio.Task[Chunk]] = []
+
+    async def start(
+        self,
+        frontend: Frontend,
+        messages: Sequence[gateway_pb2.GenerateRequest],
+        caller: Caller,
+        *,
+        in_one_message: bool = False,
+    ) -> None:
+        """Starts one generation per message. Raises the `TwostrokeError` of the first one that is refused.
+
+        `in_one_message`: see `Frontend.start`.
+        """
+        num_answers = sum(max(1, message.n, message.best_of) for message in messages)
+        try:
+            if num_answers > frontend.max_answers:
+                field = "best_of" if messages[0].best_of >= messages[0].n else "n"
+                what = f"{field} is {num_answers}"
+                if len(messages) > 1:
+                    what = f"{len(messages)} prompts with n or best_of make {num_answers} answers"
+                raise InvalidRequest(f"{what}, gateway.max_answers is {frontend.max_answers}", field)
+            caller.usage.check_prompts(len(messages), num_answers)
+        except TwostrokeError as error:
+            frontend.metrics.on_rejected(error)
+            raise
+        num_logprobs = 0
+        for prompt_index, message in enumerate(messages):
+            prompt_name = f"prompt[{prompt_index}]" if len(messages) > 1 else "prompt"
+            generation = await frontend.start(
+                message, caller, num_logprobs, prompt_name, in_one_message=in_one_message
+            )
+            self.running.append(generation)
+            num_logprobs += generation.request.max_num_logprobs
+            await asyncio.sleep(0)  # let other tasks run: starting the answers to one prompt may take milliseconds
+
+    async def next_chunk(self) -> tuple[int, Chunk] | None:
+        """The index of a prompt and the next chunk of its answers; None when all have ended.
+
+        Raises the error of a failed generation.
+        """
+        repeated = self._repeated
+        if repeated is None:
+            return await self._next_chunk()
+        while not repeated.chunks:
+            chunk = await self._next_chunk()
+            if chunk is None:
+                return None
+            repeated.add(*chunk)
+        return repeated.chunks.popleft()
+
+    async def _next_chunk(self) -> tuple[int, Chunk] | None:
+        if len(self.running) == 1:
+            [generation] = self.running
+            return None if generation.is_finished else (0, await generation.next_chunk())
+        if not self._readers and not self._ready:
+            for prompt_index in range(len(self.running)):
+                self._read(prompt_index)
+        if not self._ready:
+            if not self._readers:
+                return None
+            done, _ = await asyncio.wait(self._readers, return_when=asyncio.FIRST_COMPLETED)
+            self._ready.extend(done)
+        task = self._ready.pop()
+        prompt_index = self._readers.pop(task)
+        chunk = task.result()
+        self._read(prompt_index)
+        return prompt_index, chunk
+
+    async def completions(self) -> list[tuple[list[Completion], Prompt | None]]:
+        """All answers, grouped by prompt. All are read concurrently, because only reading detects stop strings."""
+        return await gather_or_cancel([generation.completions() for generation in self.running])
+
+    async def close(self) -> None:
+        """Stops all running generations."""
+        for task in self._readers:
+            task.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for generation in self.running:
+            generation.close()
+
+    def _read(self, prompt_index: int) -> None:
+        generation = self.running[prompt_index]
+        if not generation.is_finished:
+            self._readers[asyncio.ensure_future(generation.next_chunk())] = prompt_index
+
+
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results. If one fails, cancels the others and raises its error."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

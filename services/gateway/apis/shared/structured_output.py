@@ -1,0 +1,167 @@
+"""The form of an answer, as OpenAI, vLLM, SGLang and llama.cpp write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import Field
+from pydantic_core import PydanticCustomError, from_json, to_json
+
+from services.common.structured_output import MAX_CHOICES
+from services.gateway.apis.shared.request_model import RequestModel, at_most
+from services.pb import sampling_pb2
+
+JsonSchema = str | dict[str, Any] | bool
+Choices = Annotated[list[str], at_most(MAX_CHOICES)]
+_Message = sampling_pb2.StructuredOutput
+
+
+class NamedSchema(RequestModel):
+    """A JSON Schema. `strict` changes nothing: an answer is always valid against it."""
+
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    schema_: JsonSchema | None = Field(None, alias="schema", description="Any JSON if it is missing")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """OpenAI's form of an answer; `structural_tag`, with its own further fields, is vLLM's."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: NamedSchema | None = None
+    schema_: JsonSchema | None = Field(
+        None, alias="schema", description="For json_object, as with llama.cpp: a JSON Schema in place of any object"
+    )
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's form of an answer: exactly one of the first six."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"disable_additional_properties": (False,)}
+
+    json_: JsonSchema | None = Field(None, alias="json", description="A JSON Schema, as an object or as text")
+    regex: str | None = Field(None, description="The whole answer matches this regular expression")
+    choice: Choices | None = Field(None, description="The answer is one of these texts")
+    grammar: str | None = Field(None, description="A context-free grammar in Lark or GBNF")
+    json_object: bool | None = Field(None, description="true: any JSON object")
+    structural_tag: str | dict[str, Any] | None = Field(None, description="As vLLM and xgrammar define it")
+    disable_any_whitespace: bool | None = Field(None, description="JSON without whitespace between its tokens")
+    whitespace_pattern: str | None = Field(None, description="Regular expression of the whitespace in JSON")
+
+
+class FormFields(Protocol):
+    """The fields of a body that give a form."""
+
+    response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
+    guided_json: JsonSchema | None
+    guided_regex: str | None
+    guided_choice: Choices | None
+    guided_grammar: str | None
+    json_schema: JsonSchema | None
+    regex: str | None
+    ebnf: str | None
+    grammar: str | None
+    structural_tag: str | None
+
+
+def form_of(body: FormFields) -> sampling_pb2.StructuredOutput | None:
+    """The form that a body asks for. Raises `PydanticCustomError` if it asks for several, or names none."""
+    forms = dict(_forms(body))
+    if len(forms) > 1:
+        raise PydanticCustomError(
+            "several_forms",
+            "the answer can have one form, and several are given: {names}",
+            {"names": ", ".join(forms), "field": list(forms)[1]},
+        )
+    return next(iter(forms.values()), None)
+
+
+def _forms(body: FormFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
+    found: list[tuple[str, _Message | None]] = [
+        ("response_format", _of_response_format(body.response_format)),
+        ("structured_outputs", _of_structured_outputs(body.structured_outputs)),
+        ("guided_json", _of_schema(body.guided_json)),
+        ("json_schema", _of_schema(body.json_schema)),
+        ("guided_choice", _of_choice(body.guided_choice or None)),
+        ("structural_tag", _of_tag(body.structural_tag or None)),
+    ]
+    found += [(name, _Message(regex=text)) for name in ("guided_regex", "regex") if (text := getattr(body, name))]
+    grammars = ("guided_grammar", "grammar", "ebnf")
+    found += [(name, _Message(grammar=text)) for name in grammars if (text := getattr(body, name))]
+    forms = [(name, form) for name, form in found if form is not None]
+    for name, form in forms:
+        form.field_name = form.field_name or name
+    return forms
+
+
+def _of_response_format(given: ResponseFormat | None) -> _Message | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return _Message(json_object=True) if given.schema_ is None else _of_schema(given.schema_)
+    if given.type == "structural_tag":
+        return _of_tag({"type": given.type, **(given.model_extra or {})})
+    if given.json_schema is None:
+        context = {"field": "response_format"}
+        raise PydanticCustomError("json_schema", "json_schema is required where type is json_schema", context)
+    schema = given.json_schema.schema_
+    return _of_schema({} if schema is None else schema)
+
+
+def _of_structured_outputs(given: StructuredOutputs | None) -> _Message | None:
+    if given is None:
+        return None
+    forms = {
+        "json": _of_schema(given.json_, _whitespace_options(given)),
+        "regex": None if given.regex is None else _Message(regex=given.regex),
+        "choice": _of_choice(given.choice),
+        "grammar": None if given.grammar is None else _Message(grammar=given.grammar),
+        "json_object": _Message(json_object=True) if given.json_object else None,
+        "structural_tag": _of_tag(given.structural_tag),
+    }
+    named = [(name, form) for name, form in forms.items() if form is not None]
+    if len(named) != 1:
+        raise PydanticCustomError(
+            "one_form",
+            "exactly one of {names} is required; there are {count}",
+            {"names": ", ".join(forms), "count": len(named), "field": "structured_outputs"},
+        )
+    [(name, form)] = named
+    form.field_name = f"structured_outputs.{name}"
+    return form
+
+
+def _whitespace_options(given: StructuredOutputs) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if given.disable_any_whitespace:
+        options |= {"whitespace_flexible": False, "whitespace_pattern": None}
+    if given.whitespace_pattern is not None:
+        options["whitespace_pattern"] = given.whitespace_pattern
+    return options
+
+
+def _of_schema(schema: JsonSchema | None, options: Mapping[str, Any] | None = None) -> _Message | None:
+    if schema is None:
+        return None
+    if options:
+        try:
+            schema = from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
+        except ValueError as error:
+            context = {"error": str(error), "field": "structured_outputs"}
+            raise PydanticCustomError("json", "json is not JSON: {error}", context) from error
+        if isinstance(schema, dict):
+            schema = {**schema, "x-guidance": options}  # where llguidance looks for them
+    return _Message(json_schema=schema if isinstance(schema, str) else to_json(schema).decode())
+
+
+def _of_choice(choices: list[str] | None) -> _Message | None:
+    return None if choices is None else _Message(choice=sampling_pb2.Choice(choices=choices))
+
+
+def _of_tag(tag: str | dict[str, Any] | None) -> _Message | None:
+    if tag is None:
+        return None
+    return _Message(structural_tag=tag if isinstance(tag, str) else to_json(tag).decode())

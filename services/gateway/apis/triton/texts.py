@@ -1,0 +1,96 @@
+"""The models `preprocessing` (text to token ids) and `postprocessing` (token ids to text)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.gateway.access.access import Caller
+from services.gateway.apis.triton.rows import Row
+from services.gateway.apis.triton.tensors import Tensor, text_tensor
+from services.gateway.apis.triton.to_message import word_list
+from services.gateway.core.request_service import Frontend
+from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STRING_CHARACTERS
+from services.pb import gateway_pb2
+
+WORDS = {"bad_words": "BAD_WORDS_IDS", "stop_words": "STOP_WORDS_IDS"}
+
+
+async def preprocess(frontend: Frontend, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
+    """Token ids of texts, padded to equal lengths, and the lists of words as token ids."""
+    messages = [gateway_pb2.TokenizeRequest(text=row["text_input"]) for row in rows]
+    token_ids = await frontend.tokenize(messages, caller)
+    eos_token_id = frontend.eos_token_ids[0] if frontend.eos_token_ids else 0
+    end_ids = [row.get("end_id", eos_token_id) for row in rows]
+    pad_ids = [row.get("pad_id", eos_token_id) for row in rows]
+    padded = np.empty((len(rows), max(map(len, token_ids))), dtype=np.int32)
+    for target, each, pad_id in zip(padded, token_ids, pad_ids, strict=True):
+        target[: len(each)] = each
+        target[len(each) :] = pad_id
+    outputs = [
+        Tensor("INPUT_ID", "INT32", padded),
+        _column("REQUEST_INPUT_LEN", [len(each) for each in token_ids]),
+        _column("REQUEST_OUTPUT_LEN", [row["max_tokens"] for row in rows]),
+        _column("OUT_END_ID", end_ids),
+        _column("OUT_PAD_ID", pad_ids),
+    ]
+    for option, name in WORDS.items():
+        lists = [word_list(await _word_token_ids(frontend, option, row)) for row in rows]
+        size = max(each.shape[1] for each in lists)
+        values = np.stack([_widened(each, size) for each in lists])
+        outputs.append(Tensor(name, "INT32", values))
+    return outputs
+
+
+async def postprocess(frontend: Frontend, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
+    """The text of each list of token ids."""
+    texts = []
+    num_lists = len(rows) * len(rows[0]["TOKENS_BATCH"])
+    if num_lists > frontend.max_answers:
+        raise InvalidRequest(
+            f"TOKENS_BATCH has {num_lists} lists, gateway.max_answers is {frontend.max_answers}", "TOKENS_BATCH"
+        )
+    for row in rows:
+        lists = [each.tolist() for each in row["TOKENS_BATCH"]]
+        lengths = row.get("SEQUENCE_LENGTH", [len(each) for each in lists])
+        if len(lengths) != len(lists):
+            raise InvalidRequest(
+                f"SEQUENCE_LENGTH has {len(lengths)} numbers, TOKENS_BATCH has {len(lists)} lists", "SEQUENCE_LENGTH"
+            )
+        for each, length in zip(lists, lengths, strict=True):
+            if not 0 <= length <= len(each):
+                raise InvalidRequest(
+                    f"SEQUENCE_LENGTH is {length}, must be 0 to {len(each)}: TOKENS_BATCH has no more",
+                    "SEQUENCE_LENGTH",
+                )
+        kept = [each[:length] for each, length in zip(lists, lengths, strict=True)]
+        texts += await frontend.detokenize(kept, row.get("SKIP_SPECIAL_TOKENS", True), caller, "TOKENS_BATCH")
+    outputs = [text_tensor("OUTPUT", texts)]
+    for name in ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS"):
+        if name in rows[0]:
+            outputs.append(Tensor(f"OUT_{name}", "FP32", np.array([row[name] for row in rows], dtype=np.float32)))
+    return outputs
+
+
+async def _word_token_ids(frontend: Frontend, option: str, row: Row) -> list[tuple[int, ...]]:
+    words = [word for word in row.get(option, ()) if word]
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"{option} has {len(words)} words, at most {MAX_BAD_WORDS} allowed", option)
+    for word in words:
+        if len(word) > MAX_STRING_CHARACTERS:
+            raise InvalidRequest(
+                f"{option} has a word of {len(word)} characters, at most {MAX_STRING_CHARACTERS} allowed", option
+            )
+    return await frontend.tokenizer.word_token_ids(words)
+
+
+def _column(name: str, values: Sequence[int]) -> Tensor:
+    return Tensor(name, "INT32", np.array(values, dtype=np.int32)[:, None])
+
+
+def _widened(words: np.ndarray, size: int) -> np.ndarray:
+    """A list of words with more padding: int32 [2, size]."""
+    filling = np.array([[0], [-1]], dtype=np.int32)
+    return np.concatenate([words, filling.repeat(size - words.shape[1], axis=1)], axis=1)

@@ -1,0 +1,1 @@
+"""The gateway's own API over gRPC: protos/gateway.proto."""

@@ -1,0 +1,276 @@
+"""The public gRPC API: converts protobuf messages; `Frontend` and `Generation` do the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from services.common.errors import InvalidRequest
+from services.common.token_logprobs import LogprobRows, TokenLogprobs, encode_logprobs
+from services.gateway import __version__
+from services.gateway.access.reception import current_caller
+from services.gateway.access.slow_reader import SlowReaders
+from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
+from services.gateway.core.generation import Generation
+from services.gateway.core.request_service import Frontend
+from services.gateway.link.journal_entry import FinishReason
+from services.gateway.link.logits import BYTES_PER_LOGIT, Logits
+from services.gateway.link.siblings import Siblings
+from services.gateway.text.answer_parts import AnswerParts
+from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
+from services.lora.adapter import encode_adapter
+from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+
+SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
+ROWS_PER_TURN = 256  # tokens with log-probabilities: a millisecond or two
+FINISH_REASONS = {
+    FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: gateway_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: gateway_pb2.FINISH_REASON_ABORT,
+}
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
+    """Answers clients that `Reception` accepts.
+
+    It raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`.
+    """
+
+    def __init__(self, frontend: Frontend, slow_reader_timeout_s: float, siblings: Siblings) -> None:
+        """`siblings`: the other gateways at the same port, which may run the request of an Abort."""
+        self._frontend = frontend
+        self._slow_readers = SlowReaders(slow_reader_timeout_s)
+        self._siblings = siblings
+
+    async def GenerateStream(
+        self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
+        """Sends a chunk when there are new tokens. Tokens that arrive while a chunk is sent go into the next chunk."""
+        if request.best_of > max(1, request.n) and not request.HasField("beam_search"):
+            raise InvalidRequest(
+                f"best_of is {request.best_of} and n is {max(1, request.n)}: the best answers are known only at the "
+                "end, so this cannot be streamed",
+                "best_of",
+            )
+        generation = await self._start(request, context)
+        with self._slow_readers.watching(context, generation.request_id) as call:
+            while not generation.is_finished:
+                chunk = await generation.next_chunk()
+                if (chunk.logprobs or chunk.prompt or chunk.logits) and is_large([chunk], [chunk.prompt]):
+                    message = await self._encode_large_chunk(generation.request_id, chunk)
+                else:
+                    message = _encode_chunk(generation.request_id, chunk)
+                call.sending_since = time.monotonic()
+                yield message
+                call.sending_since = None
+
+    async def Generate(
+        self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.GenerateResponse:
+        """Sends all answers in one response."""
+        generation = await self._start(request, context, in_one_message=True)
+        completions, prompt = await generation.completions()
+        response = gateway_pb2.GenerateResponse(request_id=generation.request_id)
+        has_turns = is_large(completions, [prompt])
+        for completion in completions:
+            if has_turns:
+                await self._frontend.heavy_work.turn()
+            added = response.completions.add()
+            _encode_completion(completion, added)
+            await self._encode_logprobs(completion.logprobs, added.logprobs, has_turns=has_turns)
+        if prompt is not None:
+            response.prompt.MergeFrom(_encode_prompt(prompt))
+            await self._encode_logprobs(prompt.logprobs, response.prompt.logprobs, has_turns=has_turns)
+        return response
+
+    async def Tokenize(
+        self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.TokenizeResponse:
+        """Turns texts and chats into token ids; needs no dense worker."""
+        [token_ids] = await self._frontend.tokenize([request], current_caller())
+        tokens = await self._frontend.tokenizer.write_tokens(token_ids)
+        return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+
+    async def Detokenize(
+        self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.DetokenizeResponse:
+        """Turns token ids into text."""
+        [text] = await self._frontend.detokenize([request.token_ids], request.skip_special_tokens, current_caller())
+        return gateway_pb2.DetokenizeResponse(text=text)
+
+    async def Abort(
+        self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.AbortResponse:
+        """Ends a running request of the same owner, in any gateway process."""
+        owner = current_caller().owner
+        was_running = self._frontend.abort(request.request_id, owner)
+        if await self._siblings.abort(owner, request.request_id):
+            was_running = True
+        return gateway_pb2.AbortResponse(was_running=was_running)
+
+    async def ModelInfo(
+        self, request: gateway_pb2.ModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.ModelInfoResponse:
+        """The served model, as last reported by the dense worker."""
+        model = self._frontend.model
+        return gateway_pb2.ModelInfoResponse(
+            model=self._frontend.names.first,
+            names=self._frontend.names.names,
+            family=model.family,
+            dtype=model.dtype,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            num_layers=model.num_layers,
+            eos_token_ids=self._frontend.eos_token_ids,
+            weights_hash=model.weights_hash,
+            version=__version__,
+            adapters=map(encode_adapter, self._frontend.names_for(current_caller()).adapters.values()),
+        )
+
+    async def LoadAdapter(
+        self, request: gateway_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.LoadAdapterResponse:
+        """Loads an adapter in all gateway processes."""
+        caller = current_caller()
+        self._frontend.count_requests(1, caller)
+        adapter = await self._frontend.adapters.load(caller, request.name, request.path, replaces=request.replaces)
+        return gateway_pb2.LoadAdapterResponse(adapter=encode_adapter(adapter))
+
+    async def UnloadAdapter(
+        self, request: gateway_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.UnloadAdapterResponse:
+        """Forgets an adapter in all gateway processes."""
+        caller = current_caller()
+        self._frontend.count_requests(1, caller)
+        await self._frontend.adapters.unload(caller, request.name)
+        return gateway_pb2.UnloadAdapterResponse()
+
+    async def _encode_large_chunk(self, request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
+        await self._frontend.heavy_work.turn()
+        message = _encode_chunk(request_id, chunk, has_logprobs=False)
+        await self._encode_logprobs(chunk.logprobs, message.logprobs, has_turns=True)
+        if chunk.prompt is not None:
+            await self._encode_logprobs(chunk.prompt.logprobs, message.prompt.logprobs, has_turns=True)
+        return message
+
+    async def _encode_logprobs(self, rows: LogprobRows | None, target: Any, *, has_turns: bool) -> None:
+        """Adds rows to a repeated field, some in each turn of `HeavyWork` if there are many."""
+        for start in range(0, len(rows or ()), ROWS_PER_TURN):
+            if has_turns:
+                await self._frontend.heavy_work.turn()
+            target.extend(_encode_all(rows[start : start + ROWS_PER_TURN]))
+
+    async def _start(
+        self,
+        message: gateway_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext,
+        *,
+        in_one_message: bool = False,
+    ) -> Generation:
+        if not message.traceparent:
+            message.traceparent = _traceparent(context)
+        for field in ("return_hidden_states", "return_progress"):
+            if getattr(message, field):
+                raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
+        generation = await self._frontend.start(message, current_caller(), in_one_message=in_one_message)
+        # Closed here, because a handler that is cancelled while it sends is only garbage collected.
+        context.add_done_callback(lambda _: generation.close())
+        return generation
+
+
+def _encode_chunk(request_id: str, chunk: Chunk, *, has_logprobs: bool = True) -> gateway_pb2.GenerateChunk:
+    prompt = None if chunk.prompt is None else _encode_prompt(chunk.prompt)
+    if prompt is not None and has_logprobs:
+        prompt.logprobs.extend(_encode_all(chunk.prompt.logprobs or ()))
+    return gateway_pb2.GenerateChunk(
+        request_id=request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish=_encode_finish(chunk.finish) if chunk.finish else None,
+        index=chunk.index,
+        logprobs=_encode_all(chunk.logprobs) if chunk.logprobs and has_logprobs else None,
+        prompt=prompt,
+        logits=_encode_logits([chunk.logits]) if chunk.logits else None,
+        reasoning="".join([each.text for each in chunk.deltas if isinstance(each, ReasoningDelta)]),
+        tool_calls=_encode_calls(chunk.deltas),
+    )
+
+
+def _encode_calls(deltas: Iterable[Delta]) -> list[gateway_pb2.ToolCallDelta]:
+    pieces = []
+    for delta in deltas:
+        if isinstance(delta, CallBegin):
+            pieces.append(gateway_pb2.ToolCallDelta(index=delta.index, id=delta.call_id, name=delta.name))
+        elif isinstance(delta, CallArguments):
+            pieces.append(gateway_pb2.ToolCallDelta(index=delta.index, arguments=delta.text))
+    return pieces
+
+
+def _encode_completion(completion: Completion, message: gateway_pb2.Completion) -> None:
+    """Writes a completion, but not its log-probabilities, into a message."""
+    assert completion.finish is not None
+    parts = completion.parts or AnswerParts()
+    message.MergeFrom(
+        gateway_pb2.Completion(
+            index=completion.index,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            finish=_encode_finish(completion.finish),
+            logits=_encode_logits(completion.logits) if completion.logits else None,
+            reasoning=parts.reasoning(),
+            tool_calls=[
+                gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in parts.calls
+            ],
+        )
+    )
+
+
+def _encode_all(values: Iterable[TokenLogprobs]) -> list[sampling_pb2.TokenLogprobs]:
+    return [encode_logprobs(value) for value in values]
+
+
+def _encode_prompt(prompt: Prompt) -> gateway_pb2.PromptEcho:
+    """The message without log-probabilities."""
+    return gateway_pb2.PromptEcho(
+        token_ids=prompt.token_ids, logits=_encode_logits([prompt.logits]) if prompt.logits else None
+    )
+
+
+def _encode_logits(parts: Sequence[Logits]) -> gateway_pb2.Logits:
+    num_rows, values = sum(part.num_rows for part in parts), b"".join(part.values for part in parts)
+    vocab_size = len(values) // BYTES_PER_LOGIT // num_rows if num_rows else 0
+    return gateway_pb2.Logits(num_rows=num_rows, vocab_size=vocab_size, values=values)
+
+
+def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
+    timings = finish.timings
+    queue_s, first_token_s = timings.queue_s or 0.0, timings.first_token_s or 0.0
+    has_calls = finish.num_calls > 0 and finish.reason is FinishReason.STOP
+    return gateway_pb2.Finish(
+        reason=gateway_pb2.FINISH_REASON_TOOL_CALLS if has_calls else FINISH_REASONS[finish.reason],
+        stop_string=finish.stop_string,
+        stop_token_id=finish.stop_token_id,
+        usage=gateway_pb2.Usage(
+            num_prompt_tokens=finish.num_prompt_tokens,
+            num_cached_tokens=finish.num_cached_tokens,
+            num_output_tokens=finish.num_output_tokens,
+            num_reasoning_tokens=finish.num_reasoning_tokens or 0,
+        ),
+        seed=finish.seed,
+        beam_score=finish.beam_score,
+        timings=gateway_pb2.Timings(
+            queue_ms=1e3 * queue_s,
+            prefill_ms=1e3 * max(0.0, first_token_s - queue_s),
+            first_token_ms=1e3 * first_token_s,
+            per_token_ms=1e3 * (timings.per_token_s or 0.0),
+            total_ms=1e3 * timings.total_s,
+        ),
+    )
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    """The caller's W3C trace context; empty if it sent none."""
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"), "")

@@ -1,0 +1,301 @@
+"""The life of a request: submit it, turn its tokens into text, cut it at a stop string, finish it, close it.
+
+It runs in the task that answers the client, so a slow client delays no other: tokens that arrive meanwhile wait in the
+journal and are sent in one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from dataclasses import replace
+from typing import Protocol
+
+import structlog
+
+from services.gateway.access.admission import Ticket
+from services.gateway.core.chunks import Chunk, Completion, Finish, Progress, Prompt, Timings
+from services.gateway.core.parsed_text import ParsedText
+from services.gateway.core.text_builder import TextBuilder
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
+from services.gateway.link.logits import Logits
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.text.deltas import ContentDelta, Delta
+from services.gateway.text.tokenizer import Tokenizer
+from services.rpc.spans import NoSpan, Span
+
+access_log = structlog.get_logger(log="access")  # see `configure_logs`
+
+
+class Submitter(Protocol):
+    """Submits sequences to dense workers: `DensePool`."""
+
+    def submit(self, entry: JournalEntry) -> None: ...
+    def cancel(self, entry: JournalEntry) -> None: ...
+
+
+class Generation:
+    """All answers to one request. Call `next_chunk` until `is_finished`, or `completions`. Always call `close`.
+
+    Construction submits the request and raises `InvalidRequest` if its request_id is in use.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        journal: Journal,
+        dense: Submitter,
+        metrics: GatewayMetrics,
+        ticket: Ticket | None = None,
+        span: Span | None = None,
+    ) -> None:
+        """`span` ends with the generation."""
+        self.request = request
+        self._ticket = ticket
+        self._span = span or NoSpan()
+        self._updates = UpdateQueue()
+        self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
+        self._answers = [
+            _Answer(entry, self._prompt_text, tokenizer, journal, dense, metrics)
+            for entry in journal.open(request, self._updates)
+        ]
+        self._num_running = len(self._answers)
+        for answer in self._answers:
+            if not answer.entry.is_follower:
+                dense.submit(answer.entry)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `next_chunk` has returned the last chunk of every answer."""
+        return self._num_running == 0
+
+    async def next_chunk(self) -> Chunk:
+        """Waits for new tokens of any answer. Raises a `TwostrokeError` if a sequence has failed."""
+        while True:
+            entry = await self._updates.next()
+            answer = self._answers[entry.index]
+            if answer.finish is not None:
+                continue  # the answer ended at a stop string; these tokens come after it
+            chunk = answer.next_chunk()
+            if chunk.finish is not None:
+                self._num_running -= 1
+                if self.is_finished:
+                    self._end()
+            return chunk
+
+    async def completions(self) -> tuple[list[Completion], Prompt | None]:
+        """The `n` answers, by index; with `best_of` those with the highest mean log-probability per token.
+
+        The answers of a beam search come in the order of their scores.
+        """
+        completions = [Completion(index) for index in range(len(self._answers))]
+        prompt = None
+        while not self.is_finished:
+            chunk = await self.next_chunk()
+            completions[chunk.index].append(chunk)
+            prompt = prompt or chunk.prompt
+        if self.request.num_sequences > self.request.n:
+            completions.sort(key=lambda each: self._answers[each.index].mean_logprob, reverse=True)
+            completions = [replace(each, index=i) for i, each in enumerate(completions[: self.request.n])]
+        return completions, prompt
+
+    def close(self) -> None:
+        """Forgets the request and stops its running sequences. Does nothing the second time."""
+        for answer in self._answers:
+            answer.close()
+        self._end()
+        if self._ticket is not None:
+            self._ticket.close()
+
+    def _end(self) -> None:
+        if self._ticket is not None:  # before the client sees the end, for its next request
+            self._ticket.end(sum(len(answer.entry.output_token_ids) for answer in self._answers))
+        self._span.end(
+            next((str(answer.entry.error) for answer in self._answers if answer.entry.error is not None), None),
+            request_id=self.request_id,
+            num_answers=len(self._answers),
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_output_tokens=sum(answer.num_output_tokens for answer in self._answers),
+        )
+
+
+class _Answer:
+    """One sequence of a request; turns its tokens into text."""
+
+    def __init__(
+        self,
+        entry: JournalEntry,
+        prompt_text: str,
+        tokenizer: Tokenizer,
+        journal: Journal,
+        dense: Submitter,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.entry = entry
+        self.finish: Finish | None = None
+        self._journal = journal
+        self._dense = dense
+        self._metrics = metrics
+        self._last_chunk_at: float | None = None  # time of the last chunk with tokens
+        self._text = TextBuilder(entry.request, tokenizer)
+        self._parsed: ParsedText | None = None  # in place of `_text`, if content, reasoning and calls are told apart
+        if entry.request.parsing is not None:
+            self._parsed = ParsedText(entry.request, entry.request.parsing, tokenizer)
+        self._lead = prompt_text  # precedes the first text
+        self.num_output_tokens = 0  # returned in chunks so far
+        self._own_logprobs = array("f")  # of these tokens, if requested
+        self._is_closed = False
+
+    def next_chunk(self) -> Chunk:
+        """A chunk with the entry's new tokens. Raises the error that ended the entry."""
+        entry, request = self.entry, self.entry.request
+        is_first = self.num_output_tokens == 0
+        token_ids, logprobs = entry.take_new_tokens()
+        reason = entry.finish_reason  # set in the same step as the last token
+        stop_token_id = None
+        if reason is FinishReason.STOP and token_ids[-1] in request.stop_token_ids:
+            stop_token_id = token_ids[-1]  # otherwise the form of the output is complete
+        text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # without the stop token
+        deltas: list[Delta] = []
+        if self._parsed is None:
+            text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
+            is_cut = stop_string is not None
+        else:
+            is_limit = reason is not None and reason is not FinishReason.STOP
+            piece = self._parsed.append(text_token_ids, reason is not None, is_limit)
+            deltas, text, num_tokens, stop_string = piece.deltas, piece.text, piece.num_tokens, piece.stop_string
+            is_cut = piece.is_cut
+        if is_cut:
+            reason, stop_token_id = FinishReason.STOP, None
+            token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+        self._own_logprobs.extend(logprobs.own)
+        logits = None if entry.logits is None else entry.logits.take(len(token_ids))
+        self.num_output_tokens += len(token_ids)
+        if token_ids:
+            self._measure(len(token_ids))
+        if self._lead:
+            text = self._lead + text
+            if self._parsed is not None:
+                deltas.insert(0, ContentDelta(self._lead))
+            self._lead = ""
+        if reason is not None:
+            self.finish = Finish(
+                reason=reason,
+                stop_string=stop_string,
+                stop_token_id=stop_token_id,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=entry.num_cached_tokens,
+                num_output_tokens=self.num_output_tokens,
+                seed=entry.sampling.seed,
+                timings=self._timings(),
+                num_reasoning_tokens=None if self._parsed is None else self._parsed.num_reasoning_tokens,
+                num_calls=0 if self._parsed is None else self._parsed.num_calls,
+                beam_score=entry.beam_score,
+            )
+            self.close()
+        prompt = None
+        if is_first and (token_ids or reason is not None) and not entry.index and request.returns_prompt:
+            # An answer may have been aborted before they were computed.
+            has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
+            context_logits = None
+            if entry.context_logits is not None and not entry.wants_context_logits:
+                context_logits = entry.context_logits.take(len(request.prompt_token_ids))
+            prompt = Prompt(
+                request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None, context_logits
+            )
+        return Chunk(
+            entry.index,
+            text,
+            token_ids,
+            None if request.num_logprobs is None else logprobs,
+            self.num_output_tokens,
+            self.finish,
+            prompt,
+            logits,
+            deltas,
+            self._hidden_states() if request.return_hidden_states and reason is not None else None,
+            self._progress() if entry.progress is not None else None,
+        )
+
+    def _hidden_states(self) -> Logits | None:
+        """Those of all tokens but the last one, which is never computed; None if an abort came before the prompt's."""
+        rows = self.entry.hidden_states
+        num_rows = len(self.entry.request.prompt_token_ids) + max(0, self.num_output_tokens - 1)
+        return None if rows is None or rows.num_rows < num_rows else rows.take(num_rows)
+
+    def _progress(self) -> Progress:
+        entry = self.entry
+        num_computed = entry.take_progress() or 0
+        time_s = time.monotonic() - entry.arrival - (entry.queue_s or 0.0)
+        return Progress(len(entry.request.prompt_token_ids), entry.num_cached_tokens, num_computed, time_s)
+
+    def close(self) -> None:
+        """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self.entry.is_ended:
+            self._dense.cancel(self.entry)
+        self._journal.close(self.entry)
+        self._report_end()
+
+    def _measure(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self._last_chunk_at is None:
+            self._metrics.on_first_tokens(num_tokens, now - self.entry.arrival)
+        else:
+            self._metrics.on_more_tokens(num_tokens, now - self._last_chunk_at)
+        self._last_chunk_at = now
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the returned tokens; minus infinity if there are none."""
+        values = self._own_logprobs
+        return math.fsum(values) / len(values) if values else -math.inf
+
+    def _timings(self) -> Timings:
+        entry, num_gaps = self.entry, self.num_output_tokens - 1
+        first_token_s = per_token_s = None
+        if entry.first_token_at is not None and entry.last_token_at is not None:
+            first_token_s = entry.first_token_at - entry.arrival
+            if num_gaps > 0:
+                per_token_s = (entry.last_token_at - entry.first_token_at) / num_gaps
+        return Timings(entry.queue_s, first_token_s, per_token_s, time.monotonic() - entry.arrival)
+
+    def _report_end(self) -> None:
+        entry, timings = self.entry, self._timings()
+        end = "cancelled" if entry.error is None else "error"
+        if self.finish is not None:
+            end = self.finish.reason.value
+        num_prompt_tokens = len(entry.request.prompt_token_ids)
+        self._metrics.on_end(end, num_prompt_tokens, entry.num_cached_tokens, timings.total_s, timings.per_token_s)
+        if entry.error is not None and not entry.output_token_ids:
+            self._metrics.on_rejected(entry.error)
+        access_log.info(
+            "request ended",
+            request_id=entry.request.request_id,
+            seq_id=f"{entry.seq_id:x}",
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=entry.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            reason=end,
+            ttft_ms=None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
+            duration_ms=round(1e3 * timings.total_s, 1),
+            **({"user": entry.request.user} if entry.request.user else {}),
+            **({"caller": entry.request.caller} if entry.request.caller else {}),
+            **({} if entry.error is None else {"error": str(entry.error)}),
+        )
+
+
+def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
+    if request.prompt_text is not None:
+        return request.prompt_text
+    return tokenizer.decode(request.text_token_ids, request.skip_special_tokens)

@@ -1,0 +1,95 @@
+"""`ParsedText`: from the tokens of one answer to its content, reasoning and calls. Runs in the task that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.text.deltas import CallEnd, ContentDelta, Delta
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.parsing import Parsing
+from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ParsedPiece:
+    """What some tokens of an answer add to it."""
+
+    deltas: list[Delta]
+    num_tokens: int  # tokens that were taken; fewer than given if the answer ended before the others
+    stop_string: str | None  # the stop string that ended the answer
+    is_cut: bool  # whether the parsers ended the answer: at a stop string, or after the only call that it may have
+
+    @property
+    def text(self) -> str:
+        """The content."""
+        return "".join([delta.text for delta in self.deltas if isinstance(delta, ContentDelta)])
+
+
+class ParsedText:
+    """Like `TextBuilder`, with parsers. Stop strings end the content only: not reasoning, not a call.
+
+    Works token by token, to count the tokens of the reasoning and to end the answer at the right one.
+    """
+
+    def __init__(self, request: GenerationRequest, parsing: Parsing, tokenizer: Tokenizer) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer.hf_tokenizer, request.text_token_ids, request.skip_special_tokens, parsing.markers
+        )
+        self._parser = parsing.make_parser()
+        ids = ((tokenizer.token_id(name), name) for name in parsing.token_markers)
+        self._markers = {token_id: name for token_id, name in ids if token_id is not None}
+        self._is_parallel = parsing.tools.is_parallel
+        self._stop_strings: StopStrings | None = None
+        if request.stop:
+            self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        self.num_calls = 0  # complete ones
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its markers included."""
+        return self._parser.num_reasoning_tokens
+
+    def append(self, token_ids: Sequence[int], is_last: bool, is_cut: bool = False) -> ParsedPiece:
+        """Takes the next tokens. `is_last`: the answer ends with them. `is_cut`: a limit ended it, not the model."""
+        piece = ParsedPiece([], 0, None, is_cut=False)
+        for token_id in token_ids:
+            text, marker = self._detokenizer.append([token_id]), self._markers.get(token_id)
+            if marker is not None:
+                text = text.removesuffix(marker)
+            found = self._parser.feed_token(text, marker)
+            piece.num_tokens += 1
+            if self._show(found, piece):
+                return piece
+        if is_last:
+            found = self._parser.finish(self._detokenizer.flush(), is_cut)
+            if not self._show(found, piece) and self._stop_strings is not None:
+                _add_content(piece.deltas, self._stop_strings.flush())
+        return piece
+
+    def _show(self, found: list[Delta], piece: ParsedPiece) -> bool:
+        """Adds deltas to the piece. Returns whether they end the answer."""
+        for delta in found:
+            if isinstance(delta, ContentDelta) and self._stop_strings is not None:
+                text, piece.stop_string = self._stop_strings.feed(delta.text)
+                _add_content(piece.deltas, text)
+                if piece.stop_string is not None:
+                    piece.is_cut = True
+                    return True
+                continue
+            if self._stop_strings is not None:  # a stop string does not go on behind a call
+                _add_content(piece.deltas, self._stop_strings.flush())
+            piece.deltas.append(delta)
+            if isinstance(delta, CallEnd) and delta.is_complete:
+                self.num_calls += 1
+                if not self._is_parallel:
+                    piece.is_cut = True
+                    return True
+        return False
+
+
+def _add_content(deltas: list[Delta], text: str) -> None:
+    if text:
+        deltas.append(ContentDelta(text))

@@ -1,0 +1,276 @@
+"""`Frontend`: the functions that all APIs of the gateway call, independent of the wire format.
+
+All APIs pass requests as `GenerateRequest` messages, which are checked in one module and become `Generation`s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.structured_output import StructuredOutput
+from services.gateway.access.access import Access, Caller
+from services.gateway.access.admission import Admission
+from services.gateway.adapters.adapters import Adapters
+from services.gateway.core.generation import Generation
+from services.gateway.link.dense_pool import DensePool
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import FinishReason
+from services.gateway.link.logits import BYTES_PER_HIDDEN_VALUE, BYTES_PER_LOGIT
+from services.gateway.link.served_model import ServedModel
+from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
+from services.gateway.request.generation_request import (
+    GenerationRequest,
+    ModelLimits,
+    Owner,
+    check_counts,
+    check_num_logprobs,
+    check_size,
+    check_token_ids,
+    read_request,
+    read_text_or_chat,
+)
+from services.gateway.request.model_names import ModelNames
+from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.resources.heavy_work import HeavyWork
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.text.answer_form import refusal
+from services.gateway.text.form_trials import FormTrials
+from services.gateway.text.read_chat import read_chat_in_turn
+from services.gateway.text.tokenizer import Tokenizer
+from services.grammar.form_error import FormError
+from services.pb import gateway_pb2
+from services.rpc.spans import Tracer
+
+COPIES_OF_EMBEDDINGS = 2  # the message, and the table that is made of it
+COPIES_OF_LOGITS = 3  # as they arrive, all answers in one tensor, and what a client has not read yet
+COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are being sent
+BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
+
+
+class Frontend:
+    """Starts, finds and ends requests. Runs in the event loop."""
+
+    def __init__(
+        self,
+        names: ModelNames,
+        eos_token_ids: tuple[int, ...],
+        max_n: int,
+        max_logprobs: int,
+        strict_max_tokens: bool,
+        tokenizer: Tokenizer,
+        journal: Journal,
+        dense: DensePool,
+        metrics: GatewayMetrics,
+        access: Access,
+        admission: Admission,
+        queue_timeout_s: float,
+        tracer: Tracer,
+        max_answers: int,
+        max_request_logprobs: int,
+        form_trials: FormTrials,
+        memory: MemoryBudget,
+        adapters: Adapters,
+        prompt_embeds: PromptEmbeds | None,
+    ) -> None:
+        self.names = names
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
+        self.journal = journal
+        self.adapters = adapters
+        self.access = access
+        self._max_n = max_n
+        self._max_logprobs = max_logprobs
+        self._strict_max_tokens = strict_max_tokens
+        self._dense = dense
+        self.metrics = metrics
+        self._admission = admission
+        self._queue_timeout_s = queue_timeout_s
+        self._tracer = tracer
+        self.max_answers = max_answers  # to all prompts of one HTTP request
+        self._max_request_logprobs = max_request_logprobs
+        self._form_trials = form_trials
+        self.memory = memory
+        self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
+        metrics.watch(self._counts)
+
+    @property
+    def model(self) -> ServedModel:
+        """The served model. Raises `PeerError` until a dense worker has answered once."""
+        return self._dense.model
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The limits of requests. Raises `PeerError` until a dense worker has answered once."""
+        model = self._dense.model
+        return ModelLimits(
+            model.vocab_size,
+            model.max_model_len,
+            self.eos_token_ids,
+            self.names,
+            self._max_n,
+            self._max_logprobs,
+            model.max_beam_width,
+            self._strict_max_tokens,
+            self.prompt_embeds,
+        )
+
+    @property
+    def heavy_work(self) -> HeavyWork:
+        """Where all that takes long is done."""
+        return self.tokenizer.heavy_work
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that are not answered completely, those that wait included."""
+        return self._admission.num_open
+
+    def unready_reason(self) -> str | None:
+        """Why no request can run now; None if requests can run."""
+        if self._admission.is_draining:
+            return "the gateway is about to stop"
+        return self._dense.unready_reason()
+
+    def names_for(self, caller: Caller) -> ModelNames:
+        """The names of the model and of the adapters that a caller's requests may use."""
+        return self.adapters.names_for(caller)
+
+    async def start(
+        self,
+        message: gateway_pb2.GenerateRequest,
+        caller: Caller,
+        num_other_logprobs: int = 0,
+        prompt_name: str = "prompt",
+        *,
+        in_one_message: bool = False,
+    ) -> Generation:
+        """Checks and submits a request. The caller must close the generation. Raises a `TwostrokeError`.
+
+        `num_other_logprobs`: log-probabilities of the other prompts of the same client's request, which count towards
+        the limit too. `prompt_name`: the name of the prompt in error messages. `in_one_message`: whether the answers
+        are sent in one message of gRPC, which takes more memory.
+        """
+        ticket = None
+        span = self._tracer.start("request", message.traceparent)
+        message.traceparent = span.traceparent  # so that the workers' spans are below this one
+        try:
+            ticket = self._admission.open(caller)
+            held, num_messages = HeldMemory(self.memory, caller.number), COPIES_OF_MESSAGES if in_one_message else 0
+            ticket.at_close(held.release)
+            num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
+            if num_bytes and self.prompt_embeds is not None:
+                advice = "send fewer or half precision"
+                held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
+            limits = replace(self.limits, names=self.names_for(caller))
+            request = caller.adapt(await read_request(message, self.tokenizer, limits, prompt_name))
+            check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
+            form = request.sampling.structured_output
+            if form is not None:
+                compiled = await self._compile(form, request)
+                request = replace(request, sampling=replace(request.sampling, structured_output=compiled))
+            if request.max_num_held_logprobs:
+                num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
+                held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
+            if request.max_num_logit_rows:
+                num_bytes = BYTES_PER_LOGIT * request.max_num_logit_rows * self.model.vocab_size
+                num_bytes *= COPIES_OF_LOGITS + num_messages
+                advice = "shorten the prompt or lower max_tokens or n"
+                held.reserve(num_bytes, "logits", "return_generation_logits", advice)
+            if request.return_hidden_states:
+                self._reserve_hidden_states(request, held)
+            ticket.admit(request)
+            request = replace(request, queue_timeout_s=self._queue_timeout_s)
+            return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
+        except BaseException as error:
+            if ticket is not None:
+                ticket.close()
+            if isinstance(error, TwostrokeError):
+                self.metrics.on_rejected(error)
+            span.end(str(error) or type(error).__name__)
+            raise
+
+    def _reserve_hidden_states(self, request: GenerationRequest, held: HeldMemory) -> None:
+        hidden_size = self.model.hidden_size
+        if not hidden_size:
+            raise InvalidRequest(
+                "the dense worker's backend cannot return hidden states: dense.backend must be torch",
+                "return_hidden_states",
+            )
+        num_bytes = BYTES_PER_HIDDEN_VALUE * hidden_size * request.max_num_hidden_states
+        held.reserve(num_bytes, "hidden states", "return_hidden_states", "shorten the prompt or lower max_tokens or n")
+
+    async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
+        try:
+            compiled = await self._form_trials.compile(form, (request.tenant, request.client))
+        except FormError as error:
+            raise refusal(error, form, request.parsing) from error
+        return replace(compiled, field_name=form.field_name)
+
+    def abort(self, request_id: str, owner: Owner) -> bool:
+        """Ends the answers of an owner's request as they are; returns whether there were any."""
+        entries = [entry for entry in self.journal.of_request(owner, request_id) if not entry.is_ended]
+        for entry in entries:
+            self._dense.cancel(entry)
+            entry.finish(FinishReason.ABORT)
+        return bool(entries)
+
+    async def tokenize(self, messages: Sequence[gateway_pb2.TokenizeRequest], caller: Caller) -> list[list[int]]:
+        """Token ids of texts and chats. Needs no dense worker; if one has been connected, its limits apply.
+
+        Each text counts as one of the caller's requests, as in `detokenize`; tokens do not count.
+        """
+        self.count_requests(len(messages), caller)
+        lists = []
+        for message in messages:
+            check_counts(message)
+            if self._dense.has_model:
+                check_size(message, self.tokenizer, self.limits)
+            token_ids, _ = await read_text_or_chat(message, self.tokenizer)
+            lists.append(token_ids)
+            await asyncio.sleep(0)  # let other tasks run: each short text takes half a millisecond
+        return lists
+
+    async def render_chat(self, message: gateway_pb2.TokenizeRequest, caller: Caller) -> str:
+        """The text of a chat as its template writes it. Counts as one of the caller's requests."""
+        self.count_requests(1, caller)
+        check_counts(message)
+        if self._dense.has_model:
+            check_size(message, self.tokenizer, self.limits)
+        chat = await read_chat_in_turn(message.chat, self.tokenizer)
+        return await self.tokenizer.render_chat(chat, message.chat.ByteSize())
+
+    async def detokenize(
+        self, lists: Sequence[Sequence[int]], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
+    ) -> list[str]:
+        """The texts of lists of at most max_model_len token ids; `field` names them in error messages."""
+        self.count_requests(len(lists), caller)
+        limits = self.limits
+        texts = []
+        for token_ids in lists:
+            if len(token_ids) > limits.max_model_len:
+                raise InvalidRequest(
+                    f"{field} has {len(token_ids)} tokens, max_model_len is {limits.max_model_len}", field
+                )
+            check_token_ids(field, token_ids, limits.vocab_size)
+            texts.append(await self.tokenizer.write_text(token_ids, skip_special_tokens))
+            await asyncio.sleep(0)
+        return texts
+
+    def count_requests(self, count: int, caller: Caller) -> None:
+        """Counts requests towards the caller's limit. Raises `RateLimited`."""
+        try:
+            caller.usage.count_requests(count)
+        except TwostrokeError as error:
+            self.metrics.on_rejected(error)
+            raise
+
+    def _counts(self) -> GatewayCounts:
+        return GatewayCounts(
+            num_open=len(self.journal),
+            num_waiting=self.journal.num_waiting,
+            num_resubmitted=self._dense.num_resubmitted,
+            is_connected=self._dense.is_connected,
+        )
+

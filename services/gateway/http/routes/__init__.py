@@ -1,1 +1,0 @@
-"""The routes, one module per group; `services.gateway.http.app` combines them."""

@@ -1,0 +1,1 @@
+"""What the gateway measures of itself and of the workers."""

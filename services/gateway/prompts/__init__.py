@@ -1,1 +1,0 @@
-"""Prompts with vectors: how they are read and checked."""

@@ -1,0 +1,462 @@
+"""Turns a client's message into a request that can run. All limits are checked here, before anything starts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, replace
+
+from services.common.beams.options import BeamSearchOptions
+from services.common.errors import InvalidRequest
+from services.common.sampling_messages import decode_sampling
+from services.common.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKENS,
+    SamplingParams,
+)
+from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
+from services.common.shorten import quote
+from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
+from services.gateway.request.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
+from services.gateway.request.model_names import ModelNames
+from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.request.prompt_vectors import check_vectors, read_vectors, stand_in_front
+from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
+from services.gateway.text.chat_template import Chat
+from services.gateway.text.parsing import Parsing
+from services.gateway.text.read_chat import read_chat_in_turn
+from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.tools.tool import check_tools_size
+from services.lora.adapter import Adapter
+from services.lora.prompt_table import PromptTable
+from services.pb import gateway_pb2
+
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_STOP_STRINGS = 16
+MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
+MAX_STOP_TOKENS = 64
+MAX_PROMPT_LOGPROBS = 20
+MAX_BAD_WORDS = 64
+MAX_MESSAGES = 4096  # of a chat
+MAX_PRIORITY = 100
+MAX_USER_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 256
+
+# Whose a request with an id that a client has chosen is: the name of the API key, or the number of the client's address
+# if there are no keys. Others may use the same id.
+Owner = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits that a request is checked against."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+    eos_token_ids: tuple[int, ...]
+    names: ModelNames
+    max_n: int  # answers to one prompt
+    max_logprobs: int  # likeliest tokens to tell of beside each output token
+    max_beam_width: int  # beams of a search
+    strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
+    prompt_embeds: PromptEmbeds | None = None  # None: prompts of embeddings are refused
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A valid request with every default filled in. Its list belongs to it and never changes."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int  # output tokens; 0: only the prompt is wanted, which it takes a token nobody sees to compute
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]  # the request's own and, unless ignored, EOS
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    cache_salt: str
+    n: int  # answers to return
+    best_of: int  # answers to generate; each is a sequence of its own, or a beam
+    num_logprobs: int | None  # likeliest tokens to report beside each output token; None: no log-probabilities
+    num_prompt_logprobs: int | None  # the same for prompt tokens
+    prompt_text: str | None  # as it was given, if it was given as text and is kept whole
+    echo: bool
+    priority: int | None  # None: none was named
+    user: str
+    caller: str = ""  # name of the API key that was used
+    tenant: int = 0  # hash of that name; 0 without keys
+    client: int = 0  # hash of the client's address
+    queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
+    traceparent: str = ""  # W3C trace context of its span in this gateway; empty without tracing
+    parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
+    return_context_logits: bool = False  # report the logits after each prompt token
+    return_generation_logits: bool = False  # report the logits from which each output token was sampled
+    return_hidden_states: bool = False  # keep the last hidden state of every token that is computed
+    return_progress: bool = False  # tell of the computed tokens of the prompt
+    adapter: Adapter | None = None  # the LoRA adapter that the request names as its model
+    prompt_table: PromptTable | None = None  # vectors for some of its prompt tokens; None: all are of the vocabulary
+    first_table_id: int = 0  # the token id that stands for the first row of the table
+    beam_search: BeamSearchOptions | None = None  # None: tokens are sampled
+
+    @property
+    def owner(self) -> Owner:
+        """Who may end it by its `request_id`."""
+        return owner_of(self.caller, self.client)
+
+    @property
+    def text_token_ids(self) -> list[int]:
+        """The prompt's tokens that have text."""
+        if self.prompt_table is None:
+            return self.prompt_token_ids
+        return [token_id for token_id in self.prompt_token_ids if token_id < self.first_table_id]
+
+    @property
+    def max_num_logit_rows(self) -> int:
+        """Tokens whose logits all its answers may have."""
+        num_rows = self.best_of * self.max_tokens if self.return_generation_logits else 0
+        return num_rows + (len(self.prompt_token_ids) if self.return_context_logits else 0)
+
+    @property
+    def max_num_hidden_states(self) -> int:
+        """Tokens whose hidden states all its answers may have."""
+        if not self.return_hidden_states:
+            return 0
+        return self.best_of * (len(self.prompt_token_ids) + self.max_tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        """Answers that are generated; a search for the n best ones is one sequence, but has n answers."""
+        return self.best_of if self.beam_search is None else self.n
+
+    @property
+    def returns_prompt(self) -> bool:
+        """Whether the answer shows the prompt, or something about it."""
+        return self.echo or self.num_prompt_logprobs is not None or self.return_context_logits
+
+    @property
+    def num_computed_logprobs(self) -> int | None:
+        """The requested number; choosing the best of several answers needs at least the tokens' own values."""
+        return 0 if self.num_logprobs is None and self.num_sequences > self.n else self.num_logprobs
+
+    @property
+    def max_num_logprobs(self) -> int:
+        """Those of its answers, each of which may show the prompt's, too; of a search, those of all its beams."""
+        of_prompt, of_answer = self._max_num_logprobs_of_parts
+        return self.best_of * (of_prompt + of_answer)
+
+    @property
+    def max_num_held_logprobs(self) -> int:
+        """Those that are kept until it ends: the prompt's are the same for all answers."""
+        of_prompt, of_answer = self._max_num_logprobs_of_parts
+        return of_prompt + self.best_of * of_answer
+
+    @property
+    def _max_num_logprobs_of_parts(self) -> tuple[int, int]:
+        """Of the prompt, and of one answer without it."""
+        num_named = len(self.sampling.logprob_token_ids)
+        of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs, num_named)
+        return of_prompt, _num_logprobs(self.max_tokens, self.num_computed_logprobs, num_named)
+
+
+def owner_of(caller: str, client: int) -> Owner:
+    """The owner of the requests of a key, or of an address if there are no keys."""
+    return caller, 0 if caller else client
+
+
+async def read_request(
+    message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits, prompt_name: str = "prompt"
+) -> GenerationRequest:
+    """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
+
+    `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several.
+    Raises `UnknownModel` for another model than the served one.
+    """
+    check_counts(message)
+    limits.names.check(message.model)
+    _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
+    _check_name("user", message.user, MAX_USER_CHARACTERS)
+    _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARACTERS)
+    has_beams = message.HasField("beam_search")
+    n, best_of = read_widths(message, limits.max_beam_width) if has_beams else _read_counts(message, limits.max_n)
+    _check_logprobs(message, limits)
+    _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    sampling = await _read_sampling(message, tokenizer, limits)
+    if message.HasField("max_tokens"):
+        _check_max_tokens(message, best_of)
+        _check_min_tokens(sampling.min_tokens, message.max_tokens)
+    _check_strings("stop", message.stop)
+    check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
+    adapter = limits.names.adapters.get(message.model)
+    table = await read_vectors(message, adapter, limits.prompt_embeds, limits.max_model_len)
+    table_ids = range(0) if table is None else table.token_ids(limits.vocab_size)
+    is_in_front = stand_in_front(message, adapter)
+    given: Sequence[int]
+    chat: Chat | None = None
+    kind = message.WhichOneof("input")
+    if message.HasField("suffix"):
+        check_size(message, tokenizer, limits)
+        given = await _read_gap(message, tokenizer)
+    elif kind == "prompt_token_ids":
+        given = message.prompt_token_ids.ids
+    elif kind == "prompt_embeds":
+        given = table_ids
+    else:
+        check_size(message, tokenizer, limits)
+        given, chat = await read_text_or_chat(message, tokenizer, table_ids)
+    num_front = len(table_ids) if is_in_front else 0
+    num_kept = len(given)
+    if message.HasField("truncate_prompt_tokens"):
+        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_front))
+    if not num_kept:
+        raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
+    check_prompt_length(num_front + num_kept, limits.max_model_len)
+    prompt_token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
+    num_rows = len(table_ids) - num_front  # that token ids of the prompt may stand for
+    check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name, num_rows)
+    max_tokens = read_max_tokens(
+        message,
+        num_front + num_kept,
+        sampling.min_tokens,
+        limits.max_model_len,
+        is_strict=limits.strict_max_tokens,
+    )
+    _check_min_tokens(sampling.min_tokens, max_tokens)
+    parsing = None if chat is None else read_parsing(chat, tokenizer, prompt_token_ids, sampling.structured_output)
+    ends = tokenizer.fill_in_middle.end_token_ids if message.HasField("suffix") else answer_ends(parsing, tokenizer)
+    eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *ends)
+    stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
+    sampling.check_choice(stop_token_ids)
+    if chat is not None:
+        sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
+    if parsing is not None:
+        sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))
+    if is_in_front:
+        prompt_token_ids = [*table_ids, *prompt_token_ids]
+    if has_beams:
+        sampling = greedy_for_beams(message, sampling)
+    return GenerationRequest(
+        request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
+        prompt_token_ids=prompt_token_ids,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
+        cache_salt=message.cache_salt,
+        n=n,
+        best_of=best_of,
+        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        prompt_text=message.prompt if kind == "prompt" and num_kept == len(given) else None,
+        echo=message.echo,
+        return_context_logits=message.return_context_logits,
+        return_generation_logits=message.return_generation_logits,
+        return_hidden_states=message.return_hidden_states,
+        return_progress=message.return_progress,
+        priority=message.priority if message.HasField("priority") else None,
+        adapter=None if adapter is None or adapter.table is not None else adapter,
+        prompt_table=table,
+        first_table_id=table_ids.start,
+        beam_search=decode_beams(message, best_of, n) if has_beams and best_of > 1 else None,
+        user=message.user,
+        traceparent=message.traceparent,
+        parsing=parsing,
+    )
+
+
+async def read_text_or_chat(
+    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
+    tokenizer: Tokenizer,
+    table_ids: range = range(0),
+) -> tuple[list[int], Chat | None]:
+    """Token ids of a message's text or chat, and the chat. Raises `InvalidRequest` if it is missing or unusable.
+
+    `table_ids` stand for the vectors of the chat.
+    """
+    kind = message.WhichOneof("input")
+    adds_special_tokens = kind != "chat"  # a chat template writes its own special tokens
+    if message.HasField("add_special_tokens"):
+        adds_special_tokens = message.add_special_tokens
+    if kind is None:
+        names = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name["input"].fields)
+        raise InvalidRequest(f"nothing to read: exactly one of {names} is required", "prompt")
+    if kind != "chat":
+        text = getattr(message, kind)
+        if kind == "prompt" and not text:
+            raise InvalidRequest("prompt is empty", kind)
+        return await tokenizer.encode(text, adds_special_tokens), None
+    chat = await read_chat_in_turn(message.chat, tokenizer)
+    check_vectors(chat, len(table_ids))
+    num_bytes = message.chat.ByteSize()
+    return await tokenizer.encode_chat(chat, adds_special_tokens, table_ids.start, num_bytes), chat
+
+
+async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt and a suffix between which the answer stands. Raises `InvalidRequest`."""
+    tokenizer.fill_in_middle.check()
+    kind = message.WhichOneof("input")
+    if kind not in ("prompt", "prompt_token_ids"):
+        raise InvalidRequest(f"suffix belongs to a prompt of text or token ids, not to {kind or 'none'}", "suffix")
+    if message.echo:
+        raise InvalidRequest("echo cannot be used with suffix: the prompt is not what stands before the answer", "echo")
+    if message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequest(
+            "truncate_prompt_tokens cannot be used with suffix: it would cut the token off that the prompt begins with",
+            "truncate_prompt_tokens",
+        )
+    prefix = message.prompt if kind == "prompt" else message.prompt_token_ids.ids
+    adds_special_tokens = not message.HasField("add_special_tokens") or message.add_special_tokens
+    size = len(prefix) + len(message.suffix) + len(message.middle)
+    return await tokenizer.off_loop(
+        size, tokenizer.fill_in_middle.encode, prefix, message.suffix, message.middle, adds_special_tokens
+    )
+
+
+def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
+    """Refuses a message with too many elements before they are checked: two megabytes may hold a million."""
+    counted: list[tuple[str, str, Sized, int]] = [("messages", "elements", message.chat.messages, MAX_MESSAGES)]
+    if isinstance(message, gateway_pb2.GenerateRequest):
+        sampling = message.sampling
+        counted += [
+            ("stop", "strings", message.stop, MAX_STOP_STRINGS),
+            ("stop_token_ids", "ids", message.stop_token_ids, MAX_STOP_TOKENS),
+            ("bad_words", "strings", message.bad_words, MAX_BAD_WORDS),
+            ("bad_words", "words", sampling.bad_words, MAX_BAD_TOKEN_SEQUENCES),
+            ("logit_bias", "tokens", sampling.logit_bias, MAX_LOGIT_BIASES),
+            ("allowed_token_ids", "tokens", sampling.allowed_token_ids, MAX_ALLOWED_TOKENS),
+            ("logprob_token_ids", "tokens", sampling.logprob_token_ids, MAX_LOGPROB_TOKENS),
+        ]
+    for field, what, elements, most in counted:
+        if len(elements) > most:
+            raise InvalidRequest(f"{field} has {len(elements)} {what}, at most {most} allowed", field)
+    check_tools_size(message.chat.tools)
+
+
+def check_size(
+    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer, limits: ModelLimits
+) -> None:
+    """Refuses a text that is too long for any tokens, before tokenizing it costs memory."""
+    text = message.prompt if isinstance(message, gateway_pb2.GenerateRequest) else message.text
+    chat = message.chat
+    num_characters = len(text)
+    if isinstance(message, gateway_pb2.GenerateRequest):
+        num_characters += len(message.suffix) + len(message.middle)
+    for each in chat.messages:
+        num_characters += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
+    most = limits.max_model_len * tokenizer.max_token_characters
+    if num_characters > most:
+        raise too_long(
+            limits.max_model_len,
+            f"the text has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
+            "messages" if message.WhichOneof("input") == "chat" else "prompt",
+        )
+
+
+def _check_length(field: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise InvalidRequest(f"{field} has {len(text)} characters, at most {most} allowed", field)
+
+
+def _check_name(field: str, name: str, most: int) -> None:
+    _check_length(field, name, most)
+    if not name.isprintable():  # it appears in the logs of three services
+        raise InvalidRequest(f"{field} is {quote(name)}, must be printable characters", field)
+
+
+def _check_range(field: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest(f"{field} is {value}, must be from {least} to {most}", field)
+
+
+def _check_logprobs(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> None:
+    if message.logprobs > limits.max_logprobs:
+        is_all = " (all of the vocabulary)" if message.logprobs == limits.vocab_size else ""
+        raise InvalidRequest(
+            f"logprobs is {message.logprobs}{is_all}, must be from 0 to {limits.max_logprobs} (gateway.max_logprobs)",
+            "logprobs",
+        )
+    if message.prompt_logprobs > MAX_PROMPT_LOGPROBS and message.prompt_logprobs != limits.vocab_size:
+        raise InvalidRequest(
+            f"prompt_logprobs is {message.prompt_logprobs}, must be from 0 to {MAX_PROMPT_LOGPROBS}, or -1 for all "
+            f"{limits.vocab_size} tokens of the vocabulary",
+            "prompt_logprobs",
+        )
+
+
+def check_num_logprobs(num_logprobs: int, most: int) -> None:
+    """Raises `InvalidRequest` if all answers to a client's request may have more than `most` log-probabilities."""
+    if num_logprobs > most:
+        raise InvalidRequest(
+            f"all answers together may have {num_logprobs} log-probabilities, gateway.max_request_logprobs is {most}: "
+            "ask for fewer by max_tokens, logprobs, prompt_logprobs, logprob_token_ids, n or best_of",
+            "logprobs",
+        )
+
+
+def _num_logprobs(num_tokens: int, num_likeliest: int | None, num_named: int) -> int:
+    return 0 if num_likeliest is None else num_tokens * (1 + num_likeliest + num_named)
+
+
+def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int, int]:
+    """The values of `n` and `best_of`."""
+    n = message.n if message.HasField("n") else 1
+    best_of = message.best_of if message.HasField("best_of") else n
+    _check_range("n", n, 1, max_n)
+    _check_range("best_of", best_of, n, max_n)
+    return n, best_of
+
+
+async def _read_sampling(
+    message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
+) -> SamplingParams:
+    sampling = decode_sampling(message.sampling, seed=secrets.randbits(64))
+    if message.bad_words:
+        _check_strings("bad_words", message.bad_words)
+        words = await tokenizer.word_token_ids(message.bad_words)
+        sampling = replace(sampling, bad_words=(*sampling.bad_words, *words))
+    sampling.validate()
+    sampling.validate_token_ids(limits.vocab_size)
+    return sampling
+
+
+def _check_strings(field: str, strings: Sequence[str]) -> None:
+    for i, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STRING_CHARACTERS:
+            raise InvalidRequest(
+                f"{field}[{i}] has {len(string)} characters, must have 1 to {MAX_STRING_CHARACTERS}", field
+            )
+
+
+def check_token_ids(
+    field: str, token_ids: Sequence[int], vocab_size: int, what: str = "", num_rows: int = 0
+) -> None:
+    """Raises `InvalidRequest` for the first id outside `[0, vocab_size + num_rows)`.
+
+    The message names `what`, else `field`. `num_rows`: vectors that ids beyond the vocabulary may stand for.
+    """
+    limit = vocab_size + num_rows
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < limit):
+        return
+    i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limit)
+    beyond = f"out of vocabulary and beyond the {num_rows} rows" if num_rows else "out of vocabulary"
+    raise InvalidRequest(f"{what or field}[{i}] is {token_ids[i]}, {beyond}: must be in [0, {limit})", field)
+
+
+def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> None:
+    returns_prompt = message.echo or message.HasField("prompt_logprobs") or message.return_context_logits
+    if message.max_tokens == 0 and returns_prompt:
+        if best_of > 1:
+            raise InvalidRequest(f"best_of or n is {best_of}, must be 1 where max_tokens is 0", "n")
+    elif message.max_tokens < 1:
+        raise InvalidRequest(
+            f"max_tokens is {message.max_tokens}, must be at least 1, or 0 with echo, prompt_logprobs or "
+            "return_context_logits",
+            "max_tokens",
+        )
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is {min_tokens}, max_tokens is {max_tokens}", "min_tokens")

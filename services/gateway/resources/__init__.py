@@ -1,0 +1,1 @@
+"""What all open requests share: memory, heavy work, open files."""

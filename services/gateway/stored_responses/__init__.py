@@ -1,1 +1,0 @@
-"""Answers of the Responses API that are kept, so that a later request can continue them."""

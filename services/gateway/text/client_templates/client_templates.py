@@ -1,0 +1,134 @@
+"""`ClientTemplates`: renders chat templates that clients send, one at a time, in a process that they cannot outlast."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+from pydantic_core import to_json
+
+from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
+from services.gateway.text.chat_template import Chat
+from services.gateway.text.client_templates.renderer import MAX_CPU_S, MAX_MEMORY_BYTES, MAX_RENDERED_CHARACTERS
+
+log = structlog.get_logger()
+
+FIELD = "chat_template"
+MAX_WAITING = 8  # templates, the one that is rendered included: each may take `MAX_CPU_S`
+TIMEOUT_S = 30.0  # for one template and a start of the process; far above the limit of CPU time, for a busy machine
+_MAX_LINE_BYTES = 12 * MAX_RENDERED_CHARACTERS + 2**16  # JSON writes a character as twelve bytes at most
+_MODULE, _ROOT = "services.gateway.text.client_templates.renderer", Path(__file__).parents[4]
+
+
+class ClientTemplates:
+    """Runs in the event loop. The process starts with the first template; `close` ends it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+
+    async def render(
+        self,
+        chat: Chat,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        special_tokens: Mapping[str, str],
+    ) -> str:
+        """The text that `chat.template` makes of the other arguments.
+
+        Raises `InvalidRequest` if the template refuses, fails or exceeds a limit, and `CapacityError` if too many wait.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise CapacityError(
+                f"{self._num_waiting} chat templates of clients wait to be rendered, at most {MAX_WAITING} may",
+                retry_after_s=1.0,
+            )
+        message = {
+            "template": chat.template,
+            "messages": messages,
+            "tools": tools,
+            "template_kwargs": {**special_tokens, **template_kwargs},
+            "add_generation_prompt": chat.add_generation_prompt,
+            "continue_final_message": chat.continue_final_message,
+        }
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                answer = await self._ask(message)
+        finally:
+            self._num_waiting -= 1
+        if "error" in answer:
+            raise InvalidRequest(f"{FIELD} {answer['error']}", FIELD)
+        return answer["text"]
+
+    async def close(self) -> None:
+        """Ends the process."""
+        await self._end()
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, str]:
+        """The process's answer; an error in its stead if the template has ended the process."""
+        if self._process is None:
+            self._process = _start()
+        process = self._process
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await asyncio.to_thread(_exchange, process, message)
+        except TimeoutError:
+            await self._end()
+            raise CapacityError(f"the chat template was not rendered within {TIMEOUT_S:g} s") from None
+        except asyncio.CancelledError:  # the client is gone; the process still works on its template
+            await asyncio.shield(self._end())
+            raise
+        if answer is not None:
+            return answer
+        self._process = None
+        status = await asyncio.to_thread(_close, process)
+        log.warning("the process that renders clients' chat templates has ended", status=status)
+        if status == -signal.SIGPROF:
+            return {"error": f"takes more than {MAX_CPU_S:g} s of CPU time, the limit"}
+        if status >= 0 or status in (-signal.SIGTERM, -signal.SIGHUP):
+            raise TwostrokeError("chat templates of clients cannot be rendered: see the gateway's log")
+        return {"error": f"needs more than {MAX_MEMORY_BYTES} bytes of memory, the limit, or is nested too deeply"}
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(_close, process)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then. Without the
+    # environment, which may have API keys.
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, env={}
+    )
+
+
+def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> dict[str, str] | None:
+    """Writes a line and reads one; None if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None, "they are pipes"
+    with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+        process.stdin.write(to_json(message) + b"\n")
+        process.stdin.flush()
+    line = process.stdout.readline(_MAX_LINE_BYTES)
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _close(process: subprocess.Popen[bytes]) -> int:
+    """Closes the pipes of a process that ends; returns its exit status when it has ended."""
+    assert process.stdin is not None and process.stdout is not None, "they are pipes"
+    with contextlib.suppress(BrokenPipeError):  # the message has been written in part
+        process.stdin.close()
+    process.stdout.close()
+    return process.wait()
