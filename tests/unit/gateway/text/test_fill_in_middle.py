@@ -17,7 +17,7 @@ from services.gateway.text.fill_in_middle import FillInMiddle
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway, run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
-from tests.unit.gateway.http.test_chat_templates import make_model
+from tests.unit.gateway.apis.openai.test_chat_templates import make_model
 
 PREFIX, SUFFIX = "def add(a, b):\n    ", "\n    return total\n"
 # From the model cards of Qwen2.5-Coder, StarCoder and DeepSeek-Coder: the whole prompt as one text, which the

@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import UpdateQueue
 from services.pb import sampling_pb2
-from tests.unit.gateway.test_request import IDS, read
+from tests.unit.gateway.request.test_request import IDS, read
 
 SEARCH = {"beam_search": {}, "best_of": 4, "max_tokens": 8}
 

@@ -15,7 +15,7 @@ from tests.support.clients.http_clients import async_client, named_events
 from tests.support.clients.http_gateway import MODEL, say
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense, fake_logprob
-from tests.unit.gateway.anthropic.test_messages import prompt_of
+from tests.unit.gateway.apis.anthropic.test_messages import prompt_of
 
 TEXT = " Łódź, 東京 🙂🙃 cities."
 Test = Callable[[openai.AsyncOpenAI, RunningGateway], Awaitable[None]]

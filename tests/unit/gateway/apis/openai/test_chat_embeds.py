@@ -17,8 +17,8 @@ from tests.support.clients.http_gateway import CHATS, check_error, say, with_cli
 from tests.support.running_gateway import RunningGateway
 from tests.support.torch_files import encoded
 from tests.support.workers.fake_dense import FakeDense
-from tests.unit.gateway.http.test_chat_templates import make_model
-from tests.unit.gateway.prompts.test_prompt_embeds import HIDDEN_SIZE, VECTORS, VOCAB_SIZE, sent_table, with_gateway
+from tests.unit.gateway.apis.openai.test_chat_templates import make_model
+from tests.unit.gateway.request.test_prompt_embeds import HIDDEN_SIZE, VECTORS, VOCAB_SIZE, sent_table, with_gateway
 
 FIRST, SECOND = VECTORS[:4].contiguous(), VECTORS[4:].contiguous()
 

@@ -23,7 +23,7 @@ from tests.support.chats.chat_models import (
     with_chat_model,
 )
 from tests.support.running_gateway import RunningGateway
-from tests.unit.gateway.anthropic.test_message_tools import BODY, ask
+from tests.unit.gateway.apis.anthropic.test_message_tools import BODY, ask
 
 USER: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
 THOUGHT = "<|channel|>analysis<|message|>Two and two.<|end|><|start|>assistant"

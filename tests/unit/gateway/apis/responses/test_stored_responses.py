@@ -20,8 +20,8 @@ from tests.support.clients.http_gateway import MODEL
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 from tests.unit.gateway.access.test_callers import bearer, keys_file
-from tests.unit.gateway.anthropic.test_messages import prompt_of
-from tests.unit.gateway.responses.test_responses import with_api
+from tests.unit.gateway.apis.anthropic.test_messages import prompt_of
+from tests.unit.gateway.apis.responses.test_responses import with_api
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
