@@ -20,7 +20,7 @@ from services.gateway.apis.app import build_app
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.server import HttpServer
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.dense_progress import DenseProgress
@@ -106,13 +106,13 @@ class Gateway:
         )
         options = self._options
         siblings = Siblings(options.sibling_addresses, section.max_message_bytes, options.change_lock)
-        frontend = self._make_frontend(tokenizer, model_config, tracer, siblings)
-        triton = Triton(frontend, section.max_prompts, siblings)
+        service = self._make_request_service(tokenizer, model_config, tracer, siblings)
+        triton = Triton(service, section.max_prompts, siblings)
         if options.sibling_address is not None:
-            await self._listen_to_siblings(options.sibling_address, SiblingServicer(frontend, triton))
-        await frontend.adapters.load_configured(section.lora_modules)
-        await frontend.adapters.load_recorded(self._access.key_names)
-        await self._listen(frontend, triton, siblings)
+            await self._listen_to_siblings(options.sibling_address, SiblingServicer(service, triton))
+        await service.adapters.load_configured(section.lora_modules)
+        await service.adapters.load_recorded(self._access.key_names)
+        await self._listen(service, triton, siblings)
 
     async def run(self) -> None:
         """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
@@ -140,27 +140,27 @@ class Gateway:
         await server.start()
         self._opened.push_async_callback(server.stop, 0.0)
 
-    async def _listen(self, frontend: Frontend, triton: Triton, siblings: Siblings) -> None:
+    async def _listen(self, service: RequestService, triton: Triton, siblings: Siblings) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-        self._server = self._make_server(frontend, triton, siblings, tls)
+        self._server = self._make_server(service, triton, siblings, tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
         self._opened.push_async_callback(worker_load.close)
-        pool_metrics = PoolMetrics(worker_load, frontend.names.first)
+        pool_metrics = PoolMetrics(worker_load, service.names.first)
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
-        app = build_app(frontend, section, self._registry, worker_load, triton)
+        app = build_app(service, section, self._registry, worker_load, triton)
         http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
         self._http_address = await http_server.start()
 
-    def _make_frontend(
+    def _make_request_service(
         self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer, siblings: Siblings
-    ) -> Frontend:
+    ) -> RequestService:
         section, model = self._section, self._config.model
         names = ModelNames(
             tuple(dict.fromkeys(section.served_model_names)) or (model.name or model.path.resolve().name,),
@@ -171,7 +171,7 @@ class Gateway:
         if section.enable_prompt_embeds:
             prompt_embeds = PromptEmbeds(model_config.hidden_size)
         shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
-        return Frontend(
+        return RequestService(
             names,
             model_config.eos_token_ids,
             section.max_n,
@@ -202,7 +202,7 @@ class Gateway:
         )
 
     def _make_server(
-        self, frontend: Frontend, triton: Triton, siblings: Siblings, tls: TlsFiles | None
+        self, service: RequestService, triton: Triton, siblings: Siblings, tls: TlsFiles | None
     ) -> GrpcServer:
         section = self._section
         for exposed in filter(is_exposed, (section.address, section.http_address)):
@@ -229,11 +229,11 @@ class Gateway:
                     section.body_timeout_s,
                     section.max_receiving,
                     self._memory,
-                    frontend.heavy_work,
+                    service.heavy_work,
                 )
             ],
         )
-        servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
+        servicer = GatewayServicer(service, section.slow_reader_timeout_s, siblings)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
         triton_servicer = TritonServicer(triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
         triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)

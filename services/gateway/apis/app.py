@@ -21,7 +21,7 @@ from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.document import add_document
 from services.gateway.http.errors import add_error_handlers
@@ -30,7 +30,7 @@ from services.gateway.link.worker_load import WorkerLoad
 
 
 def build_app(
-    frontend: Frontend,
+    service: RequestService,
     section: GatewaySection,
     registry: CollectorRegistry,
     worker_load: WorkerLoad,
@@ -40,22 +40,22 @@ def build_app(
     app = FastAPI(
         title="Twostroke", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    app.add_middleware(Authorize, access=frontend.access, memory=frontend.memory)
+    app.add_middleware(Authorize, access=service.access, memory=service.memory)
     app.add_middleware(HeadRequests)
-    add_error_handlers(app, frontend.metrics)
-    app.include_router(completion_routes(frontend, section))
-    app.include_router(generate_routes(frontend, section))
-    app.include_router(llama_cpp_routes(frontend, section))
-    app.include_router(messages_routes(frontend, section))
+    add_error_handlers(app, service.metrics)
+    app.include_router(completion_routes(service, section))
+    app.include_router(generate_routes(service, section))
+    app.include_router(llama_cpp_routes(service, section))
+    app.include_router(messages_routes(service, section))
     store = _response_store(section)
-    app.include_router(responses_routes(frontend, section, store))
-    app.include_router(stored_response_routes(frontend, section, store))
-    app.include_router(token_routes(frontend, section))
-    app.include_router(server_routes(frontend))
-    app.include_router(adapter_routes(frontend, section))
+    app.include_router(responses_routes(service, section, store))
+    app.include_router(stored_response_routes(service, section, store))
+    app.include_router(token_routes(service, section))
+    app.include_router(server_routes(service))
+    app.include_router(adapter_routes(service, section))
     app.include_router(triton_routes(triton, section))
     app.include_router(metrics_routes(registry))
-    app.include_router(page_routes(frontend, worker_load))
+    app.include_router(page_routes(service, worker_load))
     add_document(app)
     return app
 

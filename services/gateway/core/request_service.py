@@ -1,4 +1,4 @@
-"""`Frontend`: the functions that all APIs of the gateway call, independent of the wire format.
+"""`RequestService`: the functions that all APIs of the gateway call, independent of the wire format.
 
 All APIs pass requests as `GenerateRequest` messages, which are checked in one module and become `Generation`s.
 """
@@ -50,7 +50,7 @@ COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are bei
 BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
 
 
-class Frontend:
+class RequestService:
     """Starts, finds and ends requests. Runs in the event loop."""
 
     def __init__(

@@ -10,7 +10,7 @@ from services.gateway.apis.anthropic.content_blocks import ContentBlocks
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import anthropic_error
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
@@ -40,10 +40,10 @@ class MessagesFormat:
     has_event_names = True
     end_of_stream = b""
 
-    def __init__(self, frontend: Frontend, body: MessagesRequest, request_id: str) -> None:
+    def __init__(self, service: RequestService, body: MessagesRequest, request_id: str) -> None:
         self.param_names = param_names(body)
         self._request_id = request_id
-        self._model = body.model or frontend.names.first
+        self._model = body.model or service.names.first
         self._blocks = ContentBlocks()
         self._num_prompt_tokens = 0
         self._finish: Finish | None = None

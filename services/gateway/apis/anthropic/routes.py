@@ -12,16 +12,16 @@ from services.gateway.apis.anthropic.format import MessagesFormat, param_names
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.openai.routes import NAMED_STREAM_CONTENT, traced
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ANTHROPIC_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
 from services.pb import gateway_pb2
 
 
-def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+def messages_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Messages"], responses=ANTHROPIC_ERROR_RESPONSES)
 
     @router.post(
@@ -35,13 +35,13 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         message = anthropic_message(
-            body, request_id, reasons=frontend.tokenizer.chat_formats.reasoning is not None
+            body, request_id, reasons=service.tokenizer.chat_formats.reasoning is not None
         )
         await next_turn(request)
         return Answer(
-            frontend,
+            service,
             traced([message], request),
-            MessagesFormat(frontend, body, request_id),
+            MessagesFormat(service, body, request_id),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )
@@ -51,10 +51,10 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """The number of tokens that the prompt would have."""
         await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
-        frontend.names_for(request.state.caller).check(body.model)
+        service.names_for(request.state.caller).check(body.model)
         message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))
         with client_field_names(param_names(body)):
-            [token_ids] = await frontend.tokenize([message], request.state.caller)
+            [token_ids] = await service.tokenize([message], request.state.caller)
         return {"input_tokens": len(token_ids)}
 
     return router

@@ -18,7 +18,7 @@ from services.gateway.apis.shared.answer_objects import TimingsObject
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
 from services.gateway.apis.shared.timings import prompt_progress, timings, timings_so_far
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
@@ -36,7 +36,7 @@ class LlamaCppFormat:
     has_event_names = False
     end_of_stream = b""  # the last event has `stop`
 
-    def __init__(self, frontend: Frontend, body: LlamaCppBody) -> None:
+    def __init__(self, service: RequestService, body: LlamaCppBody) -> None:
         names = {
             "bad_words": "logit_bias",
             "logprobs": "n_probs" if body.n_probs is not None else "logprobs",
@@ -47,9 +47,9 @@ class LlamaCppFormat:
             "request_id": REQUEST_ID_HEADER,
         }
         self.param_names: Mapping[str, str] = names
-        self._tokenizer = frontend.tokenizer
-        self._names = frontend.names
-        self._max_model_len = frontend.model.max_model_len
+        self._tokenizer = service.tokenizer
+        self._names = service.names
+        self._max_model_len = service.model.max_model_len
         self._body = body
         self._completion = body.completion
         self._num_answers = self._completion.n or 1  # to each prompt

@@ -13,15 +13,15 @@ from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody, Lla
 from services.gateway.apis.llama_cpp.server_objects import server_props, server_slots
 from services.gateway.apis.openai.routes import STREAM_CONTENT, check_prompts, traced
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import LLAMA_CPP_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
 
 
-def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=LLAMA_CPP_ERROR_RESPONSES)
 
     @router.post("/completions", response_class=Response, include_in_schema=False)
@@ -53,13 +53,13 @@ def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
-        answer_format = LlamaCppFormat(frontend, body)
+        answer_format = LlamaCppFormat(service, body)
         with client_field_names(answer_format.param_names):
-            limits = frontend.limits
+            limits = service.limits
             check_prompts(body.completion, section.max_prompts, limits.max_model_len)
-            messages = await llama_cpp_messages(body, request_id, frontend.tokenizer, limits)
+            messages = await llama_cpp_messages(body, request_id, service.tokenizer, limits)
         return Answer(
-            frontend,
+            service,
             traced(messages, request),
             answer_format,
             is_stream=bool(body.stream),
@@ -69,12 +69,12 @@ def llama_cpp_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.get("/props", responses={200: {"model": Props}})
     async def props() -> Props:
         """llama.cpp's properties of the server: its model, context, defaults and number of slots."""
-        return server_props(frontend)
+        return server_props(service)
 
     @router.get("/slots", responses={200: {"model": list[Slot]}})
     async def slots(request: Request, fail_on_no_slot: bool = False) -> list[Slot]:
         """The places for sequences, with those of this gateway process. fail_on_no_slot=1: a 503 if all are taken."""
-        found = server_slots(frontend, request.state.caller.name)
+        found = server_slots(service, request.state.caller.name)
         if fail_on_no_slot and all(slot["is_processing"] for slot in found):
             raise PeerError(f"no slot is free: all {len(found)} are in use")
         return found

@@ -9,23 +9,23 @@ from __future__ import annotations
 from services.gateway import __version__
 from services.gateway.apis.llama_cpp.format import generation_settings
 from services.gateway.apis.llama_cpp.schema import LlamaCppBody, Props, Slot
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.link.journal_entry import JournalEntry
 
 NO_TASK = -1
 
 
-def server_props(frontend: Frontend) -> Props:
+def server_props(service: RequestService) -> Props:
     """The properties of the server. Raises `PeerError` until a dense worker has answered once."""
-    model, hf = frontend.model, frontend.tokenizer.hf_tokenizer
+    model, hf = service.model, service.tokenizer.hf_tokenizer
     return {
         "default_generation_settings": {
             "n_ctx": model.max_model_len,
             "params": generation_settings(LlamaCppBody(prompt="")),
         },
         "total_slots": model.max_num_seqs,
-        "model_alias": frontend.names.first,
-        "model_path": frontend.names.root,
+        "model_alias": service.names.first,
+        "model_path": service.names.root,
         "modalities": {"vision": False, "audio": False},
         "chat_template": hf.chat_template or "",
         "bos_token": hf.bos_token or "",
@@ -35,16 +35,16 @@ def server_props(frontend: Frontend) -> Props:
     }
 
 
-def server_slots(frontend: Frontend, caller: str) -> list[Slot]:
+def server_slots(service: RequestService, caller: str) -> list[Slot]:
     """The slots, those of running sequences first; only the caller's own have details."""
-    running = [each for each in frontend.journal.unfinished() if each.queue_s is not None and not each.is_follower]
+    running = [each for each in service.journal.unfinished() if each.queue_s is not None and not each.is_follower]
     slots: list[Slot] = []
-    for index in range(max(frontend.model.max_num_seqs, len(running))):
+    for index in range(max(service.model.max_num_seqs, len(running))):
         entry = running[index] if index < len(running) else None
         slot: Slot = {
             "id": index,
             "id_task": NO_TASK if entry is None else entry.seq_id & (2**31 - 1),
-            "n_ctx": frontend.model.max_model_len,
+            "n_ctx": service.model.max_model_len,
             "speculative": False,
             "is_processing": entry is not None,
         }

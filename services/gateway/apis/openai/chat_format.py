@@ -21,7 +21,7 @@ from services.gateway.apis.openai.tool_schema import NamedToolChoice
 from services.gateway.apis.shared.answer import DONE
 from services.gateway.apis.shared.logprobs import chat_logprobs, prompt_logprobs
 from services.gateway.core.chunks import Chunk, Completion, Prompt
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.text.deltas import ContentDelta
@@ -42,11 +42,11 @@ class ChatFormat:
     has_event_names = False
     end_of_stream = DONE
 
-    def __init__(self, frontend: Frontend, body: ChatRequest, request_id: str) -> None:
+    def __init__(self, service: RequestService, body: ChatRequest, request_id: str) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = head(frontend, kind, f"chatcmpl-{request_id}", body.model)
-        self._tokenizer = frontend.tokenizer
-        self._eos_token_ids = frontend.eos_token_ids
+        self._head = head(service, kind, f"chatcmpl-{request_id}", body.model)
+        self._tokenizer = service.tokenizer
+        self._eos_token_ids = service.eos_token_ids
         self._body = body
         self.param_names = _param_names(body)
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -55,7 +55,7 @@ class ChatFormat:
         self._prompt: list[int] = []  # token ids
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
-        has_format = frontend.tokenizer.chat_formats.reasoning is not None
+        has_format = service.tokenizer.chat_formats.reasoning is not None
         self._has_reasoning = has_format and body.include_reasoning is not False
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:

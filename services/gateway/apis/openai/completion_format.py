@@ -17,7 +17,7 @@ from services.gateway.apis.openai.head import UsageCounter, head, running_usage,
 from services.gateway.apis.shared.answer import DONE
 from services.gateway.apis.shared.logprobs import LegacyLogprobsBuilder, prompt_logprobs
 from services.gateway.core.chunks import Chunk, Completion, Prompt
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 
@@ -29,10 +29,10 @@ class CompletionFormat:
     has_event_names = False
     end_of_stream = DONE
 
-    def __init__(self, frontend: Frontend, body: CompletionRequest, request_id: str) -> None:
-        self._head = head(frontend, "text_completion", f"cmpl-{request_id}", body.model)
-        self._tokenizer = frontend.tokenizer
-        self._eos_token_ids = frontend.eos_token_ids
+    def __init__(self, service: RequestService, body: CompletionRequest, request_id: str) -> None:
+        self._head = head(service, "text_completion", f"cmpl-{request_id}", body.model)
+        self._tokenizer = service.tokenizer
+        self._eos_token_ids = service.eos_token_ids
         self._body = body
         self._num_answers = body.n or 1  # to each prompt
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)

@@ -8,10 +8,10 @@ from typing import Any
 
 from services.gateway.apis.shared.answer_objects import UsageObject
 from services.gateway.core.chunks import Finish
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 
 
-def head(frontend: Frontend, kind: str, answer_id: str, model: str | None) -> dict[str, Any]:
+def head(service: RequestService, kind: str, answer_id: str, model: str | None) -> dict[str, Any]:
     """The fields that every object of one answer has: id, kind, time and model.
 
     `kind` is OpenAI's `text_completion`, `chat.completion` or `chat.completion.chunk`. `model` is the name in the
@@ -21,8 +21,8 @@ def head(frontend: Frontend, kind: str, answer_id: str, model: str | None) -> di
         "id": answer_id,
         "object": kind,
         "created": int(time.time()),
-        "model": model or frontend.names.first,
-        "system_fingerprint": f"fp_{frontend.model.weights_hash[:12]}",
+        "model": model or service.names.first,
+        "system_fingerprint": f"fp_{service.model.weights_hash[:12]}",
     }
 
 

@@ -19,7 +19,7 @@ from services.gateway.apis.openai.completion_schema import CompletionObject, Com
 from services.gateway.apis.openai.measured_format import measured
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.to_message import chat_message, completion_messages
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.request.context_length import check_prompt_length
@@ -50,9 +50,9 @@ AnyRequest = Annotated[
 ]
 
 
-def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+def completion_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes for completions and chats of one gateway."""
-    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post(
@@ -65,12 +65,12 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
-        limits = frontend.limits
+        limits = service.limits
         check_prompts(body, section.max_prompts, limits.max_model_len)
         return Answer(
-            frontend,
-            traced(completion_messages(body, request_id, limits, await _read_embeds(body, frontend)), request),
-            measured(CompletionFormat(frontend, body, request_id), body, has_metrics=section.request_metrics),
+            service,
+            traced(completion_messages(body, request_id, limits, await _read_embeds(body, service)), request),
+            measured(CompletionFormat(service, body, request_id), body, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
             repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
@@ -87,12 +87,12 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
-        message = chat_message(body, request_id, frontend.limits)
-        await read_chat_embeds(body, message, frontend.prompt_embeds, frontend.limits.max_model_len)
+        message = chat_message(body, request_id, service.limits)
+        await read_chat_embeds(body, message, service.prompt_embeds, service.limits.max_model_len)
         return Answer(
-            frontend,
+            service,
             traced([message], request),
-            measured(ChatFormat(frontend, body, request_id), body, has_metrics=section.request_metrics),
+            measured(ChatFormat(service, body, request_id), body, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )
@@ -126,8 +126,8 @@ def check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int)
         check_prompt_length(len(longest), max_model_len)
 
 
-async def _read_embeds(body: CompletionRequest, frontend: Frontend) -> list[gateway_pb2.PromptEmbeds]:
-    texts, reader = body.embeds, frontend.prompt_embeds
+async def _read_embeds(body: CompletionRequest, service: RequestService) -> list[gateway_pb2.PromptEmbeds]:
+    texts, reader = body.embeds, service.prompt_embeds
     if not texts:
         return []
     if reader is None:
@@ -135,7 +135,7 @@ async def _read_embeds(body: CompletionRequest, frontend: Frontend) -> list[gate
     for field in ("echo", "prompt_logprobs"):
         if getattr(body, field) not in (None, False):
             raise InvalidRequest(f"{field} cannot be used with prompt_embeds, which are no tokens", field)
-    max_model_len = frontend.limits.max_model_len
+    max_model_len = service.limits.max_model_len
     is_list = isinstance(body.prompt_embeds, list)
     return [
         await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", max_model_len)

@@ -22,7 +22,7 @@ from services.gateway.apis.openai.token_schema import (
     TokenPiece,
 )
 from services.gateway.apis.shared.to_message import chat_of, refuse_embeds, tokenize_messages
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.text.detokenizer import token_bytes
@@ -30,23 +30,23 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 
 
-def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes for tokens of one gateway."""
-    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Tokens"], responses=ERROR_RESPONSES)
-    tokenizer = frontend.tokenizer
+    tokenizer = service.tokenizer
 
     @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
         await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
-        frontend.names_for(request.state.caller).check(body.model or "")
+        service.names_for(request.state.caller).check(body.model or "")
         is_list = isinstance(body.prompt, list)
         refuse_embeds(body, "only texts are shown as tokens")
         messages = tokenize_messages(body)
         _check_count("prompt", len(messages), section.max_prompts)
-        lists = await frontend.tokenize(messages, request.state.caller)
+        lists = await service.tokenize(messages, request.state.caller)
         counts = [len(each) for each in lists]
         strings = [await tokenizer.write_tokens(each) for each in lists] if body.return_token_strs else None
         pieces = None
@@ -54,7 +54,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             pieces = await tokenizer.off_loop(counts[0], _pieces, tokenizer, lists[0])
         answer = {
             "count": counts if is_list else counts[0],
-            "max_model_len": frontend.model.max_model_len,
+            "max_model_len": service.model.max_model_len,
             "tokens": pieces or (lists if is_list else lists[0]),
             "token_strs": strings if is_list or strings is None else strings[0],
         }
@@ -65,11 +65,11 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """The text of token ids, or the texts of several lists of them."""
         await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
-        frontend.names_for(request.state.caller).check(body.model or "")
+        service.names_for(request.state.caller).check(body.model or "")
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if is_list else [body.tokens]
         _check_count("tokens", len(lists), section.max_prompts)
-        texts = await frontend.detokenize(lists, bool(body.skip_special_tokens), request.state.caller, "tokens")
+        texts = await service.detokenize(lists, bool(body.skip_special_tokens), request.state.caller, "tokens")
         text = texts if is_list else texts[0]
         return JSONResponse({"prompt": text, "content": text} if body.model is None else {"prompt": text})
 
@@ -78,10 +78,10 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """The text of a chat as its template writes it."""
         await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
-        frontend.names_for(request.state.caller).check(body.model or "")
+        service.names_for(request.state.caller).check(body.model or "")
         refuse_embeds(body, "a template writes texts only")
         message = gateway_pb2.TokenizeRequest(chat=chat_of(body))
-        return JSONResponse({"prompt": await frontend.render_chat(message, request.state.caller)})
+        return JSONResponse({"prompt": await service.render_chat(message, request.state.caller)})
 
     @router.get("/tokenizer_info", response_class=Response, responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:

@@ -14,7 +14,7 @@ from services.gateway.apis.responses.tool_conversion import OfferedTool
 from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
 from services.gateway.apis.shared.logprobs import chat_logprobs
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
@@ -38,7 +38,7 @@ class ResponsesFormat:
 
     def __init__(
         self,
-        frontend: Frontend,
+        service: RequestService,
         body: ResponsesRequest,
         request_id: str,
         tools: Mapping[str, OfferedTool],
@@ -47,14 +47,14 @@ class ResponsesFormat:
         """`tools`: those of the request, by the name that the model sees. `record`: keeps the response."""
         paths = {f"tools[{i}].function": tool.path for i, tool in enumerate(tools.values())}
         self.param_names: Mapping[str, str] = PARAM_NAMES | paths
-        self._tokenizer = frontend.tokenizer
+        self._tokenizer = service.tokenizer
         self._has_logprobs = body.has_logprobs
         self._items = OutputItems(request_id, tools)
         self._finish: Finish | None = None
         self._error: ResponseError | None = None
         self._num_events = 0
         self._record = record
-        self._head = _head(frontend, body, request_id, is_stored=record is not None and body.store is not False)
+        self._head = _head(service, body, request_id, is_stored=record is not None and body.store is not False)
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         """The token ids of the prompt are not needed."""
@@ -123,7 +123,7 @@ class ResponsesFormat:
         }
 
 
-def _head(frontend: Frontend, body: ResponsesRequest, request_id: str, *, is_stored: bool) -> dict[str, Any]:
+def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, is_stored: bool) -> dict[str, Any]:
     """The fields that do not change while the answer grows."""
 
     def given(value: Any) -> Any:
@@ -138,7 +138,7 @@ def _head(frontend: Frontend, body: ResponsesRequest, request_id: str, *, is_sto
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": body.model or frontend.names.first,
+        "model": body.model or service.names.first,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},

@@ -16,14 +16,14 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import offered_tools
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 
 
-def responses_routes(frontend: Frontend, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
+def responses_routes(service: RequestService, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
     """The route of one gateway. `store`: keeps answers; None: each request has the whole conversation."""
-    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Responses"], responses=ERROR_RESPONSES)
 
     @router.post(
@@ -36,7 +36,7 @@ def responses_routes(frontend: Frontend, section: GatewaySection, store: Respons
         await next_turn(request)
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
-        if body.has_logprobs and (body.tools or frontend.tokenizer.chat_formats.reasoning is not None):
+        if body.has_logprobs and (body.tools or service.tokenizer.chat_formats.reasoning is not None):
             raise InvalidRequest(
                 "log-probabilities are for answers of plain text: not with tools, nor of a model that reasons",
                 "top_logprobs",
@@ -45,7 +45,7 @@ def responses_routes(frontend: Frontend, section: GatewaySection, store: Respons
         record = None
         if store is not None:
             record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)
-            await record.read_earlier(section.max_body_bytes, section.max_body_values, frontend.heavy_work)
+            await record.read_earlier(section.max_body_bytes, section.max_body_values, service.heavy_work)
         elif body.previous_response_id is not None:
             raise InvalidRequest(
                 "previous_response_id cannot be used here: this server stores no responses (gateway.store_responses)",
@@ -54,9 +54,9 @@ def responses_routes(frontend: Frontend, section: GatewaySection, store: Respons
         message = responses_message(body, request_id, tools, () if record is None else record.earlier)
         await next_turn(request)
         return Answer(
-            frontend,
+            service,
             traced([message], request),
-            ResponsesFormat(frontend, body, request_id, tools, record),
+            ResponsesFormat(service, body, request_id, tools, record),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )

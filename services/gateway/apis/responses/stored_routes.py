@@ -13,7 +13,7 @@ from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.stored_record import joined, owner_of
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import parse_json
 
@@ -21,7 +21,7 @@ PATH = "/v1/responses/{response_id}"
 MAX_ITEMS = 100  # of one page, as with OpenAI
 
 
-def stored_response_routes(frontend: Frontend, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
+def stored_response_routes(service: RequestService, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
     """The routes of one gateway. `store`: None if it stores nothing; then every answer is a 404."""
     router = APIRouter(tags=["Responses"], responses=ERROR_RESPONSES)
 
@@ -51,7 +51,7 @@ def stored_response_routes(frontend: Frontend, section: GatewaySection, store: R
         """The items that the model was given for a stored response, those of the conversation before it included."""
         stored = _find(response_id, request)
         given = joined(stored.input_items)
-        items: list[dict[str, Any]] = await parse_json(given, section.max_body_values, frontend.heavy_work)
+        items: list[dict[str, Any]] = await parse_json(given, section.max_body_values, service.heavy_work)
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -78,7 +78,7 @@ def stored_response_routes(frontend: Frontend, section: GatewaySection, store: R
         raise InvalidRequest("the response is complete: only a response in the background can be cancelled", None)
 
     def _find(response_id: str, request: Request) -> StoredResponse:
-        frontend.count_requests(1, request.state.caller)
+        service.count_requests(1, request.state.caller)
         if store is None:
             raise NotFound(
                 f"there is no response {quote(response_id)}: this server stores none (gateway.store_responses)",

@@ -8,14 +8,14 @@ from starlette.exceptions import HTTPException
 
 from services.common.config import GatewaySection
 from services.gateway.apis.server.adapter_schema import LoadAdapterBody, UnloadAdapterBody
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 
 
-def adapter_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+def adapter_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes that load and unload adapters, in all gateways at this port."""
-    route_class = json_route(section.max_body_values, frontend.heavy_work)
+    route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
@@ -23,8 +23,8 @@ def adapter_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """Loads a LoRA adapter from a directory below `gateway.lora_directory`."""
         _check_enabled()
         body.log_unknown_fields(request.state.request_id)
-        frontend.count_requests(1, request.state.caller)
-        await frontend.adapters.load(
+        service.count_requests(1, request.state.caller)
+        await service.adapters.load(
             request.state.caller, body.lora_name, body.lora_path, replaces=bool(body.load_inplace)
         )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -34,12 +34,12 @@ def adapter_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """Forgets a LoRA adapter. Requests that have it go on."""
         _check_enabled()
         body.log_unknown_fields(request.state.request_id)
-        frontend.count_requests(1, request.state.caller)
-        await frontend.adapters.unload(request.state.caller, body.lora_name)
+        service.count_requests(1, request.state.caller)
+        await service.adapters.unload(request.state.caller, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _check_enabled() -> None:
-        if not frontend.adapters.can_change:
+        if not service.adapters.can_change:
             raise HTTPException(404, "adapters cannot be changed here: gateway.lora_directory is not set")
 
     return router

@@ -7,11 +7,11 @@ from fastapi.responses import Response
 
 from services.gateway.apis.server.page import load_page
 from services.gateway.apis.server.stats import Stats
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.link.worker_load import WorkerLoad
 
 
-def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
+def page_routes(service: RequestService, worker_load: WorkerLoad) -> APIRouter:
     """The routes of one gateway's web page."""
     router = APIRouter(tags=["Page"])
     page = load_page()
@@ -25,8 +25,8 @@ def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
         """How busy the server is. The figures of a worker that does not answer are null."""
         load = await worker_load.read()
         return {
-            "model": frontend.names.first,
-            "unready_reason": frontend.unready_reason(),
+            "model": service.names.first,
+            "unready_reason": service.unready_reason(),
             "requests": load.requests,
             "kv_cache": load.kv_cache,
         }

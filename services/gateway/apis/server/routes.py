@@ -12,12 +12,12 @@ from fastapi.responses import JSONResponse, Response
 from services.gateway import __version__
 from services.gateway.apis.anthropic.answer_objects import ModelInfo, ModelPage
 from services.gateway.apis.server.schema import Health, Live, Load, ModelList, ModelObject, Version
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES, is_anthropic
 from services.gateway.request.model_names import ModelNames
 
 
-def server_routes(frontend: Frontend) -> APIRouter:
+def server_routes(service: RequestService) -> APIRouter:
     """The routes with information about one gateway."""
     router = APIRouter(tags=["Server"])
     start = int(time.time())
@@ -33,8 +33,8 @@ def server_routes(frontend: Frontend) -> APIRouter:
             "owned_by": "twostroke",
             "root": names.root if adapter is None else adapter.path,
             "parent": None if adapter is None else names.first,
-            "max_model_len": frontend.model.max_model_len,
-            "vocab_size": frontend.model.vocab_size,
+            "max_model_len": service.model.max_model_len,
+            "vocab_size": service.model.vocab_size,
         }
 
     def model_info(name: str) -> ModelInfo:
@@ -43,8 +43,8 @@ def server_routes(frontend: Frontend) -> APIRouter:
             "id": name,
             "display_name": name,
             "created_at": datetime.fromtimestamp(start, UTC).isoformat(),
-            "max_input_tokens": frontend.model.max_model_len,
-            "max_tokens": frontend.model.max_model_len,
+            "max_input_tokens": service.model.max_model_len,
+            "max_tokens": service.model.max_model_len,
         }
 
     @router.get("/models", include_in_schema=False, response_model=None)
@@ -54,7 +54,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
 
         With the header anthropic-version as Anthropic.
         """
-        served = frontend.names_for(request.state.caller)
+        served = service.names_for(request.state.caller)
         names = [*served.names, *served.adapters]
         if is_anthropic(request.scope):
             infos = [model_info(name) for name in names]
@@ -64,7 +64,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
     @router.get("/v1/models/{name:path}", responses=model_errors)
     async def retrieve_model(name: str, request: Request) -> ModelObject | ModelInfo:
         """The served model or an adapter, by its name."""
-        names = frontend.names_for(request.state.caller)
+        names = service.names_for(request.state.caller)
         names.check(name)
         return model_info(name) if is_anthropic(request.scope) else model_object(name, names)
 
@@ -80,7 +80,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
     @router.post("/ping", response_class=Response, responses=health_answers)
     async def health() -> Response:
         """Whether requests can run now; if not, why. `/health`, `/ready` and SageMaker's `/ping` have one answer."""
-        reason = frontend.unready_reason()
+        reason = service.unready_reason()
         if reason is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable", "reason": reason}, 503)
@@ -88,7 +88,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
     @router.get("/load")
     async def load() -> Load:
         """How many requests this gateway is working on, for load balancers that ask vLLM."""
-        return {"server_load": frontend.num_open_requests}
+        return {"server_load": service.num_open_requests}
 
     @router.get("/version")
     async def version() -> Version:

@@ -11,7 +11,7 @@ from services.gateway.apis.sglang.schema import FinishObject, GenerateBody, Gene
 from services.gateway.apis.shared.answer import DONE
 from services.gateway.apis.shared.hidden_states import HiddenStates
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.link.journal_entry import FinishReason
 
@@ -34,10 +34,10 @@ class GenerateFormat:
     has_event_names = False
     end_of_stream = DONE
 
-    def __init__(self, frontend: Frontend, body: GenerateBody, request_id: str) -> None:
+    def __init__(self, service: RequestService, body: GenerateBody, request_id: str) -> None:
         prompt = "text" if body.input_ids is None else "input_ids"
         self.param_names: Mapping[str, str] = {"prompt": prompt, "prompt_token_ids": prompt, **PARAM_NAMES}
-        self._tokenizer = frontend.tokenizer
+        self._tokenizer = service.tokenizer
         self._body = body
         self._request_id = request_id
         self._num_answers = body.sampling_params.n or 1  # to each prompt

@@ -19,7 +19,7 @@ from services.gateway.access.access import Caller
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.shared.json_pieces import json_pieces
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.field_names import client_field_names
 from services.pb import gateway_pb2
@@ -65,7 +65,7 @@ class Answer(Response):
 
     def __init__(
         self,
-        frontend: Frontend,
+        service: RequestService,
         messages: Sequence[gateway_pb2.GenerateRequest],
         answer_format: Format,
         *,
@@ -80,7 +80,7 @@ class Answer(Response):
         gives the log-probabilities of all tokens so far.
         """
         super().__init__()
-        self._frontend = frontend
+        self._service = service
         self._messages = messages
         self._format = answer_format
         self._is_stream = is_stream
@@ -104,7 +104,7 @@ class Answer(Response):
             pieces = [each for completions, _ in answers for each in completions]
             has_large_body = scope["state"]["heavy_work"] is not None  # parts of which may be repeated
             if has_large_body or is_large(pieces, [prompt for _, prompt in answers]):
-                await send_pieces(send, self._frontend.heavy_work.pieces(self._whole_pieces(answers)))
+                await send_pieces(send, self._service.heavy_work.pieces(self._whole_pieces(answers)))
                 return
         finally:
             await generations.close()  # when a large answer has been sent: its memory is counted until then
@@ -133,7 +133,7 @@ class Answer(Response):
     async def _encode(self, objects: Sequence[Any]) -> bytes:
         """The same as `_events` for large objects, in turns of `HeavyWork`."""
         has_names = self._format.has_event_names
-        return await self._frontend.heavy_work.whole(
+        return await self._service.heavy_work.whole(
             piece for each in objects for piece in (_start(each, has_names), *json_pieces(each), b"\n\n")
         )
 
@@ -153,7 +153,7 @@ class Answer(Response):
             for message in self._messages:
                 _check_can_stream(message)
         with client_field_names(self._format.param_names):
-            await generations.start(self._frontend, self._messages, caller)
+            await generations.start(self._service, self._messages, caller)
         await self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
 
     async def _send_events(

@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.generation import Generation
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.pb import gateway_pb2
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Generations:
 
     async def start(
         self,
-        frontend: Frontend,
+        service: RequestService,
         messages: Sequence[gateway_pb2.GenerateRequest],
         caller: Caller,
         *,
@@ -66,24 +66,24 @@ class Generations:
     ) -> None:
         """Starts one generation per message. Raises the `TwostrokeError` of the first one that is refused.
 
-        `in_one_message`: see `Frontend.start`.
+        `in_one_message`: see `RequestService.start`.
         """
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
         try:
-            if num_answers > frontend.max_answers:
+            if num_answers > service.max_answers:
                 field = "best_of" if messages[0].best_of >= messages[0].n else "n"
                 what = f"{field} is {num_answers}"
                 if len(messages) > 1:
                     what = f"{len(messages)} prompts with n or best_of make {num_answers} answers"
-                raise InvalidRequest(f"{what}, gateway.max_answers is {frontend.max_answers}", field)
+                raise InvalidRequest(f"{what}, gateway.max_answers is {service.max_answers}", field)
             caller.usage.check_prompts(len(messages), num_answers)
         except TwostrokeError as error:
-            frontend.metrics.on_rejected(error)
+            service.metrics.on_rejected(error)
             raise
         num_logprobs = 0
         for prompt_index, message in enumerate(messages):
             prompt_name = f"prompt[{prompt_index}]" if len(messages) > 1 else "prompt"
-            generation = await frontend.start(
+            generation = await service.start(
                 message, caller, num_logprobs, prompt_name, in_one_message=in_one_message
             )
             self.running.append(generation)

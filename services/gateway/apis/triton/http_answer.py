@@ -54,7 +54,7 @@ class InferAnswer(Response):
             await self._send(scope, receive, send, outputs)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send, outputs: Sequence[Tensor]) -> None:
-        heavy_work = self._triton.frontend.heavy_work
+        heavy_work = self._triton.service.heavy_work
         document, parts = self._describe(outputs)
         is_large = sum(each.values.size for each in outputs) > MAX_INLINE_VALUES
         if is_large and not parts:
@@ -139,7 +139,7 @@ async def _encode_event(triton: Triton, request: InferRequest, response: InferRe
     described = generate_object(request, response.outputs)
     if sum(each.values.size for each in response.outputs) <= MAX_INLINE_VALUES:
         return events([described])
-    return await triton.frontend.heavy_work.whole(itertools.chain((b"data: ",), json_pieces(described), (b"\n\n",)))
+    return await triton.service.heavy_work.whole(itertools.chain((b"data: ",), json_pieces(described), (b"\n\n",)))
 
 
 async def _run(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:

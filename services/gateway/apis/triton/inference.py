@@ -22,7 +22,7 @@ from services.gateway.apis.triton.tensors import Tensor
 from services.gateway.apis.triton.texts import postprocess, preprocess
 from services.gateway.apis.triton.to_message import generate_message
 from services.gateway.core.chunks import is_large
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.siblings import Siblings
 from services.gateway.request.generation_request import Owner
@@ -102,10 +102,10 @@ class _Running:
     request_ids: Sequence[str]  # in the gateway, one per row
     is_stopped: bool = False
 
-    def stop(self, frontend: Frontend, owner: Owner) -> None:
+    def stop(self, service: RequestService, owner: Owner) -> None:
         self.is_stopped = True
         for request_id in self.request_ids:
-            frontend.abort(request_id, owner)
+            service.abort(request_id, owner)
 
 
 def server_metadata() -> dict[str, Any]:
@@ -116,9 +116,9 @@ def server_metadata() -> dict[str, Any]:
 class Triton:
     """Runs requests, knows which of them run, and counts them."""
 
-    def __init__(self, frontend: Frontend, max_batch_size: int, siblings: Siblings) -> None:
+    def __init__(self, service: RequestService, max_batch_size: int, siblings: Siblings) -> None:
         """`siblings`: the other gateways at the same port, which may run the requests of a stop."""
-        self.frontend = frontend
+        self.service = service
         self.siblings = siblings
         self.max_batch_size = max_batch_size
         self.statistics = {name: Statistics() for name in MODELS}
@@ -139,15 +139,15 @@ class Triton:
         async with contextlib.AsyncExitStack() as stack:
             with self._counted(request):
                 if request.model is PREPROCESSING:
-                    outputs = await preprocess(self.frontend, request.rows, caller)
+                    outputs = await preprocess(self.service, request.rows, caller)
                 elif request.model is POSTPROCESSING:
-                    outputs = await postprocess(self.frontend, request.rows, caller)
+                    outputs = await postprocess(self.service, request.rows, caller)
                 else:
                     generations, answers = await stack.enter_async_context(self._generating(request, caller))
                     completions = await generations.completions()
                     pieces = [each for found, _ in completions for each in found]
                     if is_large(pieces, [prompt for _, prompt in completions]):
-                        await self.frontend.heavy_work.turn()
+                        await self.service.heavy_work.turn()
                     outputs = answers.whole(completions)
             yield _requested(request, outputs)
 
@@ -169,14 +169,14 @@ class Triton:
 
     def index(self) -> list[dict[str, str]]:
         """All models with their versions and states."""
-        reason = self.frontend.unready_reason()
+        reason = self.service.unready_reason()
         state = {"state": "READY", "reason": ""} if reason is None else {"state": "UNAVAILABLE", "reason": reason}
         return [{"name": name, "version": VERSION, **state} for name in MODELS]
 
     def stop(self, client_id: str, owner: Owner) -> None:
         """Ends the answers of an owner's requests with this id as they are, in this process."""
         for running in self._running.get((owner, client_id), ()):
-            running.stop(self.frontend, owner)
+            running.stop(self.service, owner)
 
     async def stop_at_siblings(self, client_id: str, owner: Owner) -> None:
         """The same in the other processes. Raises `InvalidRequest` without an id."""
@@ -189,21 +189,21 @@ class Triton:
         self, request: InferRequest, caller: Caller
     ) -> AsyncIterator[tuple[Generations, Answers]]:
         """Starts the generations of all rows, and ends them with the context."""
-        frontend, generations, messages = self.frontend, Generations(), []
+        service, generations, messages = self.service, Generations(), []
         with self._known(request, caller) as running:
             for name, row in zip(running.request_ids, request.rows, strict=True):
-                message = generate_message(row, name, lambda ids: frontend.tokenizer.decode(ids, False))
+                message = generate_message(row, name, lambda ids: service.tokenizer.decode(ids, False))
                 message.traceparent = request.traceparent
                 message.model = self._adapter_name(row, caller)
                 messages.append(message)
             try:
                 with client_field_names(PARAM_NAMES):
-                    await generations.start(frontend, messages, caller, in_one_message=request.in_one_message)
+                    await generations.start(service, messages, caller, in_one_message=request.in_one_message)
                 self._check_numbers(request, generations)
                 if running.is_stopped:  # while its texts became tokens
-                    running.stop(frontend, caller.owner)
-                pad_id = frontend.eos_token_ids[0] if frontend.eos_token_ids else 0
-                answers = Answers(request.model, request.rows, frontend.tokenizer, pad_id, frontend.model.vocab_size)
+                    running.stop(service, caller.owner)
+                pad_id = service.eos_token_ids[0] if service.eos_token_ids else 0
+                answers = Answers(request.model, request.rows, service.tokenizer, pad_id, service.model.vocab_size)
                 prompts = [each.request for each in generations.running]
                 await answers.begin(prompts, is_stream=request.is_stream)
                 yield generations, answers
@@ -215,12 +215,12 @@ class Triton:
         if "lora_task_id" not in row:
             return ""
         name = str(row["lora_task_id"])
-        if name not in self.frontend.names_for(caller).adapters:
+        if name not in self.service.names_for(caller).adapters:
             raise UnknownModel(f"lora_task_id is {name}, but no adapter has this name", "lora_task_id")
         return name
 
     def _check_numbers(self, request: InferRequest, generations: Generations) -> None:
-        vocab_size = self.frontend.model.vocab_size
+        vocab_size = self.service.model.vocab_size
         count = sum(each.request.max_num_logit_rows * vocab_size for each in generations.running)
         if request.max_numbers is not None and count > request.max_numbers:
             raise InvalidRequest(

@@ -42,15 +42,15 @@ Model = Annotated[ModelSpec, Depends(_find)]
 def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
     """The routes of one gateway. Bodies may have any content type: curl and `tritonclient` declare no JSON."""
     router = APIRouter(tags=["Triton"], responses=INFERENCE_ERROR_RESPONSES)
-    frontend = triton.frontend
+    service = triton.service
 
     def ready_response() -> Response:
-        reason = frontend.unready_reason()
+        reason = service.unready_reason()
         return JSONResponse({"status": "ok"}) if reason is None else JSONResponse({"error": reason}, 503)
 
     async def read_body(request: Request) -> bytes:
         body, encoding = await request.body(), request.headers.get("content-encoding")
-        note_size(request, len(body), frontend.heavy_work)
+        note_size(request, len(body), service.heavy_work)
         await next_turn(request)
         plain = decompressed(body, encoding, section.max_body_bytes)
         request.state.held.reserve(BYTES_PER_BODY_BYTE * max(0, len(plain) - len(body)), "its body")
@@ -58,7 +58,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
 
     async def parse(body: bytes) -> Any:
         try:
-            return await parse_json(body, section.max_body_values, frontend.heavy_work)
+            return await parse_json(body, section.max_body_values, service.heavy_work)
         except json.JSONDecodeError as error:
             raise InvalidRequest(f"the body is not JSON: {error.msg}") from None
 
@@ -73,7 +73,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         traceparent = request.headers.get("traceparent", "")
         return InferRequest(
             model,
-            [row_of_json(model, body, has_tables=frontend.prompt_embeds is not None)],
+            [row_of_json(model, body, has_tables=service.prompt_embeds is not None)],
             client_id,
             parameters=parameters,
             traceparent=traceparent,
@@ -167,7 +167,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
             triton.max_batch_size,
             traceparent,
             section.max_request_logprobs,
-            has_tables=frontend.prompt_embeds is not None,
+            has_tables=service.prompt_embeds is not None,
         )
 
         return InferAnswer(

@@ -99,7 +99,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
             return encode_response(request.model.name, request.id, ())
         async with self._triton.infer(request, caller) as outputs:
             response = await self._encode(request, outputs)
-        held = HeldMemory(self._triton.frontend.memory, caller.number)
+        held = HeldMemory(self._triton.service.memory, caller.number)
         held.add(response.ByteSize())
         context.add_done_callback(lambda _: held.release())
         return response
@@ -125,14 +125,14 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
 
     @property
     def _is_ready(self) -> bool:
-        return self._triton.frontend.unready_reason() is None
+        return self._triton.service.unready_reason() is None
 
     def _decode(
         self, message: triton_pb2.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> InferRequest:
         metadata = context.invocation_metadata() or ()
         traceparent = next((str(value) for key, value in metadata if key == "traceparent"), "")
-        has_tables = self._triton.frontend.prompt_embeds is not None
+        has_tables = self._triton.service.prompt_embeds is not None
         return decode_infer_request(message, self._triton.max_batch_size, traceparent, has_tables=has_tables)
 
     async def _until_idle(
@@ -200,5 +200,5 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: InferRequest, outputs: Sequence[Tensor], is_final: bool | None = None
     ) -> triton_pb2.ModelInferResponse:
         if sum(each.values.size for each in outputs) > MAX_INLINE_VALUES:
-            await self._triton.frontend.heavy_work.turn()
+            await self._triton.service.heavy_work.turn()
         return encode_response(request.model.name, request.id, outputs, is_final)

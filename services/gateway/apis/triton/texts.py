@@ -11,18 +11,18 @@ from services.gateway.access.access import Caller
 from services.gateway.apis.triton.rows import Row
 from services.gateway.apis.triton.tensors import Tensor, text_tensor
 from services.gateway.apis.triton.to_message import word_list
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STRING_CHARACTERS
 from services.pb import gateway_pb2
 
 WORDS = {"bad_words": "BAD_WORDS_IDS", "stop_words": "STOP_WORDS_IDS"}
 
 
-async def preprocess(frontend: Frontend, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
+async def preprocess(service: RequestService, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
     """Token ids of texts, padded to equal lengths, and the lists of words as token ids."""
     messages = [gateway_pb2.TokenizeRequest(text=row["text_input"]) for row in rows]
-    token_ids = await frontend.tokenize(messages, caller)
-    eos_token_id = frontend.eos_token_ids[0] if frontend.eos_token_ids else 0
+    token_ids = await service.tokenize(messages, caller)
+    eos_token_id = service.eos_token_ids[0] if service.eos_token_ids else 0
     end_ids = [row.get("end_id", eos_token_id) for row in rows]
     pad_ids = [row.get("pad_id", eos_token_id) for row in rows]
     padded = np.empty((len(rows), max(map(len, token_ids))), dtype=np.int32)
@@ -37,20 +37,20 @@ async def preprocess(frontend: Frontend, rows: Sequence[Row], caller: Caller) ->
         _column("OUT_PAD_ID", pad_ids),
     ]
     for option, name in WORDS.items():
-        lists = [word_list(await _word_token_ids(frontend, option, row)) for row in rows]
+        lists = [word_list(await _word_token_ids(service, option, row)) for row in rows]
         size = max(each.shape[1] for each in lists)
         values = np.stack([_widened(each, size) for each in lists])
         outputs.append(Tensor(name, "INT32", values))
     return outputs
 
 
-async def postprocess(frontend: Frontend, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
+async def postprocess(service: RequestService, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
     """The text of each list of token ids."""
     texts = []
     num_lists = len(rows) * len(rows[0]["TOKENS_BATCH"])
-    if num_lists > frontend.max_answers:
+    if num_lists > service.max_answers:
         raise InvalidRequest(
-            f"TOKENS_BATCH has {num_lists} lists, gateway.max_answers is {frontend.max_answers}", "TOKENS_BATCH"
+            f"TOKENS_BATCH has {num_lists} lists, gateway.max_answers is {service.max_answers}", "TOKENS_BATCH"
         )
     for row in rows:
         lists = [each.tolist() for each in row["TOKENS_BATCH"]]
@@ -66,7 +66,7 @@ async def postprocess(frontend: Frontend, rows: Sequence[Row], caller: Caller) -
                     "SEQUENCE_LENGTH",
                 )
         kept = [each[:length] for each, length in zip(lists, lengths, strict=True)]
-        texts += await frontend.detokenize(kept, row.get("SKIP_SPECIAL_TOKENS", True), caller, "TOKENS_BATCH")
+        texts += await service.detokenize(kept, row.get("SKIP_SPECIAL_TOKENS", True), caller, "TOKENS_BATCH")
     outputs = [text_tensor("OUTPUT", texts)]
     for name in ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS"):
         if name in rows[0]:
@@ -74,7 +74,7 @@ async def postprocess(frontend: Frontend, rows: Sequence[Row], caller: Caller) -
     return outputs
 
 
-async def _word_token_ids(frontend: Frontend, option: str, row: Row) -> list[tuple[int, ...]]:
+async def _word_token_ids(service: RequestService, option: str, row: Row) -> list[tuple[int, ...]]:
     words = [word for word in row.get(option, ()) if word]
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequest(f"{option} has {len(words)} words, at most {MAX_BAD_WORDS} allowed", option)
@@ -83,7 +83,7 @@ async def _word_token_ids(frontend: Frontend, option: str, row: Row) -> list[tup
             raise InvalidRequest(
                 f"{option} has a word of {len(word)} characters, at most {MAX_STRING_CHARACTERS} allowed", option
             )
-    return await frontend.tokenizer.word_token_ids(words)
+    return await service.tokenizer.word_token_ids(words)
 
 
 def _column(name: str, values: Sequence[int]) -> Tensor:

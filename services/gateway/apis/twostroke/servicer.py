@@ -1,4 +1,4 @@
-"""The public gRPC API: converts protobuf messages; `Frontend` and `Generation` do the rest."""
+"""The public gRPC API: converts protobuf messages; `RequestService` and `Generation` do the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.core.generation import Generation
-from services.gateway.core.request_service import Frontend
+from services.gateway.core.request_service import RequestService
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.link.logits import BYTES_PER_LOGIT, Logits
 from services.gateway.link.siblings import Siblings
@@ -39,9 +39,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     It raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`.
     """
 
-    def __init__(self, frontend: Frontend, slow_reader_timeout_s: float, siblings: Siblings) -> None:
+    def __init__(self, service: RequestService, slow_reader_timeout_s: float, siblings: Siblings) -> None:
         """`siblings`: the other gateways at the same port, which may run the request of an Abort."""
-        self._frontend = frontend
+        self._service = service
         self._slow_readers = SlowReaders(slow_reader_timeout_s)
         self._siblings = siblings
 
@@ -77,7 +77,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         has_turns = is_large(completions, [prompt])
         for completion in completions:
             if has_turns:
-                await self._frontend.heavy_work.turn()
+                await self._service.heavy_work.turn()
             added = response.completions.add()
             _encode_completion(completion, added)
             await self._encode_logprobs(completion.logprobs, added.logprobs, has_turns=has_turns)
@@ -90,15 +90,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
         """Turns texts and chats into token ids; needs no dense worker."""
-        [token_ids] = await self._frontend.tokenize([request], current_caller())
-        tokens = await self._frontend.tokenizer.write_tokens(token_ids)
+        [token_ids] = await self._service.tokenize([request], current_caller())
+        tokens = await self._service.tokenizer.write_tokens(token_ids)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        [text] = await self._frontend.detokenize([request.token_ids], request.skip_special_tokens, current_caller())
+        [text] = await self._service.detokenize([request.token_ids], request.skip_special_tokens, current_caller())
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def Abort(
@@ -106,7 +106,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> gateway_pb2.AbortResponse:
         """Ends a running request of the same owner, in any gateway process."""
         owner = current_caller().owner
-        was_running = self._frontend.abort(request.request_id, owner)
+        was_running = self._service.abort(request.request_id, owner)
         if await self._siblings.abort(owner, request.request_id):
             was_running = True
         return gateway_pb2.AbortResponse(was_running=was_running)
@@ -115,19 +115,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.ModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.ModelInfoResponse:
         """The served model, as last reported by the dense worker."""
-        model = self._frontend.model
+        model = self._service.model
         return gateway_pb2.ModelInfoResponse(
-            model=self._frontend.names.first,
-            names=self._frontend.names.names,
+            model=self._service.names.first,
+            names=self._service.names.names,
             family=model.family,
             dtype=model.dtype,
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
             num_layers=model.num_layers,
-            eos_token_ids=self._frontend.eos_token_ids,
+            eos_token_ids=self._service.eos_token_ids,
             weights_hash=model.weights_hash,
             version=__version__,
-            adapters=map(encode_adapter, self._frontend.names_for(current_caller()).adapters.values()),
+            adapters=map(encode_adapter, self._service.names_for(current_caller()).adapters.values()),
         )
 
     async def LoadAdapter(
@@ -135,8 +135,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> gateway_pb2.LoadAdapterResponse:
         """Loads an adapter in all gateway processes."""
         caller = current_caller()
-        self._frontend.count_requests(1, caller)
-        adapter = await self._frontend.adapters.load(caller, request.name, request.path, replaces=request.replaces)
+        self._service.count_requests(1, caller)
+        adapter = await self._service.adapters.load(caller, request.name, request.path, replaces=request.replaces)
         return gateway_pb2.LoadAdapterResponse(adapter=encode_adapter(adapter))
 
     async def UnloadAdapter(
@@ -144,12 +144,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> gateway_pb2.UnloadAdapterResponse:
         """Forgets an adapter in all gateway processes."""
         caller = current_caller()
-        self._frontend.count_requests(1, caller)
-        await self._frontend.adapters.unload(caller, request.name)
+        self._service.count_requests(1, caller)
+        await self._service.adapters.unload(caller, request.name)
         return gateway_pb2.UnloadAdapterResponse()
 
     async def _encode_large_chunk(self, request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
-        await self._frontend.heavy_work.turn()
+        await self._service.heavy_work.turn()
         message = _encode_chunk(request_id, chunk, has_logprobs=False)
         await self._encode_logprobs(chunk.logprobs, message.logprobs, has_turns=True)
         if chunk.prompt is not None:
@@ -160,7 +160,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Adds rows to a repeated field, some in each turn of `HeavyWork` if there are many."""
         for start in range(0, len(rows or ()), ROWS_PER_TURN):
             if has_turns:
-                await self._frontend.heavy_work.turn()
+                await self._service.heavy_work.turn()
             target.extend(_encode_all(rows[start : start + ROWS_PER_TURN]))
 
     async def _start(
@@ -175,7 +175,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         for field in ("return_hidden_states", "return_progress"):
             if getattr(message, field):
                 raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
-        generation = await self._frontend.start(message, current_caller(), in_one_message=in_one_message)
+        generation = await self._service.start(message, current_caller(), in_one_message=in_one_message)
         # Closed here, because a handler that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
         return generation

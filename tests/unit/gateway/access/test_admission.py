@@ -19,7 +19,7 @@ ANYBODY = Access(None, "").identify(None)
 
 
 class Queue:
-    """An `Admission` and its `Journal`, connected as in `Frontend`."""
+    """An `Admission` and its `Journal`, connected as in `RequestService`."""
 
     def __init__(self, max_num_waiting: int = 3, max_num_waiting_tokens: int = 100) -> None:
         self.journal = Journal()
