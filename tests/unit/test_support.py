@@ -5,10 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import textwrap
-import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,12 +35,3 @@ def test_promised_parameters_keep_their_names(name: str) -> None:
     module, _, function = name.rpartition(".")
     found = inspect.signature(getattr(importlib.import_module(f"tests.support.{module}"), function)).parameters
     assert PARAMETERS[name] == [*found][: len(PARAMETERS[name])]
-
-
-def test_the_example_runs(tmp_path: Path) -> None:
-    [example] = re.findall(r"^    with running_cluster.*", support.__doc__ or "", re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"directory": tmp_path, "threading": threading}
-    for module, name in (("cluster", "running_cluster"), ("cluster", "request"), ("clients.streams", "collect")):
-        names[name] = getattr(importlib.import_module(f"tests.support.{module}"), name)
-    exec(textwrap.dedent(example), names)
-    assert len(names["undisturbed"].token_ids[0]) > 10
