@@ -29,6 +29,7 @@ def test_a_signal_ends_the_requests_and_the_process(signal_number: int, tmp_path
             *("--config", str(config)),
             *("--set", f"dense.address={dense_address}"),
             *("--set", "gateway.drain_timeout_s=0.3"),
+            *("--set", "log.access=true"),
         )
         await process.wait_for_log(f"event=serving address={address}")
         async with grpc.aio.insecure_channel(address) as channel:
