@@ -12,8 +12,8 @@ import pytest
 from services.common.errors import TwostrokeError
 from services.gateway.apis.openai.chat_schema import ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionRequest
+from services.gateway.apis.openai.fields import StreamOptions
 from services.gateway.apis.openai.token_schema import DetokenizeBody, TokenizeBody
-from services.gateway.apis.shared.generation_fields import StreamOptions
 from services.gateway.apis.shared.request_model import RequestModel
 from tests.support.cluster import REPOSITORY
 from tests.support.documents import DOCS, PAGES, README, anchors, linked_file, links, page_name

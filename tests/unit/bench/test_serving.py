@@ -20,7 +20,7 @@ from bench.load.stats import RequestRecord, ServingFigures, Summary, num_output_
 from bench.load.transport import PROTOCOLS, RequestError, TimedRequest, Transport, open_transport
 from bench.serving import format_table, main
 from services.gateway.apis.openai.completion_schema import CompletionRequest
-from services.gateway.apis.shared.to_message import completion_messages
+from services.gateway.apis.openai.conversion import completion_messages
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.running_gateway import RunningGateway, ServiceProcess, run, running_gateway
 from tests.support.workers.fake_dense import FakeDense

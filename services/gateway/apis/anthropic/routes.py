@@ -10,8 +10,8 @@ from services.gateway.apis.anthropic.answer_objects import MessageObject, Tokens
 from services.gateway.apis.anthropic.conversion import anthropic_chat, anthropic_message
 from services.gateway.apis.anthropic.format import MessagesFormat, param_names
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
-from services.gateway.apis.openai.routes import NAMED_STREAM_CONTENT, traced
 from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ANTHROPIC_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names

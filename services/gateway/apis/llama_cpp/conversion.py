@@ -7,8 +7,8 @@ import secrets
 from collections import defaultdict
 
 from services.common.sampling_params import MAX_LOGIT_BIAS
-from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody
-from services.gateway.apis.shared.to_message import completion_messages
+from services.gateway.apis.llama_cpp.schema import ALL, InfillBody, LlamaCppBody
+from services.gateway.apis.shared.to_message import add_form, messages_of, sampling_message
 from services.gateway.request.context_length import too_long
 from services.gateway.request.generation_request import ModelLimits, check_token_ids
 from services.gateway.text.tokenizer import Tokenizer
@@ -20,13 +20,11 @@ async def llama_cpp_messages(
 ) -> list[gateway_pb2.GenerateRequest]:
     """One message per prompt. Raises `InvalidRequest`."""
     prompts = [await _read_prompt(each, tokenizer, limits) for each in body.prompts_given]
-    messages = completion_messages(body.completion.model_copy(update={"prompt": prompts}), request_id, limits)
+    messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits.max_model_len)
     bias, banned = await _read_biases(body, tokenizer, limits.vocab_size)
     for message in messages:
         if isinstance(body, InfillBody):
             message.suffix, message.middle, message.echo = body.input_suffix, body.prompt or "", False
-        if body.max_new_tokens is None:
-            message.default_max_tokens = 0  # the rest of the context
         if body.cache_prompt is False:
             message.cache_salt = secrets.token_hex(16)  # no other prompt has the same
         message.return_progress = bool(body.return_progress and body.stream)
@@ -36,6 +34,22 @@ async def llama_cpp_messages(
         sampling.logit_bias.update(bias)
         sampling.bad_words.extend(sampling_pb2.TokenSequence(token_ids=[token_id]) for token_id in banned)
     return messages
+
+
+def _common_message(used: LlamaCppBody, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
+    """Everything but the prompt and `logit_bias` of a request with all defaults."""
+    message = sampling_message(used)
+    if used.model is not None:
+        message.model = used.model
+    add_form(message, used)
+    if used.suffix:
+        message.suffix = used.suffix
+    if used.logprobs is not None:
+        message.logprobs = limits.vocab_size if used.logprobs == ALL else used.logprobs
+    if used.max_tokens is not None:  # else the rest of the context
+        message.max_tokens = used.max_tokens
+    message.echo = used.max_tokens == 0  # only then may there be no tokens
+    return message
 
 
 async def _read_prompt(

@@ -14,9 +14,8 @@ from services.gateway.apis.llama_cpp.schema import (
     LlamaCppObject,
     TokenProbability,
 )
-from services.gateway.apis.shared.answer_objects import TimingsObject
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
-from services.gateway.apis.shared.timings import prompt_progress, timings, timings_so_far
+from services.gateway.apis.shared.timings import TimingsObject, prompt_progress, timings, timings_so_far
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import LlamaCppErrorBody, llama_cpp_error
@@ -51,8 +50,8 @@ class LlamaCppFormat:
         self._names = service.names
         self._max_model_len = service.model.max_model_len
         self._body = body
-        self._completion = body.completion
-        self._num_answers = self._completion.n or 1  # to each prompt
+        self._used = body.resolved
+        self._num_answers = self._used.n or 1  # to each prompt
         self._prompts: Sequence[list[int]] = ()
         self._texts: Sequence[str] = ()  # of the prompts
         self._begun_at = 0.0
@@ -98,7 +97,7 @@ class LlamaCppFormat:
             }
             if self._body.timings_per_token:
                 piece["timings"] = self._timings_so_far(index, chunk.num_output_tokens)
-            if self._completion.logprobs is not None:
+            if self._used.logprobs is not None:
                 piece["completion_probabilities"] = self._probabilities(chunk.token_ids, chunk.logprobs or ())
             objects.append(piece)
         if chunk.finish is not None:
@@ -129,11 +128,11 @@ class LlamaCppFormat:
             text,
             completion.token_ids if self._body.return_tokens else [],
             "\n" in text,
-            None if self._completion.logprobs is None else (completion.token_ids, completion.logprobs),
+            None if self._used.logprobs is None else (completion.token_ids, completion.logprobs),
         )
 
     def _text(self, piece: Chunk | Completion) -> str:
-        return "" if self._completion.echo else piece.text  # then it is the prompt's
+        return "" if self._used.max_tokens == 0 else piece.text  # then it is the prompt's
 
     def _last(
         self,
@@ -181,7 +180,7 @@ class LlamaCppFormat:
         return (
             {
                 **self._probability(token_id, each.logprob),
-                "top_logprobs": [self._probability(*pair) for pair in each.top[: self._completion.logprobs]],
+                "top_logprobs": [self._probability(*pair) for pair in each.top[: self._used.logprobs]],
             }
             for token_id, each in zip(token_ids, logprobs, strict=False)
         )
@@ -198,7 +197,7 @@ class LlamaCppFormat:
 
 def generation_settings(body: LlamaCppBody, seed: int = RANDOM_SEED) -> dict[str, Any]:
     """The options of a request with their defaults, under llama.cpp's names."""
-    used = body.completion
+    used = body.resolved
     max_tokens = ALL if body.max_new_tokens is None else body.max_new_tokens
     return {
         "n_predict": max_tokens,

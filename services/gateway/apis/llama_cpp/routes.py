@@ -11,8 +11,9 @@ from services.gateway.apis.llama_cpp.conversion import llama_cpp_messages
 from services.gateway.apis.llama_cpp.format import LlamaCppFormat
 from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody, LlamaCppObject, Props, Slot
 from services.gateway.apis.llama_cpp.server_objects import server_props, server_slots
-from services.gateway.apis.openai.routes import STREAM_CONTENT, check_prompts, traced
 from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.prompts import check_prompts
+from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import LLAMA_CPP_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
@@ -56,7 +57,12 @@ def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRou
         answer_format = LlamaCppFormat(service, body)
         with client_field_names(answer_format.param_names):
             limits = service.limits
-            check_prompts(body.completion, section.max_prompts, limits.max_model_len)
+            check_prompts(
+                body.prompts_given,
+                section.max_prompts,
+                limits.max_model_len,
+                are_cut=body.truncate_prompt_tokens is not None,
+            )
             messages = await llama_cpp_messages(body, request_id, service.tokenizer, limits)
         return Answer(
             service,

@@ -12,8 +12,14 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
-from services.gateway.apis.openai.completion_schema import CompletionRequest
-from services.gateway.apis.shared.answer_objects import ProgressObject, TimingsObject
+from services.gateway.apis.shared.generation_fields import (
+    AnswerFields,
+    FormFields,
+    NumLogprobs,
+    SamplingFields,
+    Suffix,
+)
+from services.gateway.apis.shared.other_servers import OF_CHATS, SGLANG_OPTIONS, UNSUPPORTED
 from services.gateway.apis.shared.request_model import (
     MAX_INT64,
     MIN_INT64,
@@ -23,6 +29,7 @@ from services.gateway.apis.shared.request_model import (
     UInt32,
     at_most,
 )
+from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.generation_request import MAX_STRING_CHARACTERS
 
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # as with llama.cpp
@@ -31,7 +38,6 @@ RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's names of a random seed
 ALL = -1
 MAX_TEXTS = 64  # that one prompt has between token ids, or that `logit_bias` names: each takes half a millisecond
 MAX_RESPONSE_FIELDS = 64
-OWN_FIELDS = ("n_predict", "n_probs", "repeat_penalty", "return_progress", "samplers")
 
 
 def _kind_of_sequence(value: Any) -> str:
@@ -81,11 +87,13 @@ Biases = Annotated[
 ]
 
 
-class LlamaCppBody(CompletionRequest):
+class LlamaCppBody(SamplingFields, AnswerFields, FormFields):
     """Prompts to continue, and llama.cpp's options; those of completions that have no other name here work too."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{name: values for name, values in CompletionRequest.unsupported.items() if name not in OWN_FIELDS},
+        **UNSUPPORTED,
+        **SGLANG_OPTIONS,
+        **OF_CHATS,
         "adaptive_target": (-1,),
         "grammar_lazy": (False,),
         "grammar_triggers": ([],),
@@ -99,7 +107,9 @@ class LlamaCppBody(CompletionRequest):
         "tfs_z": (1,),
         # fields of completions whose results the answer has no place for
         "best_of": (1,),
+        "early_stopping": (False,),
         "echo": (False,),
+        "length_penalty": (1,),
         "logprob_token_ids": ([],),
         "prompt_embeds": (),
         "prompt_logprobs": (),
@@ -109,7 +119,7 @@ class LlamaCppBody(CompletionRequest):
         "use_beam_search": (False,),
     }
 
-    prompt: LlamaCppPrompt = Field(  # type: ignore[assignment]
+    prompt: LlamaCppPrompt = Field(
         description="A text, token ids, texts between token ids, or a list of such prompts. A list of texts is several "
         "prompts"
     )
@@ -124,7 +134,9 @@ class LlamaCppBody(CompletionRequest):
     repeat_last_n: CountOrAll | None = Field(
         None, description="Tokens that penalties count: -1, the default: all; 0: none. Else only without penalties"
     )
-    logit_bias: Biases | None = Field(  # type: ignore[assignment]
+    suffix: Suffix = None
+    logprobs: NumLogprobs = None
+    logit_bias: Biases | None = Field(
         None,
         description="Pairs, or an object, of a token id or text and a value that is added to the logit of the token, "
         "or of all tokens of the text; false: never sample it",
@@ -194,21 +206,17 @@ class LlamaCppBody(CompletionRequest):
         ]
 
     @property
-    def completion(self) -> CompletionRequest:
-        """The request for completions that asks for the same, but for `logit_bias` and texts between token ids."""
+    def resolved(self) -> LlamaCppBody:
+        """The same request with llama.cpp's defaults, under the names that all dialects share."""
         max_tokens, given = self.max_new_tokens, self.logprobs if self.n_probs is None else self.n_probs
-        penalty = self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty
         changes: dict[str, Any] = {
             **{name: value for name, value in DEFAULTS.items() if getattr(self, name) is None},
-            "prompt": self.prompts_given,
             "n": self.n if self.n_cmpl is None else self.n_cmpl,
             "max_tokens": max_tokens,
-            "echo": max_tokens == 0,  # only then may there be no tokens
             "logprobs": None if max_tokens == 0 else given or None,
-            "repetition_penalty": penalty,
+            "repetition_penalty": self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty,
             "seed": None if self.seed in RANDOM_SEEDS else self.seed,
             "stop": [each for each in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if each],
-            "logit_bias": None,
         }
         if self.temperature is not None:
             changes["temperature"] = max(0.0, self.temperature)  # a negative one is greedy

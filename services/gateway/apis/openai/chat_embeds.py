@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_schema import ChatRequest
-from services.gateway.apis.shared.to_message import refuse_embeds
+from services.gateway.apis.openai.conversion import refuse_embeds
 from services.gateway.request.prompt_embeds import PromptEmbeds
 from services.gateway.text.chat_vectors import MAX_PLACES
 from services.pb import gateway_pb2

@@ -16,10 +16,11 @@ from services.gateway.apis.openai.chat_schema import (
     Delta,
 )
 from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_reason
+from services.gateway.apis.openai.logprobs import prompt_logprobs
 from services.gateway.apis.openai.tool_calls import add_parts, delta_object, finish_reason
 from services.gateway.apis.openai.tool_schema import NamedToolChoice
 from services.gateway.apis.shared.answer import DONE
-from services.gateway.apis.shared.logprobs import chat_logprobs, prompt_logprobs
+from services.gateway.apis.shared.logprobs import chat_logprobs
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe

@@ -10,6 +10,8 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from services.gateway.apis.openai.answer_objects import FinishReasonName, PromptLogprobs, RequestMetrics, UsageObject
+from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.tool_schema import (
     AnswerToolCall,
     ToolCallDeltaObject,
@@ -17,21 +19,13 @@ from services.gateway.apis.openai.tool_schema import (
     ToolChoiceObject,
     ToolObjects,
 )
-from services.gateway.apis.shared.answer_objects import (
-    FinishReasonName,
-    ProgressObject,
-    PromptLogprobs,
-    RequestMetrics,
-    TimingsObject,
-    UsageObject,
-)
-from services.gateway.apis.shared.generation_fields import GenerationFields
+from services.gateway.apis.shared.logprobs import ChatLogprobs
+from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS
 from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
-MAX_PARTS = 1024  # of one message
-MAX_CHAT_PARTS = 4096  # of all messages of a chat
 MAX_TEMPLATE_KWARGS = 64
 
 
@@ -176,11 +170,11 @@ Messages = Annotated[
 ]
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(OpenAIFields):
     """The conversation so far, and the options of the answer."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationFields.unsupported,
+        **OpenAIFields.unsupported,
         # OpenAI
         "audio": (),
         "moderation": (),
@@ -255,30 +249,6 @@ class ChatRequest(GenerationFields):
                 {"one": self.max_reasoning_tokens, "other": budget, "field": "thinking_token_budget"},
             )
         return self
-
-
-class TopLogprob(TypedDict):
-    """One of the most likely tokens at a position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TypedDict):
-    """A token and the most likely tokens at its position. `bytes` is its UTF-8, maybe an incomplete character."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(TypedDict):
-    """The log-probabilities of an answer; one entry per token."""
-
-    content: list[TokenLogprob]
-    refusal: None
 
 
 class AnswerMessage(TypedDict):

@@ -14,8 +14,8 @@ from services.gateway.apis.openai.completion_schema import (
     LegacyLogprobs,
 )
 from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_reason
+from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder, prompt_logprobs
 from services.gateway.apis.shared.answer import DONE
-from services.gateway.apis.shared.logprobs import LegacyLogprobsBuilder, prompt_logprobs
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe

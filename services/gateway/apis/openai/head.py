@@ -6,7 +6,7 @@ import time
 from collections.abc import Container
 from typing import Any
 
-from services.gateway.apis.shared.answer_objects import UsageObject
+from services.gateway.apis.openai.answer_objects import UsageObject
 from services.gateway.core.chunks import Finish
 from services.gateway.core.request_service import RequestService
 

@@ -6,16 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.gateway.apis.openai.answer_objects import RequestMetrics
 from services.gateway.apis.openai.chat_schema import ChatRequest
+from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.shared.answer import Format
-from services.gateway.apis.shared.generation_fields import GenerationFields
-from services.gateway.apis.shared.timings import prompt_progress, request_metrics, timings, timings_so_far
+from services.gateway.apis.shared.timings import prompt_progress, timings, timings_so_far
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 
 HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint")
 
 
-def measured(form: Format, body: GenerationFields, *, has_metrics: bool) -> Format:
+def measured(form: Format, body: OpenAIFields, *, has_metrics: bool) -> Format:
     """`form` itself if nothing is asked for. `has_metrics`: whether the server gives vLLM's `metrics`."""
     has_progress = isinstance(body, ChatRequest) and body.has_progress
     if not has_metrics and not body.timings_per_token and not has_progress:
@@ -101,3 +102,25 @@ class MeasuredFormat:
     def _metrics(self) -> Any:
         [finish] = self._finishes
         return request_metrics(finish)
+
+
+def request_metrics(finish: Finish) -> RequestMetrics:
+    """vLLM's object; null where there is nothing to measure."""
+    times, num_tokens = finish.timings, finish.num_output_tokens
+    if times.first_token_s is None or times.queue_s is None:
+        first_s = generation_s = rate = None
+    else:
+        first_s = times.first_token_s - times.queue_s
+        generation_s = 0.0 if times.per_token_s is None else times.per_token_s * (num_tokens - 1)
+        rate = num_tokens / (first_s + generation_s) if first_s + generation_s > 0 else None
+    return {
+        "time_to_first_token_ms": _ms(first_s),
+        "generation_time_ms": _ms(generation_s),
+        "queue_time_ms": _ms(times.queue_s),
+        "mean_itl_ms": _ms(times.per_token_s),
+        "tokens_per_second": rate,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

@@ -16,30 +16,15 @@ from services.gateway.apis.openai.chat_format import ChatFormat
 from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_format import CompletionFormat
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
+from services.gateway.apis.openai.conversion import chat_message, completion_messages
 from services.gateway.apis.openai.measured_format import measured
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.to_message import chat_message, completion_messages
+from services.gateway.apis.shared.prompts import check_prompts
+from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
-from services.gateway.request.context_length import check_prompt_length
 from services.pb import gateway_pb2
-
-EVENT = {
-    "type": "object",
-    "properties": {"data": {"type": "string"}},
-    "required": ["data"],
-    "description": "If stream was set",
-}
-STREAM_CONTENT = {"text/event-stream": {"schema": EVENT}}
-NAMED_EVENT = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["event", "data"],
-    "description": "If stream was set; `event` is the type of the object in `data`",
-}
-NAMED_STREAM_CONTENT = {"text/event-stream": {"schema": NAMED_EVENT}}
-
 
 # SageMaker sends either body to one route. As everywhere, a field that is null is not given.
 AnyRequest = Annotated[
@@ -66,7 +51,15 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         limits = service.limits
-        check_prompts(body, section.max_prompts, limits.max_model_len)
+        if body.prompt is None and not body.embeds:
+            raise InvalidRequest("prompt is required, or prompt_embeds", "prompt")
+        check_prompts(
+            body.prompts,
+            section.max_prompts,
+            limits.max_model_len,
+            are_cut=body.truncate_prompt_tokens is not None,
+            num_embeds=len(body.embeds),
+        )
         return Answer(
             service,
             traced(completion_messages(body, request_id, limits, await _read_embeds(body, service)), request),
@@ -113,19 +106,6 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
     return router
 
 
-def check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int) -> None:
-    """Raises `InvalidRequest` for no prompts, too many, or one that cannot fit."""
-    prompts = body.prompts
-    if body.prompt is None and not body.embeds:
-        raise InvalidRequest("prompt is required, or prompt_embeds", "prompt")
-    num_prompts = len(body.embeds) + len(prompts)
-    if not 1 <= num_prompts <= max_prompts:
-        raise InvalidRequest(f"there are {num_prompts} prompts, must be 1 to {max_prompts}", "prompt")
-    longest = max(prompts, key=len, default=None)
-    if isinstance(longest, list) and body.truncate_prompt_tokens is None:  # before copying the tokens costs time
-        check_prompt_length(len(longest), max_model_len)
-
-
 async def _read_embeds(body: CompletionRequest, service: RequestService) -> list[gateway_pb2.PromptEmbeds]:
     texts, reader = body.embeds, service.prompt_embeds
     if not texts:
@@ -141,10 +121,3 @@ async def _read_embeds(body: CompletionRequest, service: RequestService) -> list
         await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", max_model_len)
         for i, text in enumerate(texts)
     ]
-
-
-def traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:
-    """Adds the caller's trace context to the messages, if the request has one."""
-    for message in messages:
-        message.traceparent = request.headers.get("traceparent", "")
-    return messages

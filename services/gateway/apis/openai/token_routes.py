@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
+from services.gateway.apis.openai.conversion import chat_of, refuse_embeds, tokenize_messages
 from services.gateway.apis.openai.token_schema import (
     DetokenizeAnswer,
     DetokenizeBody,
@@ -21,7 +22,6 @@ from services.gateway.apis.openai.token_schema import (
     TokenizerInfo,
     TokenPiece,
 )
-from services.gateway.apis.shared.to_message import chat_of, refuse_embeds, tokenize_messages
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn

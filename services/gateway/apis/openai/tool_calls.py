@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from services.gateway.apis.openai.answer_objects import FinishReasonName
 from services.gateway.apis.openai.chat_schema import AnswerMessage, Delta
 from services.gateway.apis.openai.tool_schema import AnswerToolCall, ToolCallDeltaObject
-from services.gateway.apis.shared.answer_objects import FinishReasonName
 from services.gateway.core.chunks import Finish
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text import deltas

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field, Tag
 
-from services.gateway.apis.openai.chat_schema import MAX_PARTS
-from services.gateway.apis.shared.parts import CallId, ToolName, by_field, by_shape, check_parts
+from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts
 from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 

@@ -7,7 +7,6 @@ from fastapi.responses import Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway.apis.openai.routes import NAMED_STREAM_CONTENT, traced
 from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.conversion import responses_message
 from services.gateway.apis.responses.format import ResponsesFormat
@@ -16,6 +15,7 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import offered_tools
 from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn

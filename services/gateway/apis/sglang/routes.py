@@ -6,11 +6,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
-from services.gateway.apis.openai.routes import STREAM_CONTENT, check_prompts, traced
+from services.gateway.apis.sglang.conversion import generate_messages
 from services.gateway.apis.sglang.format import GenerateFormat
 from services.gateway.apis.sglang.schema import GenerateBody, GenerateObject
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.to_message import completion_messages
+from services.gateway.apis.shared.prompts import check_prompts
+from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
@@ -39,14 +40,16 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
         request_id = body.rid or request.state.request_id
         body.log_unknown_fields(request.state.request_id)
         body.sampling_params.log_unknown_fields(request.state.request_id)
-        completion, limits = body.completion, service.limits
+        limits = service.limits
         answer_format = GenerateFormat(service, body, request_id)
         with client_field_names(answer_format.param_names):
-            check_prompts(completion, section.max_prompts, limits.max_model_len)
-        messages = completion_messages(completion, request_id, limits)
-        for prompt_index, message in enumerate(messages):
-            message.sampling.logprob_token_ids.extend(body.named_tokens(prompt_index))
-            message.return_hidden_states = bool(body.return_hidden_states)
+            check_prompts(
+                body.prompts,
+                section.max_prompts,
+                limits.max_model_len,
+                are_cut=body.sampling_params.truncate_prompt_tokens is not None,
+            )
+        messages = generate_messages(body, request_id, limits)
         return Answer(
             service,
             traced(messages, request),

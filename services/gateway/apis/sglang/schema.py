@@ -12,11 +12,19 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
-from services.gateway.apis.openai.completion_schema import CompletionRequest, Prompt
+from services.gateway.apis.shared.generation_fields import (
+    BeamFields,
+    Echo,
+    FormFields,
+    LogitBias,
+    SamplingFields,
+    Suffix,
+)
+from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
+from services.gateway.apis.shared.prompts import Prompt, prompt_list
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, UInt32, at_most
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
-OWN_FIELDS = ("no_stop_trim",)  # of SGLang, which a completion has under another name
 
 
 def _kind_of_named(value: Any) -> str:
@@ -32,19 +40,26 @@ NamedTokens = Annotated[
 ]
 
 
-class GenerateSampling(CompletionRequest):
+class GenerateSampling(SamplingFields, BeamFields, FormFields):
     """SGLang's `sampling_params`: the options of completions, some of them under other names."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{name: values for name, values in CompletionRequest.unsupported.items() if name not in OWN_FIELDS},
+        **UNSUPPORTED,
+        **LLAMA_CPP_OPTIONS,
+        **OF_CHATS,
+        "return_progress": (False,),
         # they belong into the body, or are known under another name
         "logprob_token_ids": ([],),
         "logprobs": (),
         "max_tokens": (),
         "prompt": (),
         "stream": (),
+        "stream_options": (),
     }
 
+    logit_bias: LogitBias = None
+    suffix: Suffix = None
+    echo: Echo = None
     max_new_tokens: UInt32 | None = Field(None, description=f"Longest answer in tokens; default {DEFAULT_TOKENS}")
     min_new_tokens: UInt32 | None = Field(None, description="Shortest answer in tokens")
     no_stop_trim: bool | None = Field(None, description="Keep the stop string that ended the answer")
@@ -135,34 +150,15 @@ class GenerateBody(RequestModel):
         return given[prompt_index] or []  # type: ignore[return-value]
 
     @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """All prompts, one element each."""
+        return prompt_list(self.text if self.input_ids is None else self.input_ids)
+
+    @property
     def is_batch(self) -> bool:
         """Whether several prompts are given, be it a list of one."""
         prompt = self.text if self.input_ids is None else self.input_ids
         return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-
-    @property
-    def completion(self) -> CompletionRequest:
-        """The request for completions that asks for the same."""
-        params = self.sampling_params
-        has_prompt_logprobs = self.return_logprob and self.logprob_start_len not in (None, -1)
-        changes: dict[str, Any] = {
-            "prompt": self.text if self.input_ids is None else self.input_ids,
-            "stream": self.stream,
-            "model": self.lora_path,
-            "max_tokens": DEFAULT_TOKENS if params.max_new_tokens is None else params.max_new_tokens,
-            "logprobs": (self.top_logprobs_num or 0) if self.return_logprob else None,
-            "prompt_logprobs": (self.top_logprobs_num or 0) if has_prompt_logprobs else None,
-        }
-        for name, value in (
-            ("min_tokens", params.min_new_tokens),
-            ("include_stop_str_in_output", params.no_stop_trim),
-            ("seed", params.sampling_seed),
-            ("priority", self.priority),
-            ("cache_salt", self.cache_salt),
-        ):
-            if value is not None:
-                changes[name] = value
-        return params.model_copy(update=changes)
 
 
 # Log-probability (None: of the first token of a prompt), token id, and the token's text if asked for.

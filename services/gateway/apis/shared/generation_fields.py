@@ -1,16 +1,14 @@
-"""Fields that completions and chats share: those of OpenAI, and widely used ones of vLLM."""
+"""Groups of fields of which the bodies of several dialects are composed: OpenAI's, and widely used ones of vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROB_TOKENS
-from services.gateway.apis.shared.other_servers import LLAMA_CPP, SGLANG, TGI, VLLM
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import (
     Choices,
@@ -29,49 +27,47 @@ OLDER = "vLLM's older name of the same in structured_outputs"
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
 
-class StreamOptions(RequestModel):
-    """Options of a streamed answer."""
-
-    include_usage: bool | None = Field(None, description="Send a last chunk with the token counts")
-    continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: give every chunk the counts of its answer so far"
-    )
-    include_obfuscation: bool | None = Field(None, description=IGNORED)
-
-    @property
-    def has_running_usage(self) -> bool:
-        """Whether every chunk carries token counts."""
-        return bool(self.include_usage and self.continuous_usage_stats)
+def _check_biased_tokens(bias: dict[str, float] | None) -> dict[str, float] | None:
+    for key in bias or ():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**32):
+            shown = f"{key:.20}"
+            raise PydanticCustomError("token_id", "the key {key} is not a token id", {"key": repr(shown)})
+    return bias
 
 
-class GenerationFields(RequestModel):
-    """The fields that completions and chats share. Null always means the default."""
+def _no_logprobs(value: Any) -> Any:
+    return None if value is False else value  # some clients send false for none
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
 
-    model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
+LogitBias = Annotated[
+    dict[str, float] | None,
+    at_most(MAX_LOGIT_BIASES),
+    pydantic.AfterValidator(_check_biased_tokens),
+    Field(description="Maps token ids (as strings) to values that are added to their logits"),
+]
+NumLogprobs = Annotated[
+    CountOrAll | None,
+    pydantic.BeforeValidator(_no_logprobs),
+    Field(
+        description="Give the log-probability of each token and of this many most likely tokens, "
+        "up to gateway.max_logprobs; -1: of the whole vocabulary. All answers together have at most "
+        "gateway.max_request_logprobs"
+    ),
+]
+Echo = Annotated[bool | None, Field(description="Start every text with its prompt")]
+Suffix = Annotated[
+    str | None,
+    Field(
+        description="Text after the answer, which then stands between prompt and suffix; empty: none. Only for models "
+        "whose tokenizer has tokens for that, and not with echo or truncate_prompt_tokens"
+    ),
+]
+
+
+class SamplingFields(RequestModel):
+    """How many answers, how their tokens are sampled, and what becomes a prompt. Null always means the default."""
+
     n: UInt32 | None = Field(None, description="Number of answers to each prompt")
-    best_of: UInt32 | None = Field(None, description="Answers to generate; the n most likely ones are returned")
-    use_beam_search: bool | None = Field(
-        None,
-        description="Search for the most likely answers with best_of (or n) beams instead of sampling; the n best ones "
-        "are returned, also of a stream only at the end",
-    )
-    length_penalty: float | None = Field(
-        None, description="With use_beam_search: divide the score of an answer by its length to the power of this"
-    )
-    early_stopping: bool | Literal["never"] | None = Field(
-        None,
-        description="With use_beam_search: true: end as soon as there are as many answers as beams; false: when better "
-        'ones are unlikely; "never": when better ones are impossible',
-    )
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
-    stream_options: StreamOptions | None = None
-    max_tokens: Int64 | None = Field(
-        None,
-        description="Maximum number of tokens to generate; lowered to the rest of the context, unless the server is "
-        "strict. 0, with echo or prompt_logprobs: only compute the prompt",
-    )
     min_tokens: Int32 | None = Field(None, description="The answer has at least this many tokens")
     temperature: float | None = Field(None, description="0 is greedy, 1 is the model's own distribution")
     top_p: float | None = None
@@ -80,26 +76,12 @@ class GenerationFields(RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = Field(
-        None,  description="Maps token ids (as strings) to values that are added to their logits"
-    )
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = Field(
         None, description="Words that must not appear in the answer"
     )
     allowed_token_ids: Annotated[list[UInt32] | None, at_most(MAX_ALLOWED_TOKENS)] = Field(
         None, min_length=1, description="Only these tokens are sampled, and EOS only if it is one of them"
     )
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | None = Field(None, description=OLDER)
-    guided_regex: str | None = Field(None, description=OLDER)
-    guided_choice: Choices | None = Field(None, description=OLDER)
-    guided_grammar: str | None = Field(None, description=OLDER)
-    json_schema: JsonSchema | None = Field(None, description="SGLang's and llama.cpp's structured_outputs.json")
-    regex: str | None = Field(None, description="SGLang's name of structured_outputs.regex")
-    ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar")
-    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
-    structural_tag: str | None = Field(None, description="SGLang's name of structured_outputs.structural_tag")
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         None,
         description="The same seed gives the same tokens, except few that rounding may change; a negative seed is "
@@ -112,16 +94,6 @@ class GenerationFields(RequestModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: CountOrAll | None = Field(
-        None,
-        description="Give the log-probability of each prompt token, and of this many most likely tokens, at most 20; "
-        "-1: of all of the vocabulary. gateway.max_request_logprobs counts them once per answer",
-    )
-    logprob_token_ids: Annotated[list[UInt32] | None, at_most(MAX_LOGPROB_TOKENS)] = Field(
-        None,
-        description="With logprobs: give the log-probabilities of these tokens at every position, in place of the most "
-        "likely ones",
-    )
     add_special_tokens: bool | None = Field(
         None,
         description="Add the special tokens that the model expects around a prompt. Default: true for texts, false for "
@@ -132,15 +104,6 @@ class GenerationFields(RequestModel):
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="With truncate_prompt_tokens, where tokens are left out: left, the default, or right"
-    )
-    return_token_ids: bool | None = Field(
-        None, description="Give the token ids of the answer in addition to its text, and once those of the prompt"
-    )
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="In log-probabilities, name tokens token_id:ID instead of by their text"
-    )
-    timings_per_token: bool | None = Field(
-        None, description="Give llama.cpp's timings: in every event of a stream, else in the answer"
     )
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
     cache_salt: str | None = Field(
@@ -157,11 +120,6 @@ class GenerationFields(RequestModel):
     store: bool | None = Field(None, description=IGNORED)
     verbosity: _Label | None = Field(None, description=IGNORED)
 
-    @property
-    def num_named(self) -> int:
-        """How many tokens the request names in `logprob_token_ids`."""
-        return len(set(self.logprob_token_ids or ()))
-
     @pydantic.field_validator("truncate_prompt_tokens")
     @classmethod
     def _check_kept_tokens(cls, count: int | None) -> int | None:
@@ -169,38 +127,65 @@ class GenerationFields(RequestModel):
             raise PydanticCustomError("no_tokens", "must be -1 or at least 1: a prompt has a token")
         return count
 
-    @pydantic.field_validator("logit_bias")
-    @classmethod
-    def _check_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for key in bias or ():
-            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**32):
-                shown = f"{key:.20}"
-                raise PydanticCustomError("token_id", "the key {key} is not a token id", {"key": repr(shown)})
-        return bias
+
+class AnswerFields(RequestModel):
+    """Whose answer it is, how long, and in how many pieces."""
+
+    model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
+    max_tokens: Int64 | None = Field(
+        None,
+        description="Maximum number of tokens to generate; lowered to the rest of the context, unless the server is "
+        "strict. 0, with echo or prompt_logprobs: only compute the prompt",
+    )
+    timings_per_token: bool | None = Field(
+        None, description="Give llama.cpp's timings: in every event of a stream, else in the answer"
+    )
+
+
+class BeamFields(RequestModel):
+    """Answers of which the best are returned."""
+
+    best_of: UInt32 | None = Field(None, description="Answers to generate; the n most likely ones are returned")
+    use_beam_search: bool | None = Field(
+        None,
+        description="Search for the most likely answers with best_of (or n) beams instead of sampling; the n best ones "
+        "are returned, also of a stream only at the end",
+    )
+    length_penalty: float | None = Field(
+        None, description="With use_beam_search: divide the score of an answer by its length to the power of this"
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        None,
+        description="With use_beam_search: true: end as soon as there are as many answers as beams; false: when better "
+        'ones are unlikely; "never": when better ones are impossible',
+    )
 
     @pydantic.model_validator(mode="after")
-    def _check_named_tokens(self) -> GenerationFields:
-        given = getattr(self, "logprobs", None)  # completions have a count there, chats a switch
-        if self.logprob_token_ids and (given is None or given is False):
-            raise PydanticCustomError("logprobs", "has an effect only with logprobs", {"field": "logprob_token_ids"})
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _check_beam_search(self) -> GenerationFields:
+    def _check_beam_search(self) -> BeamFields:
         if not self.use_beam_search:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) not in (None, neutral):
                     raise PydanticCustomError("beams", "has an effect only with use_beam_search", {"field": name})
         return self
 
-    @pydantic.model_validator(mode="after")
-    def _check_form(self) -> GenerationFields:
-        form_of(self)
-        return self
+
+class FormFields(RequestModel):
+    """The form of the answers, as each server names it; one at most."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = Field(None, description=OLDER)
+    guided_regex: str | None = Field(None, description=OLDER)
+    guided_choice: Choices | None = Field(None, description=OLDER)
+    guided_grammar: str | None = Field(None, description=OLDER)
+    json_schema: JsonSchema | None = Field(None, description="SGLang's and llama.cpp's structured_outputs.json")
+    regex: str | None = Field(None, description="SGLang's name of structured_outputs.regex")
+    ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar")
+    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
+    structural_tag: str | None = Field(None, description="SGLang's name of structured_outputs.structural_tag")
 
     @pydantic.model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationFields:
-        if self.stream_options is not None and not self.stream:
-            message = "stream_options are allowed only when stream is true"
-            raise PydanticCustomError("stream_options", message, {"field": "stream_options"})
+    def _check_form(self) -> FormFields:
+        form_of(self)
         return self

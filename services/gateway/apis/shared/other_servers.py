@@ -14,22 +14,30 @@ LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "lora": ([],),
     "mirostat": (0,),
-    "n_predict": (-1,),  # here: max_tokens
-    "n_probs": (0,),  # here: logprobs
-    "repeat_penalty": (1,),  # here: repetition_penalty
-    "samplers": ([],),
     "top_n_sigma": (-1, 0),
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
 
+# Only llama.cpp's own routes have these.
+LLAMA_CPP_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "n_predict": (-1,),  # elsewhere: max_tokens
+    "n_probs": (0,),  # elsewhere: logprobs
+    "repeat_penalty": (1,),  # elsewhere: repetition_penalty
+    "samplers": ([],),
+}
+
 SGLANG: Mapping[str, tuple[Any, ...]] = {
     "custom_logit_processor": ("",),
     "lora_path": ("", []),
-    "no_stop_trim": (False,),  # here: include_stop_str_in_output
     "return_hidden_states": (False,),
     "session_params": ({},),
     "stop_regex": ("", []),
+}
+
+# Only SGLang's own route has this.
+SGLANG_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "no_stop_trim": (False,),  # elsewhere: include_stop_str_in_output
 }
 
 TGI: Mapping[str, tuple[Any, ...]] = {
@@ -42,4 +50,20 @@ TGI: Mapping[str, tuple[Any, ...]] = {
 VLLM: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True, False),  # decoders of language models put no spaces there
+}
+
+# What no route here supports.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
+
+# Fields of chats, where prompts are continued.
+OF_CHATS: Mapping[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "kv_transfer_params": (),
+    "max_completion_tokens": (),
+    "max_reasoning_tokens": (),
+    "messages": (),
+    "thinking_token_budget": (),
+    "tools": ([],),
+    "top_logprobs": (),
+    "vllm_xargs": ({},),
 }

@@ -1,4 +1,4 @@
-"""The parts of messages in APIs other than chat completions: how many there may be, and which kinds."""
+"""The parts of messages: how many there may be, and which kinds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field
 from pydantic_core import PydanticCustomError
 
-from services.gateway.apis.openai.chat_schema import MAX_CHAT_PARTS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.text.tools.tool import MAX_DESCRIPTION_CHARACTERS, NAME
 
+MAX_PARTS = 1024  # of one message
+MAX_CHAT_PARTS = 4096  # of all messages of a chat
 LISTS = ("content", "output", "summary", "tools")  # fields of a message, item or block that may be lists of parts
 
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]

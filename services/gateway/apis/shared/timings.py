@@ -1,14 +1,38 @@
-"""How long the parts of an answer took, as llama.cpp and vLLM write it; measured in the gateway.
+"""How long the parts of an answer took, as llama.cpp writes it; measured in the gateway.
 
 Only the time in the queue is the dense worker's. A pause in which a worker was replaced counts like any other time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NotRequired
 
-from services.gateway.apis.shared.answer_objects import ProgressObject, RequestMetrics, TimingsObject
+from typing_extensions import TypedDict
+
 from services.gateway.core.chunks import Finish, Progress
+
+
+class TimingsObject(TypedDict):
+    """Counts of tokens, and times, as in llama.cpp. Only the last event of an answer knows what was cached."""
+
+    cache_n: NotRequired[int]
+    prompt_n: NotRequired[int]
+    prompt_ms: float
+    prompt_per_token_ms: NotRequired[float]
+    prompt_per_second: NotRequired[float]
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class ProgressObject(TypedDict):
+    """How far a prompt is computed, in tokens, as in llama.cpp."""
+
+    total: int
+    cache: int  # found in the prefix cache
+    processed: int  # those included
+    time_ms: int  # since its first step
 
 
 def timings(finish: Finish) -> TimingsObject:
@@ -36,28 +60,6 @@ def prompt_progress(progress: Progress) -> ProgressObject:
         "processed": progress.num_computed_tokens,
         "time_ms": round(1e3 * progress.time_s),
     }
-
-
-def request_metrics(finish: Finish) -> RequestMetrics:
-    """vLLM's object; null where there is nothing to measure."""
-    times, num_tokens = finish.timings, finish.num_output_tokens
-    if times.first_token_s is None or times.queue_s is None:
-        first_s = generation_s = rate = None
-    else:
-        first_s = times.first_token_s - times.queue_s
-        generation_s = 0.0 if times.per_token_s is None else times.per_token_s * (num_tokens - 1)
-        rate = num_tokens / (first_s + generation_s) if first_s + generation_s > 0 else None
-    return {
-        "time_to_first_token_ms": _ms(first_s),
-        "generation_time_ms": _ms(generation_s),
-        "queue_time_ms": _ms(times.queue_s),
-        "mean_itl_ms": _ms(times.per_token_s),
-        "tokens_per_second": rate,
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
 
 
 def _rates(name: str, count: int, seconds: float) -> Any:

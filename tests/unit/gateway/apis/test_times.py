@@ -9,7 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from services.gateway.apis.shared.timings import request_metrics, timings
+from services.gateway.apis.openai.measured_format import request_metrics
+from services.gateway.apis.shared.timings import timings
 from services.gateway.core.chunks import Finish, Timings
 from services.gateway.link.journal_entry import FinishReason
 from tests.support.clients.gateway_calls import EOS, ids

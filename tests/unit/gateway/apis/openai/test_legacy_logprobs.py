@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from services.gateway.apis.shared.logprobs import LegacyLogprobsBuilder
+from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder
 from services.gateway.text.tokenizer import Tokenizer
 
 WORDS = ["<s>", "</s>", "<unk>", "▁San", "▁Francisco", "▁is", "plain"]

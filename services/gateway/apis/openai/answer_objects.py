@@ -31,29 +31,6 @@ class UsageObject(TypedDict):
     completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
-class TimingsObject(TypedDict):
-    """Counts of tokens, and times, as in llama.cpp. Only the last event of an answer knows what was cached."""
-
-    cache_n: NotRequired[int]
-    prompt_n: NotRequired[int]
-    prompt_ms: float
-    prompt_per_token_ms: NotRequired[float]
-    prompt_per_second: NotRequired[float]
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-
-
-class ProgressObject(TypedDict):
-    """How far a prompt is computed, in tokens, as in llama.cpp."""
-
-    total: int
-    cache: int  # found in the prefix cache
-    processed: int  # those included
-    time_ms: int  # since its first step
-
-
 class RequestMetrics(TypedDict):
     """How long a request took, as in vLLM, with gateway.request_metrics; null where there is nothing to measure."""
 

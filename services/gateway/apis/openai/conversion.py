@@ -1,0 +1,133 @@
+"""Converts the bodies of completions, chats and /tokenize to gRPC messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic_core import to_json
+
+from services.common.errors import InvalidRequest
+from services.gateway.apis.openai.chat_schema import ChatMessageObject, ChatRequest
+from services.gateway.apis.openai.completion_schema import CompletionRequest
+from services.gateway.apis.openai.fields import OpenAIFields
+from services.gateway.apis.openai.token_schema import TemplateBody, TokenizeBody
+from services.gateway.apis.openai.tool_schema import choice_text
+from services.gateway.apis.shared.to_message import (
+    ALL,
+    add_beams,
+    add_echo,
+    add_form,
+    add_logit_bias,
+    messages_of,
+    sampling_message,
+)
+from services.gateway.request.generation_request import ModelLimits
+from services.pb import gateway_pb2
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
+
+
+def completion_messages(
+    body: CompletionRequest, request_id: str, limits: ModelLimits, embeds: Sequence[gateway_pb2.PromptEmbeds] = ()
+) -> list[gateway_pb2.GenerateRequest]:
+    """One message per prompt, those of embeddings first; the ids of several prompts are numbered.
+
+    Raises `InvalidRequest` for more log-probabilities than an echoed prompt can have.
+    """
+    common = _common_message(body, limits)
+    if body.max_tokens is None:
+        common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
+    else:
+        common.max_tokens = body.max_tokens
+    if body.suffix:
+        common.suffix = body.suffix
+    if body.logprobs is not None:
+        common.logprobs = _count(body.logprobs, body, limits)
+    if body.echo:
+        add_echo(common)
+    return messages_of(common, [*embeds, *body.prompts], request_id, limits.max_model_len)
+
+
+def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
+    """The message of a chat."""
+    message = _common_message(body, limits)
+    message.request_id = request_id
+    message.chat.CopyFrom(chat_of(body))
+    message.return_progress = body.has_progress
+    message.chat.tool_choice = choice_text(body.tool_choice)
+    message.chat.reasoning_effort = body.reasoning_effort or ""
+    budget = body.thinking_token_budget if body.max_reasoning_tokens is None else body.max_reasoning_tokens
+    if budget not in (None, ALL):
+        message.chat.max_reasoning_tokens = budget
+    if body.parallel_tool_calls is not None:
+        message.chat.parallel_tool_calls = body.parallel_tool_calls
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None:
+        message.max_tokens = max_tokens
+    if body.logprobs:
+        message.logprobs = _count(body.top_logprobs or 0, body, limits)
+    return message
+
+
+def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
+    """One message per text, or one for the chat."""
+    if body.content is not None:
+        adds = next((given for given in (body.add_special, body.add_special_tokens) if given is not None), False)
+        return [gateway_pb2.TokenizeRequest(text=body.content, add_special_tokens=adds)]
+    if body.prompt is None:
+        return [gateway_pb2.TokenizeRequest(chat=chat_of(body), add_special_tokens=body.add_special_tokens)]
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return [gateway_pb2.TokenizeRequest(text=text, add_special_tokens=body.add_special_tokens) for text in texts]
+
+
+def chat_of(body: ChatRequest | TokenizeBody | TemplateBody) -> gateway_pb2.Chat:
+    """The chat part of a message."""
+    return gateway_pb2.Chat(
+        messages=[_message_of(each) for each in body.messages or ()],
+        tools=to_json(body.tools).decode() if body.tools else "",
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template or "",
+        chat_template_kwargs=to_json(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
+    )
+
+
+def refuse_embeds(body: ChatRequest | TokenizeBody | TemplateBody, why: str) -> None:
+    """Raises `InvalidRequest` if a message has vectors."""
+    for i, each in enumerate(body.messages or ()):
+        if each.embeds:
+            raise InvalidRequest(f"messages[{i}] has prompt_embeds, which cannot be used here: {why}", f"messages[{i}]")
+
+
+def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
+    return gateway_pb2.ChatMessage(
+        role="system" if each.role == "developer" else each.role,
+        content=each.text,
+        name=each.name or "",
+        tool_calls=[
+            gateway_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
+            for call in each.tool_calls or ()
+        ],
+        tool_call_id=each.tool_call_id or "",
+        reasoning=each.reasoning or each.reasoning_content or "",
+    )
+
+
+def _count(num_logprobs: int, body: OpenAIFields, limits: ModelLimits) -> int:
+    """The number of most likely tokens to report; as in vLLM, tokens that the request names take their place."""
+    if body.logprob_token_ids:
+        return 0
+    return limits.vocab_size if num_logprobs == ALL else num_logprobs
+
+
+def _common_message(body: OpenAIFields, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
+    message = sampling_message(body)
+    if body.model is not None:
+        message.model = body.model
+    add_logit_bias(message, body.logit_bias)
+    message.sampling.logprob_token_ids.extend(body.logprob_token_ids or ())
+    if body.prompt_logprobs is not None:
+        message.prompt_logprobs = limits.vocab_size if body.prompt_logprobs == ALL else body.prompt_logprobs
+    add_form(message, body)
+    add_beams(message, body)
+    return message

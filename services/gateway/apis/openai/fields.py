@@ -1,0 +1,81 @@
+"""The fields that OpenAI's completions and chats share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+from pydantic import Field
+from pydantic_core import PydanticCustomError
+
+from services.common.sampling_params import MAX_LOGPROB_TOKENS
+from services.gateway.apis.shared.generation_fields import (
+    IGNORED,
+    AnswerFields,
+    BeamFields,
+    FormFields,
+    LogitBias,
+    SamplingFields,
+)
+from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, SGLANG_OPTIONS, UNSUPPORTED
+from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, UInt32, at_most
+
+
+class StreamOptions(RequestModel):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = Field(None, description="Send a last chunk with the token counts")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: give every chunk the counts of its answer so far"
+    )
+    include_obfuscation: bool | None = Field(None, description=IGNORED)
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk carries token counts."""
+        return bool(self.include_usage and self.continuous_usage_stats)
+
+
+class OpenAIFields(SamplingFields, AnswerFields, BeamFields, FormFields):
+    """The fields that completions and chats share. Null always means the default."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **LLAMA_CPP_OPTIONS, **SGLANG_OPTIONS}
+
+    stream_options: StreamOptions | None = None
+    logit_bias: LogitBias = None
+    prompt_logprobs: CountOrAll | None = Field(
+        None,
+        description="Give the log-probability of each prompt token, and of this many most likely tokens, at most 20; "
+        "-1: of all of the vocabulary. gateway.max_request_logprobs counts them once per answer",
+    )
+    logprob_token_ids: Annotated[list[UInt32] | None, at_most(MAX_LOGPROB_TOKENS)] = Field(
+        None,
+        description="With logprobs: give the log-probabilities of these tokens at every position, in place of the most "
+        "likely ones",
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Give the token ids of the answer in addition to its text, and once those of the prompt"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="In log-probabilities, name tokens token_id:ID instead of by their text"
+    )
+
+    @property
+    def num_named(self) -> int:
+        """How many tokens the request names in `logprob_token_ids`."""
+        return len(set(self.logprob_token_ids or ()))
+
+    @pydantic.model_validator(mode="after")
+    def _check_named_tokens(self) -> OpenAIFields:
+        given = getattr(self, "logprobs", None)  # completions have a count there, chats a switch
+        if self.logprob_token_ids and (given is None or given is False):
+            raise PydanticCustomError("logprobs", "has an effect only with logprobs", {"field": "logprob_token_ids"})
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_stream_options(self) -> OpenAIFields:
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options are allowed only when stream is true"
+            raise PydanticCustomError("stream_options", message, {"field": "stream_options"})
+        return self

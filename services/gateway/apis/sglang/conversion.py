@@ -1,0 +1,52 @@
+"""Converts bodies of SGLang's /generate to gRPC messages."""
+
+from __future__ import annotations
+
+from services.gateway.apis.sglang.schema import DEFAULT_TOKENS, GenerateBody
+from services.gateway.apis.shared.to_message import (
+    add_beams,
+    add_echo,
+    add_form,
+    add_logit_bias,
+    messages_of,
+    sampling_message,
+)
+from services.gateway.request.generation_request import ModelLimits
+from services.pb import gateway_pb2
+
+
+def generate_messages(
+    body: GenerateBody, request_id: str, limits: ModelLimits
+) -> list[gateway_pb2.GenerateRequest]:
+    """One message per prompt. Raises `InvalidRequest`."""
+    params = body.sampling_params
+    common = sampling_message(params)
+    common.max_tokens = DEFAULT_TOKENS if params.max_new_tokens is None else params.max_new_tokens
+    if params.min_new_tokens is not None:
+        common.sampling.min_tokens = params.min_new_tokens
+    if params.no_stop_trim is not None:
+        common.include_stop_str_in_output = params.no_stop_trim
+    if params.sampling_seed is not None:
+        common.sampling.seed = params.sampling_seed % 2**64
+    if body.priority is not None:
+        common.priority = body.priority
+    if body.cache_salt is not None:
+        common.cache_salt = body.cache_salt
+    if body.lora_path is not None:
+        common.model = body.lora_path
+    add_logit_bias(common, params.logit_bias)
+    add_form(common, params)
+    add_beams(common, params)
+    if params.suffix:
+        common.suffix = params.suffix
+    if body.return_logprob:
+        common.logprobs = body.top_logprobs_num or 0
+        if body.logprob_start_len not in (None, -1):
+            common.prompt_logprobs = body.top_logprobs_num or 0
+    if params.echo:
+        add_echo(common)
+    common.return_hidden_states = bool(body.return_hidden_states)
+    messages = messages_of(common, body.prompts, request_id, limits.max_model_len)
+    for prompt_index, message in enumerate(messages):
+        message.sampling.logprob_token_ids.extend(body.named_tokens(prompt_index))
+    return messages
