@@ -16,7 +16,7 @@ from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.reception import Reception
 from services.gateway.adapters.adapters import Adapters
-from services.gateway.apis.app import build_app
+from services.gateway.apis.app import DIALECTS, build_app
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
@@ -152,7 +152,7 @@ class Gateway:
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
         app = build_app(service, section, self._registry, worker_load, triton)
-        http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
+        http_server = HttpServer(app, section, tls, DIALECTS, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))

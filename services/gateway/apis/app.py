@@ -7,8 +7,11 @@ from prometheus_client import CollectorRegistry
 
 from services.common.config import GatewaySection
 from services.gateway import __version__
+from services.gateway.apis.anthropic.errors import ANTHROPIC
 from services.gateway.apis.anthropic.routes import messages_routes
+from services.gateway.apis.llama_cpp.errors import LLAMA_CPP
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
+from services.gateway.apis.models import model_routes
 from services.gateway.apis.openai.routes import completion_routes
 from services.gateway.apis.openai.token_routes import token_routes
 from services.gateway.apis.responses.response_store import ResponseStore
@@ -19,6 +22,7 @@ from services.gateway.apis.server.metrics_routes import metrics_routes
 from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.sglang.routes import generate_routes
+from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
 from services.gateway.core.request_service import RequestService
@@ -27,6 +31,8 @@ from services.gateway.http.document import add_document
 from services.gateway.http.errors import add_error_handlers
 from services.gateway.http.head_requests import HeadRequests
 from services.gateway.link.worker_load import WorkerLoad
+
+DIALECTS = (TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's
 
 
 def build_app(
@@ -51,12 +57,13 @@ def build_app(
     app.include_router(responses_routes(service, section, store))
     app.include_router(stored_response_routes(service, section, store))
     app.include_router(token_routes(service, section))
+    app.include_router(model_routes(service))
     app.include_router(server_routes(service))
     app.include_router(adapter_routes(service, section))
     app.include_router(triton_routes(triton, section))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes(service, worker_load))
-    add_document(app)
+    add_document(app, DIALECTS)
     return app
 
 

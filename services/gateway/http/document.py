@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.requests import Request
 
-from services.gateway.http.errors import ERROR_SCHEMAS
+from services.gateway.http.errors import Dialect, error_schemas
 
 
-def add_document(app: FastAPI) -> None:
+def add_document(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     """Adds the route of the document, which describes all other routes of `app`."""
     lock = asyncio.Lock()
     body: bytes | None = None
@@ -21,15 +22,15 @@ def add_document(app: FastAPI) -> None:
         nonlocal body
         async with lock:
             if body is None:
-                body = await asyncio.to_thread(_make_document, app)
+                body = await asyncio.to_thread(_make_document, app, dialects)
         return Response(body, media_type="application/json")
 
     app.add_route("/openapi.json", openapi_document, include_in_schema=False)
 
 
-def _make_document(app: FastAPI) -> bytes:
+def _make_document(app: FastAPI, dialects: Sequence[Dialect]) -> bytes:
     document = app.openapi()
-    document["components"]["schemas"].update(ERROR_SCHEMAS)
+    document["components"]["schemas"].update(error_schemas(dialects))
     for path in document["paths"].values():
         for operation in path.values():
             # FastAPI documents a 422 for invalid bodies: this server answers with a 400.

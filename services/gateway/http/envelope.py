@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
-from services.gateway.http.errors import error_response, is_anthropic
+from services.gateway.http.errors import Dialect, dialect_of, error_response
 from services.gateway.http.host_check import HostCheck
-from services.gateway.http.request_id import ANTHROPIC_HEADER, REQUEST_ID_HEADER, new_request_id, read_request_id
+from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id, read_request_id
 
 log = structlog.get_logger()
 
@@ -17,8 +19,11 @@ log = structlog.get_logger()
 class Envelope:
     """An ASGI middleware. Handlers find the id as `request.state.request_id`."""
 
-    def __init__(self, app: ASGIApp, host_check: HostCheck, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, host_check: HostCheck, max_body_bytes: int, dialects: Sequence[Dialect]
+    ) -> None:
         self._app = app
+        self._dialects = dialects
         self._host_check = host_check
         self._max_body_bytes = max_body_bytes
 
@@ -31,8 +36,10 @@ class Envelope:
         except InvalidRequest as error:
             request_id, refusal = new_request_id(), error
         scope["state"]["request_id"] = request_id
-        names = (REQUEST_ID_HEADER, ANTHROPIC_HEADER) if is_anthropic(scope) else (REQUEST_ID_HEADER,)
-        id_headers = [(name.encode(), request_id.encode()) for name in names]
+        scope["state"]["dialects"] = self._dialects
+        dialect = dialect_of(scope)
+        names = (REQUEST_ID_HEADER, None if dialect is None else dialect.request_id_header)
+        id_headers = [(name.encode(), request_id.encode()) for name in names if name is not None]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

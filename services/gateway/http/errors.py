@@ -1,13 +1,14 @@
-"""Turns errors into error objects of OpenAI, Anthropic, KServe or llama.cpp with an HTTP status.
+"""Turns errors into OpenAI's error objects with an HTTP status, and lets other dialects write theirs.
 
-No other module does it.
+Each exception is described here alone, also for those dialects.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -21,10 +22,8 @@ from starlette.routing import Match
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
+from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
-from services.gateway.apis.anthropic.answer_objects import ErrorBody as AnthropicErrorBody
-from services.gateway.apis.anthropic.answer_objects import ErrorObject as AnthropicErrorObject
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 
 log = structlog.get_logger()
@@ -33,16 +32,6 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # that a route m
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 # OpenAI's error types; clients look at the status first.
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-ANTHROPIC_TYPES = {
-    **TYPES,
-    404: "not_found_error",
-    413: "request_too_large",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-LLAMA_CPP_TYPES = {**TYPES, 404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
-LLAMA_CPP_PATHS = frozenset({"/completion", "/completions", "/infill", "/props", "/slots"})
 
 
 class ErrorObject(TypedDict):
@@ -60,26 +49,6 @@ class ErrorBody(TypedDict):
     error: ErrorObject
 
 
-class TextErrorBody(TypedDict):
-    """The error body of KServe's inference protocol, version 2."""
-
-    error: str
-
-
-class LlamaCppErrorObject(TypedDict):
-    """An error: `code` is the HTTP status."""
-
-    code: int
-    message: str
-    type: str
-
-
-class LlamaCppErrorBody(TypedDict):
-    """llama.cpp's error body."""
-
-    error: LlamaCppErrorObject
-
-
 STATUS_DESCRIPTIONS = {
     400: "The request is wrong",
     401: "No valid API key",
@@ -93,26 +62,40 @@ STATUS_DESCRIPTIONS = {
     503: "Not ready",
     504: "The request took too long",
 }
-# FastAPI would make the schema of a response's model again for every route, which took most of the gateway's start.
-_REFERENCES, _DEFINITIONS = TypeAdapter.json_schemas(
-    [
-        (model, "serialization", TypeAdapter(model))
-        for model in (ErrorBody, AnthropicErrorBody, TextErrorBody, LlamaCppErrorBody)
-    ],
-    ref_template="#/components/schemas/{model}",
-)
-ERROR_SCHEMAS: dict[str, Any] = _DEFINITIONS["$defs"]  # by name, for the OpenAPI document
 
 
-def _error_responses(model: type) -> dict[int | str, dict[str, Any]]:
-    content = {"application/json": {"schema": _REFERENCES[model, "serialization"]}}
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a dialect differs from OpenAI's in what is the same for all routes."""
+
+    is_meant: Callable[[Scope], bool]  # whether a request expects answers of this dialect
+    error_body: type  # typed dictionary, for the OpenAPI document
+    write_error: Callable[[Exception, Scope], Any]  # makes an `error_body`
+    request_id_header: str | None = None  # a second name of the header with the request's id
+
+
+def error_responses(model: type) -> dict[int | str, dict[str, Any]]:
+    """What routes whose errors have this body declare, by status.
+
+    FastAPI would make the schema of the model again for every route, which took most of the gateway's start.
+    """
+    references, _ = _schemas(model)
+    content = {"application/json": {"schema": references[model, "serialization"]}}
     return {status: {"description": text, "content": content} for status, text in STATUS_DESCRIPTIONS.items()}
 
 
-ERROR_RESPONSES = _error_responses(ErrorBody)
-ANTHROPIC_ERROR_RESPONSES = _error_responses(AnthropicErrorBody)
-INFERENCE_ERROR_RESPONSES = _error_responses(TextErrorBody)
-LLAMA_CPP_ERROR_RESPONSES = _error_responses(LlamaCppErrorBody)
+def error_schemas(dialects: Iterable[Dialect]) -> dict[str, Any]:
+    """The schemas of all bodies of errors by name, for the OpenAPI document."""
+    _, definitions = _schemas(ErrorBody, *(each.error_body for each in dialects))
+    return definitions["$defs"]
+
+
+def _schemas(*models: type) -> tuple[dict[Any, Any], dict[str, Any]]:
+    adapters = [(model, "serialization", TypeAdapter(model)) for model in models]
+    return TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
+
+
+ERROR_RESPONSES = error_responses(ErrorBody)
 
 
 def error_object(message: str, *, status: int, code: str | None, param: str | None = None) -> ErrorBody:
@@ -142,25 +125,6 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     return 500, error_object(f"internal error: {type(error).__name__}", status=500, code="internal")
 
 
-def anthropic_error(error: Exception, request_id: str) -> AnthropicErrorBody:
-    """The same as Anthropic's object, see "Errors" in its reference."""
-    status, body = describe(error)
-    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
-    described: AnthropicErrorObject = {"type": kind, "message": body["error"]["message"]}
-    if isinstance(error, RequestValidationError) and (code := error.errors()[0].get("ctx", {}).get("error_code")):
-        described["details"] = {"error_code": code}
-    return {"type": "error", "error": described, "request_id": request_id}
-
-
-def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:
-    """The same as llama.cpp's object."""
-    status, body = describe(error)
-    kind = LLAMA_CPP_TYPES.get(status, body["error"]["type"])
-    if body["error"]["code"] == ContextLengthExceeded.code:
-        kind = "exceed_context_size_error"
-    return {"error": {"code": status, "message": body["error"]["message"], "type": kind}}
-
-
 def error_response(error: Exception, scope: Scope) -> Response:
     """The whole answer to a failed request, with Retry-After if a retry may help."""
     status, body = describe(error)
@@ -174,27 +138,14 @@ def error_response(error: Exception, scope: Scope) -> Response:
             headers["retry-after"] = "1"
         if status == 401:
             headers["www-authenticate"] = "Bearer"
-    answer: ErrorBody | TextErrorBody | AnthropicErrorBody | LlamaCppErrorBody = body
-    if is_inference_path(scope["path"]):
-        answer = {"error": body["error"]["message"]}
-    elif is_anthropic(scope):
-        answer = anthropic_error(error, scope["state"]["request_id"])
-    elif scope["path"] in LLAMA_CPP_PATHS:
-        answer = llama_cpp_error(error)
+    dialect = dialect_of(scope)
+    answer = body if dialect is None else dialect.write_error(error, scope)
     return Response(to_json(answer), status, headers, media_type="application/json")
 
 
-def is_inference_path(path: str) -> bool:
-    """Whether errors of this path have the form of KServe's inference protocol, version 2."""
-    return path == "/v2" or path.startswith("/v2/")
-
-
-def is_anthropic(scope: Scope) -> bool:
-    """Whether the request expects answers in Anthropic's form. Both vendors have the path /v1/models."""
-    path = scope["path"]
-    if path.startswith("/v1/models"):
-        return any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+def dialect_of(scope: Scope) -> Dialect | None:
+    """The dialect that a request speaks; None if it is OpenAI's. `Envelope` says which there are."""
+    return next((each for each in scope["state"]["dialects"] if each.is_meant(scope)), None)
 
 
 def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:

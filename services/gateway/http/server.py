@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from services.common.config import GatewaySection
 from services.common.errors import ConfigError
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
+from services.gateway.http.errors import Dialect
 from services.gateway.http.host_check import HostCheck
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
 from services.gateway.http.root_path import RootPath
@@ -32,14 +33,22 @@ START_TIMEOUT_S = 10.0
 class HttpServer:
     """Serves one ASGI application at `section.address`."""
 
-    def __init__(self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None, *, shares_port: bool) -> None:
-        """`shares_port`: with other processes."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        section: GatewaySection,
+        tls: TlsFiles | None,
+        dialects: Sequence[Dialect],
+        *,
+        shares_port: bool,
+    ) -> None:
+        """`dialects`: those that are not OpenAI's. `shares_port`: with other processes."""
         self._section = section
         self._tls = tls
         self._shares_port = shares_port
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
-        checked = CrossOrigin(Envelope(app, HostCheck(section), section.max_body_bytes), section.cors_origins)
+        checked = CrossOrigin(Envelope(app, HostCheck(section), section.max_body_bytes, dialects), section.cors_origins)
         config = uvicorn.Config(
             RootPath(checked, section.root_path),
             http=_protocol_of(section),

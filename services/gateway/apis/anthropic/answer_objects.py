@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
@@ -62,28 +62,6 @@ class TokensCount(TypedDict):
     """Number of tokens of the prompt."""
 
     input_tokens: int
-
-
-class ErrorDetails(TypedDict):
-    """Why a request was refused, in a word of Anthropic's."""
-
-    error_code: str
-
-
-class ErrorObject(TypedDict):
-    """What is wrong. `details` tell a program what to do instead, where clients know how."""
-
-    type: str
-    message: str
-    details: NotRequired[ErrorDetails]
-
-
-class ErrorBody(TypedDict):
-    """An error, as a whole answer or as an event."""
-
-    type: Literal["error"]
-    error: ErrorObject
-    request_id: str
 
 
 class ModelInfo(TypedDict):

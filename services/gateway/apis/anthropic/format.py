@@ -7,11 +7,11 @@ from typing import Any
 
 from services.gateway.apis.anthropic.answer_objects import MessageObject, StopReason, UsageObject
 from services.gateway.apis.anthropic.content_blocks import ContentBlocks
+from services.gateway.apis.anthropic.errors import anthropic_error
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import anthropic_error
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
 

@@ -8,12 +8,12 @@ from fastapi.responses import Response
 from services.common.config import GatewaySection
 from services.gateway.apis.anthropic.answer_objects import MessageObject, TokensCount
 from services.gateway.apis.anthropic.conversion import anthropic_chat, anthropic_message
+from services.gateway.apis.anthropic.errors import ERROR_RESPONSES
 from services.gateway.apis.anthropic.format import MessagesFormat, param_names
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ANTHROPIC_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
 from services.pb import gateway_pb2
@@ -22,7 +22,7 @@ from services.pb import gateway_pb2
 def messages_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
     route_class = json_route(section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Messages"], responses=ANTHROPIC_ERROR_RESPONSES)
+    router = APIRouter(route_class=route_class, tags=["Messages"], responses=ERROR_RESPONSES)
 
     @router.post(
         "/v1/messages",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from services.common.token_logprobs import TokenLogprobs
+from services.gateway.apis.llama_cpp.errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.apis.llama_cpp.schema import (
     ALL,
     SAMPLERS,
@@ -18,7 +19,6 @@ from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
 from services.gateway.apis.shared.timings import TimingsObject, prompt_progress, timings, timings_so_far
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.detokenizer import token_bytes

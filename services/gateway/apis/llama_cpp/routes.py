@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from services.common.config import GatewaySection
 from services.common.errors import PeerError
 from services.gateway.apis.llama_cpp.conversion import llama_cpp_messages
+from services.gateway.apis.llama_cpp.errors import ERROR_RESPONSES
 from services.gateway.apis.llama_cpp.format import LlamaCppFormat
 from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody, LlamaCppObject, Props, Slot
 from services.gateway.apis.llama_cpp.server_objects import server_props, server_slots
@@ -15,7 +16,6 @@ from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import LLAMA_CPP_ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
 
@@ -23,7 +23,7 @@ from services.gateway.http.json_route import json_route, next_turn
 def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
     route_class = json_route(section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Generation"], responses=LLAMA_CPP_ERROR_RESPONSES)
+    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post("/completions", response_class=Response, include_in_schema=False)
     @router.post(

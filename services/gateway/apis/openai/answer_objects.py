@@ -54,3 +54,26 @@ class PromptLogprob(TypedDict):
 
 # One entry per prompt token, by token id; null for the first token, since nothing precedes it.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ModelObject(TypedDict):
+    """The served model under one of its names, or an adapter; `vocab_size` is the number of token ids.
+
+    `root` is its directory. `parent` is the name of the model that an adapter belongs to, null for the model itself.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    vocab_size: int
+
+
+class ModelList(TypedDict):
+    """The served model under all its names, the first name first, then its adapters."""
+
+    object: Literal["list"]
+    data: list[ModelObject]

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway.apis.server.schema import Live
+from services.gateway.apis.triton.errors import ERROR_RESPONSES
 from services.gateway.apis.triton.http_answer import GenerateStream, InferAnswer, generate_object
 from services.gateway.apis.triton.http_body import (
     HEADER_LENGTH,
@@ -22,7 +22,6 @@ from services.gateway.apis.triton.http_body import (
 from services.gateway.apis.triton.inference import InferRequest, Triton, server_metadata
 from services.gateway.apis.triton.models import ModelSpec, find_model
 from services.gateway.apis.triton.rows import flat_fields, row_of_json
-from services.gateway.http.errors import INFERENCE_ERROR_RESPONSES
 from services.gateway.http.json_route import next_turn, note_size, parse_json
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE
 
@@ -41,7 +40,7 @@ Model = Annotated[ModelSpec, Depends(_find)]
 
 def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
     """The routes of one gateway. Bodies may have any content type: curl and `tritonclient` declare no JSON."""
-    router = APIRouter(tags=["Triton"], responses=INFERENCE_ERROR_RESPONSES)
+    router = APIRouter(tags=["Triton"], responses=ERROR_RESPONSES)
     service = triton.service
 
     def ready_response() -> Response:
@@ -86,7 +85,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         return server_metadata()
 
     @router.get("/v2/health/live")
-    async def live() -> Live:
+    async def live() -> dict[str, str]:
         """Whether the process lives."""
         return {"status": "ok"}
 

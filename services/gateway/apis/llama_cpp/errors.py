@@ -1,0 +1,40 @@
+"""Errors as llama.cpp has them."""
+
+from __future__ import annotations
+
+from typing_extensions import TypedDict
+
+from services.common.errors import ContextLengthExceeded
+from services.gateway.http.errors import TYPES, Dialect, describe, error_responses
+
+KINDS = {**TYPES, 404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
+PATHS = frozenset({"/completion", "/completions", "/infill", "/props", "/slots"})
+
+
+class LlamaCppErrorObject(TypedDict):
+    """An error: `code` is the HTTP status."""
+
+    code: int
+    message: str
+    type: str
+
+
+class LlamaCppErrorBody(TypedDict):
+    """llama.cpp's error body."""
+
+    error: LlamaCppErrorObject
+
+
+def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:
+    """The same as llama.cpp's object."""
+    status, body = describe(error)
+    kind = KINDS.get(status, body["error"]["type"])
+    if body["error"]["code"] == ContextLengthExceeded.code:
+        kind = "exceed_context_size_error"
+    return {"error": {"code": status, "message": body["error"]["message"], "type": kind}}
+
+
+LLAMA_CPP = Dialect(
+    lambda scope: scope["path"] in PATHS, LlamaCppErrorBody, lambda error, scope: llama_cpp_error(error)
+)
+ERROR_RESPONSES = error_responses(LlamaCppErrorBody)
