@@ -89,8 +89,8 @@ class MeasuredFormat:
         if self._has_timings and len(finishes) == 1:
             whole["timings"] = timings(finishes[0])
         elif self._has_timings:
-            for choice, finish in zip(whole["choices"], finishes, strict=True):
-                choice["timings"] = timings(finish)
+            choices = zip(whole["choices"], finishes, strict=True)  # which may be made as they are encoded
+            whole["choices"] = ({**choice, "timings": timings(finish)} for choice, finish in choices)
         if self._has_metrics and len(finishes) == 1:
             self._finishes = finishes
             whole["metrics"] = self._metrics()

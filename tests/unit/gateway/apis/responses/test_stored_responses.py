@@ -14,6 +14,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
+from services.gateway.resources.heavy_work import HeavyWork
 from tests.support.chats.chat_models import prompt_text, with_chat_model
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_gateway import MODEL
@@ -169,5 +170,5 @@ def test_an_answer_that_no_request_may_repeat_is_an_error_of_the_request() -> No
     store.put("ann", "resp_1", StoredResponse(b"{}", (b'[{"role": "user", "content": "Hi"}]',), output))
     body = ResponsesRequest(input="Go on", previous_response_id="resp_1")
     with pytest.raises(InvalidRequest, match="cannot be continued") as refused:
-        asyncio.run(ResponseRecord(store, "ann", "r", body).read_earlier(10**6, 10**6))
+        asyncio.run(ResponseRecord(store, "ann", "r", body).read_earlier(10**6, 10**6, HeavyWork()))
     assert refused.value.param == "previous_response_id"
