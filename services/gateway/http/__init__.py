@@ -1,1 +1,1 @@
-"""The OpenAI API over HTTP: a FastAPI application on uvicorn, in the gateway's event loop."""
+"""HTTP itself, for all dialects: the server, the checks around every request, JSON, errors, the OpenAPI document."""

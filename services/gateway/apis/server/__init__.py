@@ -1,1 +1,1 @@
-"""Routes about the server: health, models, metrics, adapters, and the page to try it."""
+"""Routes about the server: health, load, metrics, adapters, and the page to try it."""
