@@ -295,6 +295,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 for new_sequence in plan.new_sequences:
                     self._open(engine, attachment, new_sequence, put)
                 self._check_plan(plan, attachment)
+                if not plan.is_step:
+                    continue
                 step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
                 step.add_done_callback(report)
         except Exception as error:  # no one awaits the reader task

@@ -170,6 +170,11 @@ class StepPlan:
         return not (len(self.entries) or self.close_seq_ids)
 
     @property
+    def is_step(self) -> bool:
+        """Whether anything is done besides opening sequences, which may be sent ahead of the step that follows."""
+        return bool(len(self.entries) or self.close_seq_ids)
+
+    @property
     def frees_blocks(self) -> bool:
         """Whether the attention worker answers how many blocks became free."""
         return self.drops_blocks or bool(self.close_seq_ids)
