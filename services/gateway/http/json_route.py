@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
 
@@ -35,7 +36,10 @@ def json_route(max_values: int, heavy_work: HeavyWork) -> type[APIRoute]:
                 strict = _StrictRequest(request, max_values, heavy_work)
                 if self.body_field is not None:
                     _require_json_type(request)
-                    await strict.body()  # here, because FastAPI makes a 400 of every error of reading it
+                    try:
+                        await strict.body()  # here, because FastAPI makes a 400 of every error of reading it
+                    except ClientDisconnect as error:  # nobody reads the answer
+                        raise HTTPException(400, "the client left before the end of the body") from error
                 return await handle(strict)
 
             return handle_strictly
