@@ -25,6 +25,7 @@ from tests.support.scrape import Scrape
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
 MAX_TOKENS = 120
+STAGGER_S = 0.05  # between the starts of streams, which would otherwise all end in the same step
 WAIT_S = 60.0
 # A step is planned before the previous step's tokens are known, so it may compute a sequence that has just ended.
 MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
@@ -84,7 +85,10 @@ class Load:
         self._threads = ThreadPoolExecutor(len(messages))
 
     def __enter__(self) -> Load:
-        self._futures = [self._threads.submit(self._repeat, index) for index in range(len(self._messages))]
+        self._futures = []
+        for index in range(len(self._messages)):
+            self._futures.append(self._threads.submit(self._repeat, index))
+            time.sleep(STAGGER_S)
         return self
 
     def __exit__(self, *error: object) -> None:
