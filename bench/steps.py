@@ -36,6 +36,7 @@ from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.servicer import DenseServicer
 from services.pb import step_pb2
+from services.step import SequenceSpec
 from services.step.codec import decode_plan, encode_plan
 
 ENGINE = ("schedule", "prepare", "read", "update")  # the dense worker's engine thread
@@ -70,16 +71,16 @@ class Steps:
         self.scheduler = self.engine._scheduler
         self.scheduler.begin(self.session)
         for seq_id in range(1, batch + 1):
-            sequence = Sequence(seq_id, f"r{seq_id}", list(range(PROMPT_LEN)), SamplingParams(), MAX_TOKENS)
-            sequence.client, sequence.stop_token_ids = seq_id % num_clients, frozenset([2])
-            sequence.stream = 1
+            prompt, client = list(range(PROMPT_LEN)), seq_id % num_clients
+            spec = SequenceSpec(f"r{seq_id}", prompt, SamplingParams(), MAX_TOKENS, (2,), client=client)
+            sequence = Sequence(seq_id, spec, stream=1)
             self.servicer._owned[seq_id] = sequence, self.outbox
             self.scheduler.add(sequence)
         for sequence in self.scheduler.next_to_open():
             new = sequence.describe()
             opened = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens)
             self.scheduler.opened(describe_opened(new.seq_id, opened))
-            self.runner.open(new)
+            self.runner.open(sequence.describe_to_runner())
 
     def keep_report(self, report: object) -> None:
         self.report = report

@@ -36,6 +36,7 @@ from services.gateway.text.form_trials import FormTrials
 from services.grammar.matcher import GrammarMatcher
 from services.grammar.vocabulary import read_vocabulary
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from services.step import SequenceSpec
 
 # It cannot end before max_tokens, so that every round has the same number of steps.
 ENDLESS = {
@@ -162,7 +163,7 @@ async def measure_masks(
     for batch_size in batch_sizes:
         matchers = []
         for seq_id in range(batch_size):
-            sequence = EngineSequence(seq_id, "", [1], SamplingParams(structured_output=form), max_tokens=num_steps)
+            sequence = EngineSequence(seq_id, SequenceSpec("", [1], SamplingParams(structured_output=form), num_steps))
             await grammars.prepare(sequence)
             assert sequence.grammar is not None, "it has a form"
             matchers.append(sequence.grammar)

@@ -17,7 +17,7 @@ import grpc
 from bench.load.grpc_transport import CHANNEL_OPTIONS
 from bench.load.stats import NS_PER_S, RequestRecord
 from bench.load.transport import CONNECT_TIMEOUT_S, LoadError
-from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
+from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
 
 FIRST_SEQ_ID = 1
 
@@ -108,12 +108,14 @@ class DenseLoad:
         return dense_pb2.GatewayMessage(
             submit=dense_pb2.Submit(
                 seq_id=seq_id,
-                request_id=f"core-{seq_id:x}",
-                prompt_token_ids=request.token_ids,
-                sampling=self._sampling,
-                max_tokens=request.max_tokens,
-                stop_token_ids=request.stop_token_ids,
-                cache_salt=self._salt,
+                spec=sequence_pb2.SequenceSpec(
+                    request_id=f"core-{seq_id:x}",
+                    prompt_token_ids=request.token_ids,
+                    sampling=self._sampling,
+                    max_tokens=request.max_tokens,
+                    stop_token_ids=request.stop_token_ids,
+                    cache_salt=self._salt,
+                ),
             )
         )
 

@@ -170,7 +170,7 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
         async for message in requests:
             if message.WhichOneof("message") == "submit":
                 submit = message.submit
-                streams[submit.seq_id] = _Stream(tuple(submit.prompt_token_ids), submit.max_tokens)
+                streams[submit.seq_id] = _Stream(tuple(submit.spec.prompt_token_ids), submit.spec.max_tokens)
             elif message.WhichOneof("message") == "cancel":
                 streams.pop(message.cancel.seq_id, None)
             self._num_under_way = 0 if not streams else self._num_under_way  # cancelled tokens are never reported

@@ -110,8 +110,8 @@ class AttentionEngine:
             new.seq_id,
             new.token_ids,
             new.num_prompt_tokens,
-            _cache_key(new),
-            ignores_prefix_cache=new.num_prompt_logprobs is not None or new.token_report.needs_all_tokens,
+            new.prefix_key,
+            ignores_prefix_cache=new.ignores_prefix_cache,
         )
         self.num_cached_tokens += result.num_cached_tokens
         attachment.request_ids[new.seq_id] = new.request_id
@@ -170,14 +170,3 @@ class AttentionEngine:
     def _check_attachment(self, attachment: Attachment) -> None:
         if attachment is not self._attachment:
             raise StaleEpoch(f"attachment {attachment.attachment_id} has been replaced")
-
-
-def _cache_key(new: NewSequence) -> bytes:
-    """What sequences that share blocks have in common besides their tokens: the salt, adapter, and prompt table."""
-    key = new.cache_salt.encode()
-    # No text in UTF-8 has these bytes, and the hashes have fixed lengths: equal keys mean that all three are equal.
-    if new.adapter is not None:
-        key = b"\xff" + bytes.fromhex(new.adapter.hash) + key
-    if new.prompt_table_hash:
-        key = b"\xfe" + bytes.fromhex(new.prompt_table_hash) + key
-    return key

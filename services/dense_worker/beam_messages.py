@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from services.common.beams.options import decode_beam_search
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs, decode_logprobs, encode_logprobs
 from services.dense_worker.engine.beams.beam_group import BeamGroup
@@ -15,16 +14,18 @@ from services.pb import dense_pb2
 _NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are not reported
 
 
-def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int) -> None:
+def add_beams(sequence: Sequence, message: dense_pb2.BeamProgress, vocab_size: int) -> None:
     """Makes a new sequence a search. Raises `InvalidRequest` for beams or ended answers that no search has."""
-    state = _decode_state(sequence, message, vocab_size)
+    options = sequence.spec.beam_search
+    assert options is not None, "the sequence is a search"
+    state = _decode_state(sequence, options.num_beams, message, vocab_size)
     sequence.beams = BeamGroup(
         sequence.seq_id,
-        decode_beam_search(message.options, message.num_beams, message.num_answers),
-        sequence.max_tokens,
-        sequence.stop_token_ids,
-        sequence.sampling.min_tokens,
-        sequence.num_logprobs,
+        options,
+        sequence.spec.max_tokens,
+        sequence.spec.stop_token_ids,
+        sequence.spec.sampling.min_tokens,
+        sequence.spec.num_logprobs,
         state,
     )
     sequence.output_token_ids = list(sequence.beams.best_token_ids)
@@ -32,15 +33,17 @@ def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int
         sequence.num_cached_tokens = 0  # of its first opening, which was elsewhere
 
 
-def _decode_state(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int) -> SearchState | None:
-    max_tokens = sequence.max_tokens
+def _decode_state(
+    sequence: Sequence, num_beams: int, message: dense_pb2.BeamProgress, vocab_size: int
+) -> SearchState | None:
+    max_tokens = sequence.spec.max_tokens
     if not message.beams:
         if message.ended:
             raise InvalidRequest(f"a search has {len(message.ended)} ended answers, without beams it must have none")
         return None
     for name, found in (("beams", message.beams), ("ended answers", message.ended)):
-        if len(found) > message.num_beams:
-            raise InvalidRequest(f"a search has {len(found)} {name}, num_beams is {message.num_beams}")
+        if len(found) > num_beams:
+            raise InvalidRequest(f"a search has {len(found)} {name}, num_beams is {num_beams}")
     lengths = {len(beam.token_ids) for beam in message.beams}
     if len(lengths) > 1 or not 1 <= max(lengths) < max_tokens:
         raise InvalidRequest(
@@ -54,7 +57,7 @@ def _decode_state(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size:
                 f"its beams, which is {max(lengths)}"
             )
     for each in (*message.beams, *message.ended):
-        _check_values(each, vocab_size, has_logprobs=sequence.num_logprobs is not None)
+        _check_values(each, vocab_size, has_logprobs=sequence.spec.num_logprobs is not None)
     return SearchState(
         [Beam(list(each.token_ids), _decode_logprobs(each), each.score) for each in message.beams],
         [Hypothesis(list(each.token_ids), _decode_logprobs(each), each.score, True) for each in message.ended],
@@ -81,7 +84,7 @@ def encode_search_step(output: SequenceOutput) -> dense_pb2.BeamStep:
     """The last step of a search that goes on."""
     step = output.search_step
     assert step is not None, "the output is of a search that goes on"
-    has_logprobs = output.sequence.num_logprobs is not None
+    has_logprobs = output.sequence.spec.num_logprobs is not None
     return dense_pb2.BeamStep(
         seq_id=output.sequence.seq_id,
         parents=step.parents,
@@ -102,7 +105,7 @@ def encode_search_step(output: SequenceOutput) -> dense_pb2.BeamStep:
 
 def encode_answers(output: SequenceOutput) -> list[dense_pb2.BeamAnswer]:
     """The answers of a search that has ended; of other outputs none."""
-    has_logprobs = output.sequence.num_logprobs is not None
+    has_logprobs = output.sequence.spec.num_logprobs is not None
     return [
         dense_pb2.BeamAnswer(
             token_ids=answer.token_ids,

@@ -16,7 +16,6 @@ import structlog
 from services.common.dense_info import dense_info_metadata
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
-from services.common.sampling_messages import decode_sampling
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.beam_messages import add_beams, encode_answers, encode_search_step
 from services.dense_worker.engine.engine import Engine
@@ -27,11 +26,11 @@ from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompts.table_loader import ReceivedTable, TableLoader
-from services.lora.adapter import decode_adapter
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.watchdog import Watchdog
-from services.step import Logits, PromptLogprobs, TokenReport
+from services.step import Logits, PromptLogprobs, PromptTableRef, TokenReport
+from services.step.sequence_spec import decode_spec
 
 log = structlog.get_logger()
 
@@ -261,20 +260,20 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             kind = request.WhichOneof("message")
             if kind == "submit":
                 sequence = decode_sequence(request.submit, number)
-                log.debug("submitted", request_id=sequence.request_id, seq_id=f"{sequence.seq_id:x}")
+                log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
                 if sequence.seq_id in self._owned:
                     engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
                 self._owned[sequence.seq_id] = sequence, outbox
-                is_recovered = bool(request.submit.output_token_ids or request.submit.beam_search.beams)
+                is_recovered = bool(request.submit.output_token_ids or request.submit.search.beams)
                 self._metrics.on_submitted(is_recovered=is_recovered)
-                self._tracer.begin(sequence, request.submit.traceparent, is_recovered=is_recovered)
+                self._tracer.begin(sequence, is_recovered=is_recovered)
                 preparations: list[Awaitable[None]] = []
-                if sequence.sampling.structured_output is not None:
+                if sequence.spec.sampling.structured_output is not None:
                     preparations.append(self._grammars.prepare(sequence))
-                if request.submit.HasField("beam_search"):  # one that goes on may have millions of log-probabilities
-                    preparations.append(asyncio.to_thread(add_beams, sequence, request.submit.beam_search, vocab_size))
-                if request.submit.HasField("prompt_table"):
-                    preparations.append(self._load_table(sequence, request.submit.prompt_table, received))
+                if sequence.spec.beam_search is not None:  # one that goes on may have millions of log-probabilities
+                    preparations.append(asyncio.to_thread(add_beams, sequence, request.submit.search, vocab_size))
+                if sequence.spec.prompt_table is not None:
+                    preparations.append(self._load_table(sequence, sequence.spec.prompt_table, received))
                 if preparations:
                     task = asyncio.create_task(self._submit_prepared(sequence, preparations, engine))
                     self._preparing[task] = outbox
@@ -293,7 +292,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._tracer.end(request.cancel.seq_id, "cancelled")
                 engine.cancel(request.cancel.seq_id)
 
-    async def _load_table(self, sequence: Sequence, table: dense_pb2.PromptTable, received: ReceivedTable) -> None:
+    async def _load_table(self, sequence: Sequence, table: PromptTableRef, received: ReceivedTable) -> None:
         assert self._tables is not None, "the worker serves"
         sequence.prompt_table = await self._tables.load(table, received)
 
@@ -307,7 +306,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     raise result
         except Exception as error:  # whatever a form or a table does, it concerns no other sequence
             if not isinstance(error, TwostrokeError):
-                log.exception("a sequence cannot be prepared", request_id=sequence.request_id)
+                log.exception("a sequence cannot be prepared", request_id=sequence.spec.request_id)
                 error = RequestAborted(f"the form of the output, the beams or the prompt cannot be used: {error}")
             output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
             self.deliver(StepReport(0, outputs=StepOutputs(others=[output])))
@@ -321,23 +320,13 @@ def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
 
     stream: the number of the stream by which it came
     """
+    spec = decode_spec(submit.spec)
     return Sequence(
         seq_id=submit.seq_id,
-        request_id=submit.request_id,
-        prompt_token_ids=list(submit.prompt_token_ids),
+        spec=spec,
         output_token_ids=list(submit.output_token_ids),
-        sampling=decode_sampling(submit.sampling),
-        max_tokens=submit.max_tokens,
-        stop_token_ids=frozenset(submit.stop_token_ids),
-        cache_salt=submit.cache_salt,
-        num_logprobs=submit.num_logprobs if submit.HasField("num_logprobs") else None,
-        num_prompt_logprobs=submit.num_prompt_logprobs if submit.HasField("num_prompt_logprobs") else None,
+        reports_prompt_logprobs=spec.num_prompt_logprobs is not None and not submit.has_prompt_logprobs,
         token_report=TokenReport(submit.token_report),
-        return_generation_logits=submit.return_generation_logits,
-        adapter=decode_adapter(submit.adapter),
-        priority=submit.priority,
-        tenant=submit.tenant,
-        client=submit.client,
         arrival_s=time.monotonic(),
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
         num_crashes=submit.num_crashes,

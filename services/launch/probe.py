@@ -8,7 +8,7 @@ import secrets
 import grpc
 
 from services.common.errors import CapacityError, PeerError
-from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
+from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
 
 MOST_URGENT = -(2**31)
 TOKEN_ID = 0  # every vocabulary has it
@@ -19,14 +19,14 @@ async def compute_one_token(dense: dense_pb2_grpc.DenseWorkerStub, timeout_s: fl
 
     Raises `PeerError` if the worker breaks.
     """
-    submit = dense_pb2.Submit(
-        seq_id=secrets.randbits(64),
+    spec = sequence_pb2.SequenceSpec(
         request_id="probe-of-the-launcher",
         prompt_token_ids=[TOKEN_ID],
         sampling=sampling_pb2.SamplingParams(temperature=0.0),
         max_tokens=1,
         priority=MOST_URGENT,
     )
+    submit = dense_pb2.Submit(seq_id=secrets.randbits(64), spec=spec)
     call = dense.Connect()
     try:
         async with asyncio.timeout(timeout_s):

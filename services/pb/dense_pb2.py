@@ -22,76 +22,74 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from services.pb import adapter_pb2 as adapter__pb2
 from services.pb import sampling_pb2 as sampling__pb2
+from services.pb import sequence_pb2 as sequence__pb2
 from services.pb import stall_pb2 as stall__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\radapter.proto\x1a\x0esampling.proto\x1a\x0bstall.proto\"\xe9\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x12@\n\x11prompt_table_part\x18\n \x01(\x0b\x32#.twostroke.dense.v1.PromptTablePartH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"/\n\x0fPromptTablePart\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"i\n\x0bPromptTable\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x05 \x01(\r\"\xa5\x05\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\x06\x12\x0e\n\x06\x63lient\x18\x10 \x01(\x06\x12/\n\x0ctoken_report\x18\x16 \x01(\x0e\x32\x19.twostroke.v1.TokenReport\x12 \n\x18return_generation_logits\x18\x15 \x01(\x08\x12&\n\x07\x61\x64\x61pter\x18( \x01(\x0b\x32\x15.twostroke.v1.Adapter\x12\x35\n\x0cprompt_table\x18\x32 \x01(\x0b\x32\x1f.twostroke.dense.v1.PromptTable\x12\x10\n\x08group_id\x18\x33 \x01(\x06\x12\x33\n\x0b\x62\x65\x61m_search\x18< \x01(\x0b\x32\x1e.twostroke.dense.v1.BeamSearchB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\xc8\x01\n\nBeamSearch\x12\x11\n\tnum_beams\x18\x01 \x01(\r\x12\x13\n\x0bnum_answers\x18\x02 \x01(\r\x12)\n\x07options\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.BeamSearch\x12\x0f\n\x07has_run\x18\x04 \x01(\x08\x12\'\n\x05\x62\x65\x61ms\x18\x05 \x03(\x0b\x32\x18.twostroke.dense.v1.Beam\x12-\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"W\n\x04\x42\x65\x61m\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xa0\x04\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12*\n\x06logits\x18\x14 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x31\n\rprompt_logits\x18\x15 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12.\n\x08searches\x18> \x03(\x0b\x32\x1c.twostroke.dense.v1.BeamStepJ\x04\x08<\x10=J\x04\x08=\x10>R\x11searching_seq_idsR\x14searching_num_tokens\"\xab\x01\n\x08\x42\x65\x61mStep\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06scores\x18\x04 \x03(\x01\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12,\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1d.twostroke.dense.v1.EndedBeam\"k\n\tEndedBeam\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05score\x18\x03 \x01(\x01\x12-\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"I\n\x06Logits\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xfe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05param\x18\x05 \x01(\t\x12/\n\x07\x61nswers\x18< \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x95\x01\n\nBeamAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x06reason\x18\x04 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\"\x10\n\x0eGetInfoRequest\"\xf2\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\x12\x16\n\x0emax_beam_width\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x13\n\x0bhidden_size\x18\x0c \x01(\r\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\x0esampling.proto\x1a\x0esequence.proto\x1a\x0bstall.proto\"\xe9\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x12@\n\x11prompt_table_part\x18\n \x01(\x0b\x32#.twostroke.dense.v1.PromptTablePartH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"/\n\x0fPromptTablePart\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\xcd\x02\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12(\n\x04spec\x18\x46 \x01(\x0b\x32\x1a.twostroke.v1.SequenceSpec\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x1b\n\x13has_prompt_logprobs\x18G \x01(\x08\x12/\n\x0ctoken_report\x18H \x01(\x0e\x32\x19.twostroke.v1.TokenReport\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x10\n\x08group_id\x18\x33 \x01(\x06\x12\x30\n\x06search\x18I \x01(\x0b\x32 .twostroke.dense.v1.BeamProgressJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x0cJ\x04\x08\x0e\x10\x11J\x04\x08\x14\x10\x17J\x04\x08(\x10)J\x04\x08\x32\x10\x33J\x04\x08<\x10=\"w\n\x0c\x42\x65\x61mProgress\x12\x0f\n\x07has_run\x18\x04 \x01(\x08\x12\'\n\x05\x62\x65\x61ms\x18\x05 \x03(\x0b\x32\x18.twostroke.dense.v1.Beam\x12-\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"W\n\x04\x42\x65\x61m\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xa0\x04\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12*\n\x06logits\x18\x14 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x31\n\rprompt_logits\x18\x15 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12.\n\x08searches\x18> \x03(\x0b\x32\x1c.twostroke.dense.v1.BeamStepJ\x04\x08<\x10=J\x04\x08=\x10>R\x11searching_seq_idsR\x14searching_num_tokens\"\xab\x01\n\x08\x42\x65\x61mStep\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06scores\x18\x04 \x03(\x01\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12,\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1d.twostroke.dense.v1.EndedBeam\"k\n\tEndedBeam\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05score\x18\x03 \x01(\x01\x12-\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"I\n\x06Logits\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xfe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05param\x18\x05 \x01(\t\x12/\n\x07\x61nswers\x18< \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x95\x01\n\nBeamAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x06reason\x18\x04 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\"\x10\n\x0eGetInfoRequest\"\xf2\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\x12\x16\n\x0emax_beam_width\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x13\n\x0bhidden_size\x18\x0c \x01(\r\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dense_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GATEWAYMESSAGE']._serialized_start=80
-  _globals['_GATEWAYMESSAGE']._serialized_end=313
-  _globals['_RESUMED']._serialized_start=315
-  _globals['_RESUMED']._serialized_end=341
-  _globals['_PROMPTTABLEPART']._serialized_start=343
-  _globals['_PROMPTTABLEPART']._serialized_end=390
-  _globals['_PROMPTTABLE']._serialized_start=392
-  _globals['_PROMPTTABLE']._serialized_end=497
-  _globals['_SUBMIT']._serialized_start=500
-  _globals['_SUBMIT']._serialized_end=1177
-  _globals['_BEAMSEARCH']._serialized_start=1180
-  _globals['_BEAMSEARCH']._serialized_end=1380
-  _globals['_BEAM']._serialized_start=1382
-  _globals['_BEAM']._serialized_end=1469
-  _globals['_CANCEL']._serialized_start=1471
-  _globals['_CANCEL']._serialized_end=1495
-  _globals['_STEPOUTPUT']._serialized_start=1498
-  _globals['_STEPOUTPUT']._serialized_end=2042
-  _globals['_BEAMSTEP']._serialized_start=2045
-  _globals['_BEAMSTEP']._serialized_end=2216
-  _globals['_ENDEDBEAM']._serialized_start=2218
-  _globals['_ENDEDBEAM']._serialized_end=2325
-  _globals['_FAREWELL']._serialized_start=2327
-  _globals['_FAREWELL']._serialized_end=2422
-  _globals['_SEQUENCESPAN']._serialized_start=2424
-  _globals['_SEQUENCESPAN']._serialized_end=2482
-  _globals['_SEQUENCESTART']._serialized_start=2484
-  _globals['_SEQUENCESTART']._serialized_end=2560
-  _globals['_SEQUENCELOGPROBS']._serialized_start=2562
-  _globals['_SEQUENCELOGPROBS']._serialized_end=2640
-  _globals['_PROMPTLOGPROBS']._serialized_start=2642
-  _globals['_PROMPTLOGPROBS']._serialized_end=2734
-  _globals['_LOGITS']._serialized_start=2736
-  _globals['_LOGITS']._serialized_end=2809
-  _globals['_SEQUENCEEND']._serialized_start=2812
-  _globals['_SEQUENCEEND']._serialized_end=3066
-  _globals['_SEQUENCEEND_REASON']._serialized_start=3001
-  _globals['_SEQUENCEEND_REASON']._serialized_end=3066
-  _globals['_BEAMANSWER']._serialized_start=3069
-  _globals['_BEAMANSWER']._serialized_end=3218
-  _globals['_GETINFOREQUEST']._serialized_start=3220
-  _globals['_GETINFOREQUEST']._serialized_end=3236
-  _globals['_DENSEINFO']._serialized_start=3239
-  _globals['_DENSEINFO']._serialized_end=3481
-  _globals['_GETSTATUSREQUEST']._serialized_start=3483
-  _globals['_GETSTATUSREQUEST']._serialized_end=3501
-  _globals['_DENSESTATUS']._serialized_start=3504
-  _globals['_DENSESTATUS']._serialized_end=3842
-  _globals['_DENSESTATUS_STATE']._serialized_start=3758
-  _globals['_DENSESTATUS_STATE']._serialized_end=3842
-  _globals['_LEAVEREQUEST']._serialized_start=3844
-  _globals['_LEAVEREQUEST']._serialized_end=3858
-  _globals['_LEAVEREPLY']._serialized_start=3860
-  _globals['_LEAVEREPLY']._serialized_end=3872
-  _globals['_TAKEOVERREQUEST']._serialized_start=3874
-  _globals['_TAKEOVERREQUEST']._serialized_end=3891
-  _globals['_TAKEOVERREPLY']._serialized_start=3893
-  _globals['_TAKEOVERREPLY']._serialized_end=3908
-  _globals['_DENSEWORKER']._serialized_start=3911
-  _globals['_DENSEWORKER']._serialized_end=4328
+  _globals['_GATEWAYMESSAGE']._serialized_start=81
+  _globals['_GATEWAYMESSAGE']._serialized_end=314
+  _globals['_RESUMED']._serialized_start=316
+  _globals['_RESUMED']._serialized_end=342
+  _globals['_PROMPTTABLEPART']._serialized_start=344
+  _globals['_PROMPTTABLEPART']._serialized_end=391
+  _globals['_SUBMIT']._serialized_start=394
+  _globals['_SUBMIT']._serialized_end=727
+  _globals['_BEAMPROGRESS']._serialized_start=729
+  _globals['_BEAMPROGRESS']._serialized_end=848
+  _globals['_BEAM']._serialized_start=850
+  _globals['_BEAM']._serialized_end=937
+  _globals['_CANCEL']._serialized_start=939
+  _globals['_CANCEL']._serialized_end=963
+  _globals['_STEPOUTPUT']._serialized_start=966
+  _globals['_STEPOUTPUT']._serialized_end=1510
+  _globals['_BEAMSTEP']._serialized_start=1513
+  _globals['_BEAMSTEP']._serialized_end=1684
+  _globals['_ENDEDBEAM']._serialized_start=1686
+  _globals['_ENDEDBEAM']._serialized_end=1793
+  _globals['_FAREWELL']._serialized_start=1795
+  _globals['_FAREWELL']._serialized_end=1890
+  _globals['_SEQUENCESPAN']._serialized_start=1892
+  _globals['_SEQUENCESPAN']._serialized_end=1950
+  _globals['_SEQUENCESTART']._serialized_start=1952
+  _globals['_SEQUENCESTART']._serialized_end=2028
+  _globals['_SEQUENCELOGPROBS']._serialized_start=2030
+  _globals['_SEQUENCELOGPROBS']._serialized_end=2108
+  _globals['_PROMPTLOGPROBS']._serialized_start=2110
+  _globals['_PROMPTLOGPROBS']._serialized_end=2202
+  _globals['_LOGITS']._serialized_start=2204
+  _globals['_LOGITS']._serialized_end=2277
+  _globals['_SEQUENCEEND']._serialized_start=2280
+  _globals['_SEQUENCEEND']._serialized_end=2534
+  _globals['_SEQUENCEEND_REASON']._serialized_start=2469
+  _globals['_SEQUENCEEND_REASON']._serialized_end=2534
+  _globals['_BEAMANSWER']._serialized_start=2537
+  _globals['_BEAMANSWER']._serialized_end=2686
+  _globals['_GETINFOREQUEST']._serialized_start=2688
+  _globals['_GETINFOREQUEST']._serialized_end=2704
+  _globals['_DENSEINFO']._serialized_start=2707
+  _globals['_DENSEINFO']._serialized_end=2949
+  _globals['_GETSTATUSREQUEST']._serialized_start=2951
+  _globals['_GETSTATUSREQUEST']._serialized_end=2969
+  _globals['_DENSESTATUS']._serialized_start=2972
+  _globals['_DENSESTATUS']._serialized_end=3310
+  _globals['_DENSESTATUS_STATE']._serialized_start=3226
+  _globals['_DENSESTATUS_STATE']._serialized_end=3310
+  _globals['_LEAVEREQUEST']._serialized_start=3312
+  _globals['_LEAVEREQUEST']._serialized_end=3326
+  _globals['_LEAVEREPLY']._serialized_start=3328
+  _globals['_LEAVEREPLY']._serialized_end=3340
+  _globals['_TAKEOVERREQUEST']._serialized_start=3342
+  _globals['_TAKEOVERREQUEST']._serialized_end=3359
+  _globals['_TAKEOVERREPLY']._serialized_start=3361
+  _globals['_TAKEOVERREPLY']._serialized_end=3376
+  _globals['_DENSEWORKER']._serialized_start=3379
+  _globals['_DENSEWORKER']._serialized_end=3796
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,5 @@
-from services.pb import adapter_pb2 as _adapter_pb2
 from services.pb import sampling_pb2 as _sampling_pb2
+from services.pb import sequence_pb2 as _sequence_pb2
 from services.pb import stall_pb2 as _stall_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -36,83 +36,37 @@ class PromptTablePart(_message.Message):
     values: bytes
     def __init__(self, hash: _Optional[str] = ..., values: _Optional[bytes] = ...) -> None: ...
 
-class PromptTable(_message.Message):
-    __slots__ = ("hash", "num_rows", "hidden_size", "dtype", "first_token_id")
-    HASH_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    hash: str
-    num_rows: int
-    hidden_size: int
-    dtype: str
-    first_token_id: int
-    def __init__(self, hash: _Optional[str] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ..., first_token_id: _Optional[int] = ...) -> None: ...
-
 class Submit(_message.Message):
-    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client", "token_report", "return_generation_logits", "adapter", "prompt_table", "group_id", "beam_search")
+    __slots__ = ("seq_id", "spec", "output_token_ids", "has_prompt_logprobs", "token_report", "queue_timeout_ms", "num_crashes", "group_id", "search")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    HAS_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_REPORT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_CRASHES_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_REPORT_FIELD_NUMBER: _ClassVar[int]
-    RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TABLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
-    request_id: str
-    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    spec: _sequence_pb2.SequenceSpec
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    sampling: _sampling_pb2.SamplingParams
-    max_tokens: int
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    cache_salt: str
-    num_logprobs: int
-    num_prompt_logprobs: int
-    priority: int
+    has_prompt_logprobs: bool
+    token_report: _sampling_pb2.TokenReport
     queue_timeout_ms: int
     num_crashes: int
-    traceparent: str
-    tenant: int
-    client: int
-    token_report: _sampling_pb2.TokenReport
-    return_generation_logits: bool
-    adapter: _adapter_pb2.Adapter
-    prompt_table: PromptTable
     group_id: int
-    beam_search: BeamSearch
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., token_report: _Optional[_Union[_sampling_pb2.TokenReport, str]] = ..., return_generation_logits: _Optional[bool] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_table: _Optional[_Union[PromptTable, _Mapping]] = ..., group_id: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ...) -> None: ...
+    search: BeamProgress
+    def __init__(self, seq_id: _Optional[int] = ..., spec: _Optional[_Union[_sequence_pb2.SequenceSpec, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., has_prompt_logprobs: _Optional[bool] = ..., token_report: _Optional[_Union[_sampling_pb2.TokenReport, str]] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., group_id: _Optional[int] = ..., search: _Optional[_Union[BeamProgress, _Mapping]] = ...) -> None: ...
 
-class BeamSearch(_message.Message):
-    __slots__ = ("num_beams", "num_answers", "options", "has_run", "beams", "ended")
-    NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+class BeamProgress(_message.Message):
+    __slots__ = ("has_run", "beams", "ended")
     HAS_RUN_FIELD_NUMBER: _ClassVar[int]
     BEAMS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
-    num_beams: int
-    num_answers: int
-    options: _sampling_pb2.BeamSearch
     has_run: bool
     beams: _containers.RepeatedCompositeFieldContainer[Beam]
     ended: _containers.RepeatedCompositeFieldContainer[BeamAnswer]
-    def __init__(self, num_beams: _Optional[int] = ..., num_answers: _Optional[int] = ..., options: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., has_run: _Optional[bool] = ..., beams: _Optional[_Iterable[_Union[Beam, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BeamAnswer, _Mapping]]] = ...) -> None: ...
+    def __init__(self, has_run: _Optional[bool] = ..., beams: _Optional[_Iterable[_Union[Beam, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BeamAnswer, _Mapping]]] = ...) -> None: ...
 
 class Beam(_message.Message):
     __slots__ = ("token_ids", "logprobs", "score")

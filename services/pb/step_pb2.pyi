@@ -1,5 +1,3 @@
-from services.pb import adapter_pb2 as _adapter_pb2
-from services.pb import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -9,38 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NewSequence(_message.Message):
-    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "cache_salt", "sampling", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "traceparent", "token_report", "return_generation_logits", "adapter", "prompt_table_hash", "has_chosen_tokens")
+    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "prefix_key", "ignores_prefix_cache", "traceparent")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_KEY_FIELD_NUMBER: _ClassVar[int]
+    IGNORES_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_REPORT_FIELD_NUMBER: _ClassVar[int]
-    RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TABLE_HASH_FIELD_NUMBER: _ClassVar[int]
-    HAS_CHOSEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
-    cache_salt: str
-    sampling: _sampling_pb2.SamplingParams
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_logprobs: int
-    num_prompt_logprobs: int
+    prefix_key: bytes
+    ignores_prefix_cache: bool
     traceparent: str
-    token_report: _sampling_pb2.TokenReport
-    return_generation_logits: bool
-    adapter: _adapter_pb2.Adapter
-    prompt_table_hash: str
-    has_chosen_tokens: bool
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., traceparent: _Optional[str] = ..., token_report: _Optional[_Union[_sampling_pb2.TokenReport, str]] = ..., return_generation_logits: _Optional[bool] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_table_hash: _Optional[str] = ..., has_chosen_tokens: _Optional[bool] = ...) -> None: ...
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids", "fork_parents", "fork_children", "fork_positions", "drops_blocks", "chosen_seq_ids", "chosen_token_ids")

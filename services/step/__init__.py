@@ -13,11 +13,11 @@ from services.step.plan import (
     PlanEntry,
     StepPlan,
     TokenColumns,
-    TokenReport,
     positions_of,
     spans_of,
 )
 from services.step.result import NO_ROWS, Logits, PromptLogprobs, RaggedTokens, StepResult
+from services.step.sequence_spec import PromptTableRef, SequenceSpec, TokenReport
 
 __all__ = [
     "NO_ENTRIES",
@@ -30,8 +30,10 @@ __all__ = [
     "PlanEntries",
     "PlanEntry",
     "PromptLogprobs",
+    "PromptTableRef",
     "RaggedTokens",
     "SequenceOpened",
+    "SequenceSpec",
     "StepPlan",
     "StepResult",
     "TokenColumns",

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Sequence, Sized
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.common.sampling_messages import decode_sampling, encode_sampling
-from services.lora.adapter import decode_adapter, encode_adapter
 from services.pb import attn_pb2, step_pb2
 from services.step.answers import PlanAccepted, SequenceOpened
-from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns, TokenReport
+from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns
 
 # Of the columns of entries and tokens: little-endian arrays in bytes, which move without a Python object per row.
 _SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<i8")
@@ -125,17 +123,9 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         request_id=sequence.request_id,
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
-        cache_salt=sequence.cache_salt,
-        sampling=encode_sampling(sequence.sampling),
-        stop_token_ids=sequence.stop_token_ids,
-        num_logprobs=sequence.num_logprobs,
-        num_prompt_logprobs=sequence.num_prompt_logprobs,
+        prefix_key=sequence.prefix_key,
+        ignores_prefix_cache=sequence.ignores_prefix_cache,
         traceparent=sequence.traceparent,
-        token_report=sequence.token_report,
-        return_generation_logits=sequence.return_generation_logits,
-        adapter=encode_adapter(sequence.adapter),
-        prompt_table_hash=sequence.prompt_table_hash,
-        has_chosen_tokens=sequence.has_chosen_tokens,
     )
 
 
@@ -145,17 +135,9 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         request_id=message.request_id,
         token_ids=tuple(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
-        sampling=decode_sampling(message.sampling),
-        stop_token_ids=tuple(message.stop_token_ids),
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        cache_salt=message.cache_salt,
+        prefix_key=message.prefix_key,
+        ignores_prefix_cache=message.ignores_prefix_cache,
         traceparent=message.traceparent,
-        token_report=TokenReport(message.token_report),
-        return_generation_logits=message.return_generation_logits,
-        adapter=decode_adapter(message.adapter),
-        prompt_table_hash=message.prompt_table_hash,
-        has_chosen_tokens=message.has_chosen_tokens,
     )
 
 

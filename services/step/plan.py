@@ -7,51 +7,24 @@ again only after the result of its step.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from services.common.sampling_params import SamplingParams
-from services.lora.adapter import Adapter
-
-
-class TokenReport(enum.IntEnum):
-    """What a sequence reports of each token that it computes; the numbers are those of `protos/sampling.proto`."""
-
-    NONE = 0
-    CONTEXT_LOGITS = 1  # of tokens of the prompt: the logits of the next token
-    HIDDEN_STATES = 2  # its last hidden state, after the final norm
-    PROGRESS = 3  # of tokens of the prompt: only that they are computed
-
-    @property
-    def needs_all_tokens(self) -> bool:
-        """Whether tokens in the prefix cache must be computed all the same."""
-        return self in (TokenReport.CONTEXT_LOGITS, TokenReport.HIDDEN_STATES)
-
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """The constant properties of a sequence and its tokens so far. Sent once, before its first entry."""
+    """What the KV cache must know of a sequence. Sent once, before its first entry."""
 
     seq_id: int
-    request_id: str
+    request_id: str  # for messages and logs
     token_ids: tuple[int, ...]  # all tokens so far, prompt first
     num_prompt_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_token_ids: tuple[int, ...] = ()  # ascending
-    num_logprobs: int | None = None  # most likely tokens to report with each sampled token; None: report nothing
-    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; if set, all their logits are needed
-    cache_salt: str = ""  # only sequences of equal salt share blocks
+    prefix_key: bytes = b""  # see `SequenceSpec.prefix_key`
+    ignores_prefix_cache: bool = False  # all its tokens are computed, because something is reported about each
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
-    token_report: TokenReport = TokenReport.NONE  # what is reported of each token
-    return_generation_logits: bool = False  # whether those from which each output token was sampled are
-    adapter: Adapter | None = None  # computes all its tokens; only sequences with equal hashes share blocks
-    prompt_table_hash: str = ""  # of the vectors for some of its prompt tokens; the same holds for it; empty: none
-    # The scheduler chooses its tokens from `num_logprobs` most likely ones (`StepPlan.chosen`), not the sampler.
-    has_chosen_tokens: bool = False
 
 
 class PlanEntry(NamedTuple):

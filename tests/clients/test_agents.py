@@ -45,7 +45,7 @@ def test_an_agent_calls_its_tool_and_then_answers_with_its_output_type(tmp_path:
     run_test(test())
     assert len(dense.submits) == len(answers)
     for submit in dense.submits:  # the model may call or answer in the form, and has to do one of the two
-        assert submit.sampling.HasField("structured_output")
+        assert submit.spec.sampling.HasField("structured_output")
     for submit in dense.submits[1::2]:
         assert "<tool_response>\nsunny\n</tool_response>" in prompt_text(submit)
 

@@ -17,7 +17,7 @@ LAYERS = {
     "step": {"common", "lora", "pb"},
     "channel": {"common"},
     "rpc": {"common", "pb"},
-    "gateway": {"common", "grammar", "lora", "rpc", "pb"},
+    "gateway": {"common", "grammar", "lora", "step", "rpc", "pb"},
     "dense_worker": {"common", "grammar", "lora", "step", "channel", "rpc", "pb"},
     "attn_worker": {"common", "step", "channel", "rpc", "pb"},
     "launch": {"common", "channel", "rpc", "gateway", "pb"},  # gateway: the chat client; channel: the cleanup

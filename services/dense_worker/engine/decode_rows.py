@@ -117,8 +117,8 @@ class DecodeRows:
         index = bisect.bisect(self._in_order, sequence.order, key=_order)
         self._in_order.insert(index, sequence)
         self._order = np.insert(self._order, index, slot)
-        self.num_of_client[sequence.tenant, sequence.client] += 1
-        self._stop_counts.update(sequence.stop_token_ids)
+        self.num_of_client[sequence.spec.tenant, sequence.spec.client] += 1
+        self._stop_counts.update(sequence.spec.stop_token_ids)
 
     def leave(self, sequence: Sequence) -> None:
         """Takes the row away: the sequence has its counts itself again."""
@@ -134,8 +134,8 @@ class DecodeRows:
         index = bisect.bisect_left(self._in_order, sequence.order, key=_order)
         assert self._in_order.pop(index) is sequence
         self._order = np.delete(self._order, index)
-        _subtract(self.num_of_client, (sequence.tenant, sequence.client))
-        for token_id in sequence.stop_token_ids:
+        _subtract(self.num_of_client, (sequence.spec.tenant, sequence.spec.client))
+        for token_id in sequence.spec.stop_token_ids:
             _subtract(self._stop_counts, token_id)
 
     def unfinished(self) -> np.ndarray:

@@ -87,7 +87,7 @@ def may_have_drafts(sequence: Sequence) -> bool:
     """
     if sequence.prompt_table is not None or sequence.beams is not None:
         return False
-    return not sequence.sampling.depends_on_output
+    return not sequence.spec.sampling.depends_on_output
 
 
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
@@ -105,7 +105,7 @@ def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> 
     num_forced = step.num_tokens if sequence.grammar is None else len(sequence.grammar.forced_tokens)
     return min(
         num_forced - 1,
-        sequence.max_tokens - len(sequence.output_token_ids) - 1,
+        sequence.spec.max_tokens - len(sequence.output_token_ids) - 1,
         step.num_tokens - num_remaining - num_others,
         step.num_logits - 1 - num_others,
         num_blocks * ledger.block_size - sequence.num_computed_tokens - num_remaining,

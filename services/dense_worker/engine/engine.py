@@ -175,7 +175,7 @@ class Engine:
             time.sleep(_AFTER_SUSPECT_S)
         for each in admitted:
             if each in session.joining:  # a later plan forks it
-                self._runner.open(each.describe(), each.grammar, each.adapter_slot, each.prompt_table)
+                self._runner.open(each.describe_to_runner())
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))
 
@@ -345,7 +345,6 @@ class Engine:
         opening = session.openings.get(answer.seq_id)
         output = self._scheduler.opened(answer)
         if answer.error is None and opening is not None:
-            sequence = opening.sequence
-            self._runner.open(opening.new, sequence.grammar, opening.adapter_slot, sequence.prompt_table)
+            self._runner.open(opening.known)
             log.debug("opened", request_id=opening.new.request_id, num_cached_tokens=answer.num_cached_tokens)
         return [] if output is None else [output]

@@ -62,7 +62,7 @@ class Grammars:
 
         Raises `InvalidRequest` if its form cannot be compiled.
         """
-        async with self._turns.turn((sequence.tenant, sequence.client)):
+        async with self._turns.turn((sequence.spec.tenant, sequence.spec.client)):
             await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, sequence)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Grammars:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, sequence: Sequence) -> None:
-        form = sequence.sampling.structured_output
+        form = sequence.spec.sampling.structured_output
         assert form is not None, "only a sequence with a form has a grammar"
         try:
             vocabulary, tokenizer, mask_threads = self._loaded.result()
@@ -89,7 +89,7 @@ class Grammars:
     def _follow(
         self, sequence: Sequence, start: LLMatcher, vocabulary: Vocabulary, mask_threads: MaskThreads | None
     ) -> GrammarMatcher:
-        may_end = not sequence.stop_token_ids.isdisjoint(vocabulary.eos_token_ids)
+        may_end = any(token_id in vocabulary.eos_token_ids for token_id in sequence.spec.stop_token_ids)
         with self._lock:  # it copies the start
             grammar = GrammarMatcher(start, mask_threads, vocabulary, may_end)
         grammar.sync(sequence.output_token_ids)

@@ -114,10 +114,10 @@ class Scheduler:
         """Queues a sequence. Raises `InvalidRequest` or `CapacityError` if it can never run or the queue is full."""
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"sequence {sequence.seq_id:#x} is already open")
-        num_tokens = sequence.num_prompt_tokens + sequence.max_tokens
+        num_tokens = sequence.num_prompt_tokens + sequence.spec.max_tokens
         if num_tokens > self.limits.max_model_len:
             raise InvalidRequest(
-                f"prompt has {sequence.num_prompt_tokens} tokens and max_tokens is {sequence.max_tokens}, "
+                f"prompt has {sequence.num_prompt_tokens} tokens and max_tokens is {sequence.spec.max_tokens}, "
                 f"together {num_tokens}; max_model_len is {self.limits.max_model_len}"
             )
         ledger = self.session.ledger
@@ -151,7 +151,7 @@ class Scheduler:
             self._adapters.loaded(slot, self._waiting)
             return []
         adapter = self._adapters.failed(slot)
-        failed = [each for each in self._waiting.all_of(adapter.hash) if each.adapter == adapter]
+        failed = [each for each in self._waiting.all_of(adapter.hash) if each.spec.adapter == adapter]
         for sequence in failed:
             self._finish(sequence)
         return [SequenceOutput(sequence, (), FinishReason.ERROR, error) for sequence in failed]
@@ -189,7 +189,8 @@ class Scheduler:
                 self._join(sequence, source)
                 continue
             sequence.status = SequenceStatus.OPENING
-            opening = Opening(sequence, sequence.describe(), time.monotonic(), sequence.adapter_slot)
+            known = sequence.describe_to_runner()
+            opening = Opening(sequence, sequence.describe(), known, time.monotonic())
             session.openings[sequence.seq_id] = opening
             session.to_open.append(opening.new)
             if sequence.is_suspect:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from services.common.errors import TwostrokeError
-from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.beams.beam_group import BeamGroup
 from services.dense_worker.engine.beams.search import Hypothesis, SearchStep
 from services.dense_worker.engine.fairness.flows import Flow
+from services.dense_worker.runner.known_sequence import KnownSequence
 from services.grammar.matcher import GrammarMatcher
-from services.lora.adapter import Adapter
-from services.step import NewSequence, TokenReport
+from services.step import NewSequence, SequenceSpec, TokenReport
 
 if TYPE_CHECKING:  # they need numpy and torch
     from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
@@ -62,30 +61,19 @@ class Sequence:
     """
 
     seq_id: int
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    cache_salt: str = ""
+    spec: SequenceSpec
     output_token_ids: list[int] = field(default_factory=list)
-    num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
-    num_prompt_logprobs: int | None = None  # the same for prompt tokens; also None after all have been reported
-    token_report: TokenReport = TokenReport.NONE  # of each token; NONE after all those of the prompt, if only of these
-    return_generation_logits: bool = False  # report the logits from which each output token was sampled
-    adapter: Adapter | None = None  # computes all its tokens; None: the model alone
+    reports_prompt_logprobs: bool = False  # the spec asks for them, and they have not all been reported
+    token_report: TokenReport = TokenReport.NONE  # as in the spec; NONE after the prompt, if it is of the prompt only
     # Names all answers to its prompt: sequences with the same prompt, salt, adapter and table. 0: it has no siblings.
     group_id: int = 0
-    prompt_table: LoadedTable | None = None  # vectors for some of its prompt tokens; None: it has tokens only
-    priority: int = 0  # lower numbers go first
-    tenant: int = 0  # number of the API key; tenants share evenly
-    client: int = 0  # number of the client's address; the clients of a tenant share evenly
+    prompt_table: LoadedTable | None = None  # the vectors of `spec.prompt_table`
     stream: int = 0  # number of the gateway's stream by which it came
     arrival_s: float = 0.0  # arrival at this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest time from arrival to the first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
-    grammar: GrammarMatcher | None = None  # of `sampling.structured_output`; the runner moves it
+    grammar: GrammarMatcher | None = None  # of `spec.sampling.structured_output`; the runner moves it
     predictor: Predictor | HeadPredictor | None = None  # of its next tokens; the source of drafts makes it if needed
     # The beams of a search; None: its tokens are sampled. The output tokens of a search are those of its best beam.
     beams: BeamGroup | None = None
@@ -148,12 +136,12 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return len(self.spec.prompt_token_ids)
 
     @property
     def form_field(self) -> str | None:
         """The field of the client's request that gave the form of its output; None without a form."""
-        form = self.sampling.structured_output
+        form = self.spec.sampling.structured_output
         return None if form is None else form.field_name
 
     @property
@@ -174,12 +162,12 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens, pending ones included."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+        return len(self.spec.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled; 0 if no further token is needed."""
-        if len(self.output_token_ids) + self.num_pending_tokens >= self.max_tokens:
+        if len(self.output_token_ids) + self.num_pending_tokens >= self.spec.max_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
@@ -191,7 +179,7 @@ class Sequence:
     @property
     def is_plain(self) -> bool:
         """Whether a step that decodes it gets one token from it, and has nothing else to report or to do for it."""
-        reports = self.num_logprobs is not None or self.return_generation_logits or self.token_report
+        reports = self.spec.num_logprobs is not None or self.spec.return_generation_logits or self.token_report
         return self.beams is None and not reports
 
     def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
@@ -201,9 +189,9 @@ class Sequence:
         """
         for token_id in token_ids:
             self.output_token_ids.append(token_id)
-            if token_id in self.stop_token_ids:
+            if token_id in self.spec.stop_token_ids:
                 return FinishReason.STOP
-            if len(self.output_token_ids) == self.max_tokens:
+            if len(self.output_token_ids) == self.spec.max_tokens:
                 return FinishReason.STOP if is_complete else FinishReason.LENGTH
         return FinishReason.STOP if is_complete else None
 
@@ -218,33 +206,40 @@ class Sequence:
         return self.num_tokens if self.beams is None else self.num_prompt_tokens + len(self.beams.shared_token_ids)
 
     def describe(self) -> NewSequence:
-        """The sequence with its present tokens, for the workers; without the form of its output, which may be long.
-
-        Of a search, with those that all its beams share.
-        """
-        output_token_ids = self.output_token_ids if self.beams is None else self.beams.shared_token_ids
+        """The sequence with its present tokens, for the KV cache; of a search, with those that all its beams share."""
         return NewSequence(
             seq_id=self.seq_id,
-            request_id=self.request_id,
-            token_ids=(*self.prompt_token_ids, *output_token_ids),
+            request_id=self.spec.request_id,
+            token_ids=tuple(self._token_ids_before_fork()),
             num_prompt_tokens=self.num_prompt_tokens,
-            sampling=self.sampling if self.grammar is None else replace(self.sampling, structured_output=None),
-            stop_token_ids=tuple(sorted(self.stop_token_ids)),
-            num_logprobs=self.num_logprobs if self.beams is None else self.beams.num_candidates,
-            num_prompt_logprobs=self.num_prompt_logprobs,
-            cache_salt=self.cache_salt,
-            token_report=self.token_report,
-            return_generation_logits=self.return_generation_logits,
-            adapter=self.adapter,
-            prompt_table_hash="" if self.prompt_table is None else self.prompt_table.hash,
+            prefix_key=self.spec.prefix_key,
+            ignores_prefix_cache=self.reports_prompt_logprobs or self.token_report.needs_all_tokens,
             traceparent=self.traceparent,
-            has_chosen_tokens=self.beams is not None,
         )
+
+    def describe_to_runner(self) -> KnownSequence:
+        """The sequence with the same tokens, for the runner."""
+        return KnownSequence(
+            self.seq_id,
+            self.spec,
+            self._token_ids_before_fork(),
+            num_logprobs=self.spec.num_logprobs if self.beams is None else self.beams.num_candidates,
+            reports_prompt_logprobs=self.reports_prompt_logprobs,
+            token_report=self.token_report,
+            has_chosen_tokens=self.beams is not None,
+            grammar=self.grammar,
+            adapter_slot=self.adapter_slot,
+            table=self.prompt_table,
+        )
+
+    def _token_ids_before_fork(self) -> list[int]:
+        output_token_ids = self.output_token_ids if self.beams is None else self.beams.shared_token_ids
+        return [*self.spec.prompt_token_ids, *output_token_ids]
 
     @property
     def max_num_cached_tokens(self) -> int:
         """Maximum number of its tokens in the KV cache; the last sampled token is never computed."""
-        return self.num_prompt_tokens + self.max_tokens - 1
+        return self.num_prompt_tokens + self.spec.max_tokens - 1
 
 
 class SequenceOutput(NamedTuple):

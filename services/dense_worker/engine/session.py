@@ -21,6 +21,7 @@ from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenC
 
 if TYPE_CHECKING:  # these need torch; the scheduler must not
     from services.channel import Channel
+    from services.dense_worker.runner.known_sequence import KnownSequence
     from services.dense_worker.runner.model_runner import RunningStep
 
 # How long after an attachment gateways may submit the sequences of an earlier dense worker again.
@@ -32,9 +33,9 @@ class Opening:
     """A sequence that the attention worker is opening."""
 
     sequence: Sequence
-    new: NewSequence  # the message that was sent
+    new: NewSequence  # what was sent
+    known: KnownSequence  # what the runner gets when it is open
     asked_s: float  # on the monotonic clock
-    adapter_slot: int | None = None  # where its adapter is
 
 
 class PlannedEntry(NamedTuple):
@@ -170,7 +171,7 @@ class Session:
 
     def add(self, sequence: Sequence) -> None:
         """A sequence runs from now on."""
-        self.request_ids[sequence.seq_id] = sequence.request_id
+        self.request_ids[sequence.seq_id] = sequence.spec.request_id
         insert(self.running, sequence)
         insert(self.others, sequence)
         self.num_running_rows += sequence.num_beams
@@ -188,7 +189,7 @@ class Session:
             self._count_rows(sequence, -1)
 
     def _count_rows(self, sequence: Sequence, sign: int) -> None:
-        client = sequence.tenant, sequence.client
+        client = sequence.spec.tenant, sequence.spec.client
         self.rows_of_client[client] += sign * sequence.num_beams
         if not self.rows_of_client[client]:
             del self.rows_of_client[client]

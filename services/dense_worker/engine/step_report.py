@@ -51,7 +51,7 @@ def record_prompt_logprobs(
     recorded = [(live[each.seq_id], each) for each in found if each.seq_id in live]
     for sequence, each in recorded:
         if each.start + len(each.tokens) == sequence.num_prompt_tokens:
-            sequence.num_prompt_logprobs = None
+            sequence.reports_prompt_logprobs = False
     return recorded
 
 

@@ -19,7 +19,7 @@ class SequenceTracer:
         self._tracer = tracer
         self._open: dict[int, tuple[Sequence, Span]] = {}  # by seq_id
 
-    def begin(self, sequence: Sequence, traceparent: str, *, is_recovered: bool) -> None:
+    def begin(self, sequence: Sequence, *, is_recovered: bool) -> None:
         """Starts the span of an arrived sequence in the gateway's trace and stores its context in the sequence.
 
         `is_recovered`: it was submitted again with tokens
@@ -29,9 +29,9 @@ class SequenceTracer:
         self.end(sequence.seq_id, "replaced")
         span = self._tracer.start(
             "sequence",
-            traceparent,
+            sequence.spec.traceparent,
             sequence.arrival_s,
-            request_id=sequence.request_id,
+            request_id=sequence.spec.request_id,
             seq_id=f"{sequence.seq_id:x}",
             num_prompt_tokens=sequence.num_prompt_tokens,
             is_recovered=is_recovered,

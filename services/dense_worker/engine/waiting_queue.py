@@ -82,16 +82,16 @@ class WaitingQueue:
                     f"with this prompt of {sequence.num_prompt_tokens} tokens {num_tokens} would be waiting, "
                     f"the limit is {self._max_num_tokens}"
                 )
-            if sequence.client:
+            if sequence.spec.client:
                 self._check_share(sequence)
-        sequence.order = sequence.arrival_s + sequence.priority * self._priority_ageing_s, next(self._numbers)
+        sequence.order = sequence.arrival_s + sequence.spec.priority * self._priority_ageing_s, next(self._numbers)
         tenants = self._tenants.setdefault(self._class_of(sequence), FlowGroup())
-        sequence.flow = tenants.enter_client(sequence.tenant, sequence.client)
-        self._num_live[sequence.tenant, sequence.client] += 1
+        sequence.flow = tenants.enter_client(sequence.spec.tenant, sequence.spec.client)
+        self._num_live[sequence.spec.tenant, sequence.spec.client] += 1
 
     def _check_share(self, sequence: Sequence) -> None:
         """Raises `CapacityError` if a new sequence's client would take the room that is kept for others."""
-        client = sequence.tenant, sequence.client
+        client = sequence.spec.tenant, sequence.spec.client
         num_own, num_own_tokens = self._num_new_of[client], self._num_new_tokens_of[client]
         if not may_wait(self._max_num_sequences, self._num_new, num_own, 1):
             raise CapacityError(refusal(f"{num_own} of {self._num_new} waiting sequences", 1, self._max_num_sequences))
@@ -104,7 +104,7 @@ class WaitingQueue:
         """Removes an admitted sequence that has ended, which does not wait, from its flow."""
         self._settle(sequence)
         sequence.get_flow().leave()
-        client = sequence.tenant, sequence.client
+        client = sequence.spec.tenant, sequence.spec.client
         self._num_live[client] -= 1
         if not self._num_live[client]:
             del self._num_live[client]
@@ -114,17 +114,17 @@ class WaitingQueue:
         sequence.status = SequenceStatus.WAITING
         self._settle(sequence)
         self._count(sequence, 1)
-        if sequence.adapter is not None:
-            insert(self._of_adapter.setdefault(sequence.adapter.hash, []), sequence)
+        if sequence.spec.adapter is not None:
+            insert(self._of_adapter.setdefault(sequence.spec.adapter.hash, []), sequence)
             if is_parked:
-                self._parked.add(sequence.adapter.hash)
+                self._parked.add(sequence.spec.adapter.hash)
                 return
         self._line_up(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence."""
         self._count(sequence, -1)
-        if (adapter := sequence.adapter) is not None:
+        if (adapter := sequence.spec.adapter) is not None:
             of_adapter, is_parked = self._of_adapter[adapter.hash], adapter.hash in self._parked
             remove(of_adapter, sequence)
             if not of_adapter:
@@ -182,7 +182,7 @@ class WaitingQueue:
 
         That is all it has to compute, and the output that is to be expected. `push` and `forget` correct the second.
         """
-        num_outputs = min(sequence.max_tokens - len(sequence.output_token_ids), EXPECTED_OUTPUT_TOKENS)
+        num_outputs = min(sequence.spec.max_tokens - len(sequence.output_token_ids), EXPECTED_OUTPUT_TOKENS)
         sequence.num_paid_outputs = len(sequence.output_token_ids) + num_outputs
         sequence.get_flow().choose(sequence.num_remaining_tokens + sequence.num_beams * num_outputs)
         self.remove(sequence)
@@ -241,11 +241,11 @@ class WaitingQueue:
 
     def _class_of(self, sequence: Sequence) -> int:
         """Sequences of the same class share evenly. Without ageing priorities do not matter."""
-        return sequence.priority if self._priority_ageing_s else 0
+        return sequence.spec.priority if self._priority_ageing_s else 0
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         if not sequence.has_started:
-            client = sequence.tenant, sequence.client
+            client = sequence.spec.tenant, sequence.spec.client
             self._num_new += sign
             self._num_new_of[client] += sign
             self._num_new_tokens += sign * sequence.num_prompt_tokens

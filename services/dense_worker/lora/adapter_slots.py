@@ -49,18 +49,19 @@ class AdapterSlots:
 
     def check(self, sequence: Sequence) -> None:
         """Raises `InvalidRequest` for a sequence with an adapter if there are no slots."""
-        if sequence.adapter is not None and not self._slots:
-            raise InvalidRequest(f"adapter {sequence.adapter.name!r} cannot be used: dense.max_loras is 0", "model")
+        adapter = sequence.spec.adapter
+        if adapter is not None and not self._slots:
+            raise InvalidRequest(f"adapter {adapter.name!r} cannot be used: dense.max_loras is 0", "model")
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether a sequence needs no adapter, or its adapter has a slot."""
-        adapter = sequence.adapter
+        adapter = sequence.spec.adapter
         return adapter is None or any(slot.is_ready and _holds(slot, adapter) for slot in self._slots)
 
     def pin(self, sequence: Sequence) -> None:
         """Keeps the adapter of a sequence, which is ready, in its slot while the sequence is in the cache."""
-        if sequence.adapter is not None:
-            slot = next(slot for slot in self._slots if slot.is_ready and _holds(slot, sequence.adapter))
+        if sequence.spec.adapter is not None:
+            slot = next(slot for slot in self._slots if slot.is_ready and _holds(slot, sequence.spec.adapter))
             slot.num_users += 1
             slot.last_used = next(self._clock)
             sequence.adapter_slot = slot.index
@@ -79,12 +80,12 @@ class AdapterSlots:
         oldest_step_id: of the steps under way. Returns the sequences that are newly parked.
         """
         parked: list[Sequence] = []
-        unserved = [each for each in waiting.parked() if self._find(each.adapter) is None]
+        unserved = [each for each in waiting.parked() if self._find(each.spec.adapter) is None]
         while unserved:
             slot = self._choose(unserved[0], waiting, oldest_step_id)
             if slot is None:
                 break
-            parked += self._replace(slot, unserved.pop(0).adapter, waiting)
+            parked += self._replace(slot, unserved.pop(0).spec.adapter, waiting)
         leaving = [slot for slot in self._slots if slot.is_leaving]
         for sequence in unserved[len(leaving) :]:
             candidates = [slot for slot in self._slots if slot.is_ready and _gives_way(slot, sequence, waiting)]

@@ -12,6 +12,7 @@ import torch
 from services.common.errors import InvalidRequest, RequestAborted
 from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.pb import dense_pb2
+from services.step import PromptTableRef
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,7 +41,7 @@ class TableLoader:
         self._loaded: WeakValueDictionary[str, LoadedTable] = WeakValueDictionary()  # by hash
         self._lock = asyncio.Lock()  # answers to one prompt come together, and share the first one's table
 
-    async def load(self, table: dense_pb2.PromptTable, received: ReceivedTable) -> LoadedTable:
+    async def load(self, table: PromptTableRef, received: ReceivedTable) -> LoadedTable:
         """The table of a sequence. Raises `InvalidRequest` if the model cannot take it."""
         if not self._is_supported:
             raise InvalidRequest(
@@ -62,7 +63,7 @@ class TableLoader:
                 found = self._loaded[table.hash] = LoadedTable(table.hash, table.first_token_id, rows)
             return found
 
-    def _read(self, table: dense_pb2.PromptTable, parts: Sequence[bytes]) -> torch.Tensor:
+    def _read(self, table: PromptTableRef, parts: Sequence[bytes]) -> torch.Tensor:
         given = torch.frombuffer(bytearray().join(parts), dtype=DTYPES[table.dtype])
         rows = given.view(table.num_rows, self._hidden_size).to(self._dtype)
         if not bool(rows.isfinite().all()):

@@ -41,9 +41,9 @@ class BatchRows:
 
     def begin(self, slot: int, sequence: KnownSequence) -> None:
         """Gives a slot to a sequence."""
-        new, token_ids = sequence.new, sequence.token_ids
+        token_ids = sequence.token_ids
         self.num_known[slot], self.last_token[slot] = len(token_ids), token_ids[-1]
-        self.num_prompt_tokens[slot] = new.num_prompt_tokens
+        self.num_prompt_tokens[slot] = sequence.spec.num_prompt_tokens
         self.adapter_slots[slot] = -1 if sequence.adapter_slot is None else sequence.adapter_slot
         self.features[slot] = _features(sequence)
         self.version += 1
@@ -73,13 +73,12 @@ class BatchRows:
 
 
 def _features(sequence: KnownSequence) -> int:
-    new = sequence.new
     present = {
         RowFeature.GRAMMAR: sequence.grammar is not None,
         RowFeature.GIVEN_VECTORS: sequence.table is not None,
-        RowFeature.PROMPT_LOGPROBS: new.num_prompt_logprobs is not None,
-        RowFeature.TOKEN_REPORT: bool(new.token_report),
-        RowFeature.GENERATION_LOGITS: new.return_generation_logits,
-        RowFeature.CHOSEN_TOKENS: new.has_chosen_tokens,
+        RowFeature.PROMPT_LOGPROBS: sequence.reports_prompt_logprobs,
+        RowFeature.TOKEN_REPORT: bool(sequence.token_report),
+        RowFeature.GENERATION_LOGITS: sequence.spec.return_generation_logits,
+        RowFeature.CHOSEN_TOKENS: sequence.has_chosen_tokens,
     }
     return sum(feature for feature, is_present in present.items() if is_present)

@@ -144,9 +144,8 @@ class GuessingHeads:
 
 def may_have_guesses(sequence: KnownSequence) -> bool:
     """Whether drafts of it could be used, see `may_have_drafts`; those that a form forces need no model."""
-    new = sequence.new
-    is_plain = sequence.grammar is None and sequence.table is None and not new.has_chosen_tokens
-    return is_plain and not new.sampling.depends_on_output
+    is_plain = sequence.grammar is None and sequence.table is None and not sequence.has_chosen_tokens
+    return is_plain and not sequence.spec.sampling.depends_on_output
 
 
 def last_rows(entries: SequenceOf[PlanEntry], sampled: torch.Tensor) -> torch.Tensor:

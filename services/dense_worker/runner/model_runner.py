@@ -19,7 +19,6 @@ from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
-from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows, RowFeature
 from services.dense_worker.runner.guesses import Guessing, KeptResiduals
 from services.dense_worker.runner.known_sequence import KnownSequence
@@ -28,8 +27,7 @@ from services.dense_worker.runner.step_logits import NO_LOGITS, PendingLogits, W
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
-from services.grammar.matcher import GrammarMatcher
-from services.step import NO_ROWS, NewSequence, PlanEntries, PlanEntry, StepPlan, StepResult
+from services.step import NO_ROWS, PlanEntries, PlanEntry, StepPlan, StepResult
 
 
 class RunningStep(Protocol):
@@ -96,20 +94,12 @@ class ModelRunner:
         if self._guessing is not None:
             self._guessing.forget_all()
 
-    def open(
-        self,
-        new: NewSequence,
-        grammar: GrammarMatcher | None = None,
-        adapter_slot: int | None = None,
-        table: LoadedTable | None = None,
-    ) -> None:
+    def open(self, sequence: KnownSequence) -> None:
         """Adds a sequence, which later plans may name until one closes it. Its adapter stays in its slot meanwhile."""
-        if grammar is not None:
-            grammar.sync(new.token_ids[new.num_prompt_tokens :])
+        if sequence.grammar is not None:
+            sequence.grammar.sync(sequence.token_ids[sequence.spec.num_prompt_tokens :])
         self._batch = None
-        self._sequences[new.seq_id] = KnownSequence(
-            new, list(new.token_ids), grammar, adapter_slot=adapter_slot, table=table
-        )
+        self._sequences[sequence.seq_id] = sequence
 
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Launches a step on the channel of its lane.
@@ -127,10 +117,7 @@ class ModelRunner:
                 del answer.token_ids[fork.position :]
                 continue
             parent = self._sequences[fork.parent_seq_id]
-            assert parent.grammar is None, "a fork would need a grammar of its own"
-            self._sequences[fork.child_seq_id] = KnownSequence(
-                parent.new, parent.token_ids[: fork.position], adapter_slot=parent.adapter_slot, table=parent.table
-            )
+            self._sequences[fork.child_seq_id] = parent.fork(fork.child_seq_id, fork.position)
         for seq_id, token_id in plan.chosen:
             self._rows.extend(self._sequences[seq_id], (token_id,))
         seq_ids, batch = plan.entries.seq_ids, self._batch
@@ -239,11 +226,11 @@ class ModelRunner:
         spans, wanted = list[PromptSpan](), WantedLogits()
         for index in batch.with_feature(RowFeature.PROMPT_LOGPROBS):
             entry = entries[index]
-            if span := find_span(entry, batch.sequences[index].new, int(row_ends[index]) - entry.num_tokens):
+            if span := find_span(entry, batch.sequences[index].spec, int(row_ends[index]) - entry.num_tokens):
                 spans.append(span)
         for index in batch.with_feature(RowFeature.TOKEN_REPORT):
             entry = entries[index]
-            wanted.add_tokens(entry, batch.sequences[index].new, int(row_ends[index]) - entry.num_tokens)
+            wanted.add_tokens(entry, batch.sequences[index], int(row_ends[index]) - entry.num_tokens)
         for index in batch.with_feature(RowFeature.GENERATION_LOGITS):
             first = int(entries.num_logits[:index].sum())
             wanted.sampled.extend(range(first, first + entries.num_logits.item(index)))
@@ -358,17 +345,17 @@ class ModelRunner:
         slot = self._free_slots.pop()
         self._rows.begin(slot, sequence)
         self._running[slot] = sequence
-        new, num_prompt_tokens = sequence.new, sequence.new.num_prompt_tokens
+        spec, num_prompt_tokens = sequence.spec, sequence.spec.num_prompt_tokens
         prompt_token_ids = sequence.token_ids[:num_prompt_tokens]
         if sequence.table is not None:  # the sampler knows only tokens of the vocabulary
             prompt_token_ids = sequence.table.without_rows(prompt_token_ids)
         self._sampler.add(
             slot,
-            new.sampling,
+            spec.sampling,
             prompt_token_ids,
             sequence.token_ids[num_prompt_tokens:],
-            new.stop_token_ids,
-            new.num_logprobs,
+            spec.stop_token_ids,
+            sequence.num_logprobs,
             sequence.grammar,
         )
 

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.prompt_logprobs import MAX_ROWS_AT_A_TIME
 from services.dense_worker.sampling.upload import upload
-from services.step import Logits, NewSequence, PlanEntry, TokenReport
+from services.step import Logits, PlanEntry, TokenReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,14 @@ class WantedLogits:
         """Whether rows beyond the sampled ones are needed."""
         return bool(self.prompts or self.hidden)
 
-    def add_tokens(self, entry: PlanEntry, new: NewSequence, first_row: int) -> None:
+    def add_tokens(self, entry: PlanEntry, sequence: KnownSequence, first_row: int) -> None:
         """Adds what is reported of the tokens of an entry, which begin at `first_row`."""
-        if new.token_report is TokenReport.HIDDEN_STATES:
+        if sequence.token_report is TokenReport.HIDDEN_STATES:
             self.hidden.append(TokenRows(entry.seq_id, entry.position, first_row, entry.num_tokens))
             return
-        num_rows = min(entry.num_tokens, new.num_prompt_tokens - entry.position)
+        num_rows = min(entry.num_tokens, sequence.spec.num_prompt_tokens - entry.position)
         if num_rows > 0:
-            rows = self.prompts if new.token_report is TokenReport.CONTEXT_LOGITS else self.progress
+            rows = self.prompts if sequence.token_report is TokenReport.CONTEXT_LOGITS else self.progress
             rows.append(TokenRows(entry.seq_id, entry.position, first_row, num_rows))
 
 

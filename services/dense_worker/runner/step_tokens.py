@@ -105,7 +105,7 @@ class PendingTokens:
         for index in batch.with_feature(RowFeature.GENERATION_LOGITS):
             if num_tokens := tokens.counts.item(index):
                 seq_id, position, num_planned, num_logits, _ = entries[index]
-                start = position + num_planned - num_logits + 1 - batch.sequences[index].new.num_prompt_tokens
+                start = position + num_planned - num_logits + 1 - batch.sequences[index].spec.num_prompt_tokens
                 each = logits.read_sampled(seq_id, start, firsts.item(index), num_tokens)
                 found += () if each is None else (each,)
         return found

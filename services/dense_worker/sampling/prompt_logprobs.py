@@ -15,7 +15,7 @@ import torch
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.sampling.logprobs import RankedTokens, concatenate, rank_tokens
 from services.dense_worker.sampling.upload import upload
-from services.step import NewSequence, PlanEntry, PromptLogprobs
+from services.step import PlanEntry, PromptLogprobs, SequenceSpec
 
 MAX_ROWS_AT_A_TIME = 256
 MAX_SHARED_TOP = 32  # prompts that report more most likely tokens do not make all others of the step compute as many
@@ -33,15 +33,15 @@ class PromptSpan:
     named: SequenceOf[int]  # further tokens to report with each
 
 
-def find_span(entry: PlanEntry, new: NewSequence, first_row: int) -> PromptSpan | None:
+def find_span(entry: PlanEntry, spec: SequenceSpec, first_row: int) -> PromptSpan | None:
     """The span of an entry whose tokens begin at `first_row`; None if no prompt log-probabilities are needed."""
-    assert new.num_prompt_logprobs is not None
+    assert spec.num_prompt_logprobs is not None
     start = entry.position + 1
-    token_ids = new.token_ids[start : min(start + entry.num_tokens, new.num_prompt_tokens)]
+    token_ids = tuple(spec.prompt_token_ids[start : start + entry.num_tokens])
     if not token_ids:
         return None
     return PromptSpan(
-        entry.seq_id, start, token_ids, first_row, new.num_prompt_logprobs, new.sampling.logprob_token_ids
+        entry.seq_id, start, token_ids, first_row, spec.num_prompt_logprobs, spec.sampling.logprob_token_ids
     )
 
 

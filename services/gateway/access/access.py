@@ -59,7 +59,7 @@ class Caller:
         """
         key = self.key
         if key is None:
-            return replace(request, client=self.client) if self.client else request
+            return replace(request, spec=replace(request.spec, client=self.client)) if self.client else request
         priority = key.priority if request.priority is None else request.priority
         if priority < key.lowest_priority:
             raise PermissionDenied(
@@ -67,14 +67,14 @@ class Caller:
             )
         # The salt of a key has no space, so the salts of two keys stay different, whatever salts the requests add.
         salt = f"salt:{key.cache_salt}" if key.cache_salt is not None else f"name:{key.name}"
-        return replace(
-            request,
+        spec = replace(
+            request.spec,
             priority=priority,
-            cache_salt=f"{salt} {request.cache_salt}",
-            caller=key.name,
+            cache_salt=f"{salt} {request.spec.cache_salt}",
             tenant=self.tenant,
             client=self.client,
         )
+        return replace(request, spec=spec, caller=key.name)
 
 
 class Access:

@@ -142,11 +142,11 @@ class Ticket:
         """
         usage = self._caller.usage
         self._end_preparation()
-        self._admission.check_queue(self._caller, request.best_of, request.best_of * len(request.prompt_token_ids))
+        self._admission.check_queue(self._caller, request.best_of, request.best_of * len(request.spec.prompt_token_ids))
         usage.check_size(request.best_of)
         usage.add_answers(request.best_of - 1)
         self._num_answers = request.best_of
-        usage.add_tokens(len(request.prompt_token_ids))
+        usage.add_tokens(len(request.spec.prompt_token_ids))
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the request has ended."""

@@ -70,7 +70,7 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        return self.request.request_id
+        return self.request.spec.request_id
 
     @property
     def is_finished(self) -> bool:
@@ -122,7 +122,7 @@ class Generation:
             next((str(answer.entry.error) for answer in self._answers if answer.entry.error is not None), None),
             request_id=self.request_id,
             num_answers=len(self._answers),
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_prompt_tokens=len(self.request.spec.prompt_token_ids),
             num_output_tokens=sum(answer.num_output_tokens for answer in self._answers),
         )
 
@@ -161,7 +161,7 @@ class _Answer:
         token_ids, logprobs = entry.take_new_tokens()
         reason = entry.finish_reason  # set in the same step as the last token
         stop_token_id = None
-        if reason is FinishReason.STOP and token_ids[-1] in request.stop_token_ids:
+        if reason is FinishReason.STOP and token_ids[-1] in request.spec.stop_token_ids:
             stop_token_id = token_ids[-1]  # otherwise the form of the output is complete
         text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # without the stop token
         deltas: list[Delta] = []
@@ -191,10 +191,10 @@ class _Answer:
                 reason=reason,
                 stop_string=stop_string,
                 stop_token_id=stop_token_id,
-                num_prompt_tokens=len(request.prompt_token_ids),
+                num_prompt_tokens=len(request.spec.prompt_token_ids),
                 num_cached_tokens=entry.num_cached_tokens,
                 num_output_tokens=self.num_output_tokens,
-                seed=entry.sampling.seed,
+                seed=entry.spec.sampling.seed,
                 timings=self._timings(),
                 num_reasoning_tokens=None if self._parsed is None else self._parsed.num_reasoning_tokens,
                 num_calls=0 if self._parsed is None else self._parsed.num_calls,
@@ -204,12 +204,12 @@ class _Answer:
         prompt = None
         if is_first and (token_ids or reason is not None) and not entry.index and request.returns_prompt:
             # An answer may have been aborted before they were computed.
-            has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
+            has_logprobs = entry.spec.num_prompt_logprobs is not None and entry.has_prompt_logprobs
             context_logits = None
-            if entry.context_logits is not None and not entry.wants_context_logits:
-                context_logits = entry.context_logits.take(len(request.prompt_token_ids))
+            if entry.context_logits is not None and entry.has_context_logits:
+                context_logits = entry.context_logits.take(len(request.spec.prompt_token_ids))
             prompt = Prompt(
-                request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None, context_logits
+                request.spec.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None, context_logits
             )
         return Chunk(
             entry.index,
@@ -221,21 +221,21 @@ class _Answer:
             prompt,
             logits,
             deltas,
-            self._hidden_states() if request.return_hidden_states and reason is not None else None,
+            self._hidden_states() if entry.hidden_states is not None and reason is not None else None,
             self._progress() if entry.progress is not None else None,
         )
 
     def _hidden_states(self) -> Logits | None:
         """Those of all tokens but the last one, which is never computed; None if an abort came before the prompt's."""
         rows = self.entry.hidden_states
-        num_rows = len(self.entry.request.prompt_token_ids) + max(0, self.num_output_tokens - 1)
+        num_rows = self.entry.spec.num_prompt_tokens + max(0, self.num_output_tokens - 1)
         return None if rows is None or rows.num_rows < num_rows else rows.take(num_rows)
 
     def _progress(self) -> Progress:
         entry = self.entry
         num_computed = entry.take_progress() or 0
         time_s = time.monotonic() - entry.arrival - (entry.queue_s or 0.0)
-        return Progress(len(entry.request.prompt_token_ids), entry.num_cached_tokens, num_computed, time_s)
+        return Progress(entry.spec.num_prompt_tokens, entry.num_cached_tokens, num_computed, time_s)
 
     def close(self) -> None:
         """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""
@@ -275,13 +275,13 @@ class _Answer:
         end = "cancelled" if entry.error is None else "error"
         if self.finish is not None:
             end = self.finish.reason.value
-        num_prompt_tokens = len(entry.request.prompt_token_ids)
+        num_prompt_tokens = len(entry.spec.prompt_token_ids)
         self._metrics.on_end(end, num_prompt_tokens, entry.num_cached_tokens, timings.total_s, timings.per_token_s)
         if entry.error is not None and not entry.output_token_ids:
             self._metrics.on_rejected(entry.error)
         access_log.info(
             "request ended",
-            request_id=entry.request.request_id,
+            request_id=entry.spec.request_id,
             seq_id=f"{entry.seq_id:x}",
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=entry.num_cached_tokens,

@@ -166,10 +166,11 @@ class RequestService:
             limits = replace(self.limits, names=self.names_for(caller))
             request = caller.adapt(await read_request(message, self.tokenizer, limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
-            form = request.sampling.structured_output
+            form = request.spec.sampling.structured_output
             if form is not None:
                 compiled = await self._compile(form, request)
-                request = replace(request, sampling=replace(request.sampling, structured_output=compiled))
+                sampling = replace(request.spec.sampling, structured_output=compiled)
+                request = replace(request, spec=replace(request.spec, sampling=sampling))
             if request.max_num_held_logprobs:
                 num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
                 held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
@@ -178,7 +179,7 @@ class RequestService:
                 num_bytes *= COPIES_OF_LOGITS + num_messages
                 advice = "shorten the prompt or lower max_tokens or n"
                 held.reserve(num_bytes, "logits", "return_generation_logits", advice)
-            if request.return_hidden_states:
+            if request.max_num_hidden_states:
                 self._reserve_hidden_states(request, held)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
@@ -203,7 +204,7 @@ class RequestService:
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
-            compiled = await self._form_trials.compile(form, (request.tenant, request.client))
+            compiled = await self._form_trials.compile(form, (request.spec.tenant, request.spec.client))
         except FormError as error:
             raise refusal(error, form, request.parsing) from error
         return replace(compiled, field_name=form.field_name)

@@ -86,10 +86,10 @@ class CrashRecord:
             entry.num_crashes += 1
             is_alone = len(present) == 1 or entry.num_crashes > MAX_CRASHES_TOGETHER
             if is_alone and entry.num_crashes >= MAX_CRASHES_TOGETHER:
-                log.error("request given up", request_id=entry.request.request_id, num_crashes=entry.num_crashes)
+                log.error("request given up", request_id=entry.spec.request_id, num_crashes=entry.num_crashes)
                 entry.fail(
                     RequestAborted(
-                        f"request {entry.request.request_id!r} was running in {entry.num_crashes} crashes of a worker "
+                        f"request {entry.spec.request_id!r} was running in {entry.num_crashes} crashes of a worker "
                         "in a row, alone in the last one; it is not tried again"
                     )
                 )

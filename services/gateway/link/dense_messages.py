@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 
-from services.common.beams.options import encode_beam_search
 from services.common.errors import (
     CapacityError,
     InvalidRequest,
@@ -16,13 +15,11 @@ from services.common.errors import (
     RequestAborted,
     TwostrokeError,
 )
-from services.common.sampling_messages import encode_sampling
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.link.stream_sequences import StreamSequences
-from services.gateway.request.generation_request import GenerationRequest
-from services.lora.adapter import encode_adapter
 from services.lora.prompt_table import PromptTable
 from services.pb import dense_pb2
+from services.step.sequence_spec import encode_spec
 
 FINISH_REASONS = {
     dense_pb2.SequenceEnd.STOP: FinishReason.STOP,
@@ -42,33 +39,20 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
 
     What a search has found so far may take a second: then call it in a thread.
     """
-    request = entry.request
-    return dense_pb2.GatewayMessage(
+    message = dense_pb2.GatewayMessage(
         submit=dense_pb2.Submit(
             seq_id=entry.seq_id,
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
             output_token_ids=entry.output_token_ids,
-            sampling=encode_sampling(entry.sampling),
-            max_tokens=max(1, request.max_tokens),  # 0: see `JournalEntry.finish`
-            stop_token_ids=request.stop_token_ids,
-            cache_salt=request.cache_salt,
-            num_logprobs=request.num_computed_logprobs,
-            num_prompt_logprobs=entry.wanted_prompt_logprobs,
-            priority=request.priority,
-            queue_timeout_ms=entry.queue_timeout_ms,
-            traceparent=request.traceparent,
-            num_crashes=entry.num_crashes,
+            has_prompt_logprobs=entry.has_prompt_logprobs,
             token_report=entry.token_report,
-            return_generation_logits=request.return_generation_logits,
-            adapter=encode_adapter(request.adapter),
-            prompt_table=_encode_table(request),
-            beam_search=_encode_beam_search(entry),
+            queue_timeout_ms=entry.queue_timeout_ms,
+            num_crashes=entry.num_crashes,
+            search=_encode_search(entry),
             group_id=_group_id(entry),
-            tenant=request.tenant,
-            client=request.client,
         )
     )
+    message.submit.spec.CopyFrom(encode_spec(entry.spec))  # as an argument it would be copied twice
+    return message
 
 
 def table_parts(table: PromptTable) -> Iterator[dense_pb2.GatewayMessage]:
@@ -78,37 +62,16 @@ def table_parts(table: PromptTable) -> Iterator[dense_pb2.GatewayMessage]:
         yield dense_pb2.GatewayMessage(prompt_table_part=part)
 
 
-def _encode_table(request: GenerationRequest) -> dense_pb2.PromptTable | None:
-    table = request.prompt_table
-    if table is None:
-        return None
-    return dense_pb2.PromptTable(
-        hash=table.hash,
-        num_rows=table.num_rows,
-        hidden_size=table.hidden_size,
-        dtype=table.dtype,
-        first_token_id=request.first_table_id,
-    )
-
-
-def _encode_beam_search(entry: JournalEntry) -> dense_pb2.BeamSearch | None:
-    options = entry.request.beam_search
-    if options is None or entry.search is None:
+def _encode_search(entry: JournalEntry) -> dense_pb2.BeamProgress | None:
+    if entry.search is None:
         return None
     beams, ended = entry.search.encode()
-    return dense_pb2.BeamSearch(
-        num_beams=options.num_beams,
-        num_answers=options.num_answers,
-        options=encode_beam_search(options),
-        has_run=entry.queue_s is not None,
-        beams=beams,
-        ended=ended,
-    )
+    return dense_pb2.BeamProgress(has_run=entry.queue_s is not None, beams=beams, ended=ended)
 
 
 def _group_id(entry: JournalEntry) -> int:
     request = entry.request
-    return entry.seq_id - entry.index if request.num_sequences > 1 and request.beam_search is None else 0
+    return entry.seq_id - entry.index if request.num_sequences > 1 and request.spec.beam_search is None else 0
 
 
 async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense_pb2.PromptLogprobs]) -> None:

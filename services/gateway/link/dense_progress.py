@@ -37,7 +37,7 @@ class DenseProgress:
         """None without open requests, and without a stream, which the gateway reports anyway."""
         if not self._dense.is_connected:
             return None
-        request_ids = tuple(dict.fromkeys(entry.request.request_id for entry in self._journal.unfinished()))
+        request_ids = tuple(dict.fromkeys(entry.spec.request_id for entry in self._journal.unfinished()))
         if not request_ids:
             return None
         return Progress(

@@ -45,15 +45,15 @@ class Journal:
         """
         if self._shut_error is not None:
             raise self._shut_error
-        name = (request.owner, request.request_id)
+        name = (request.owner, request.spec.request_id)
         if name in self._by_request_id:
-            raise InvalidRequest(f"request_id {request.request_id!r} is in use by a running request", "request_id")
+            raise InvalidRequest(f"request_id {request.spec.request_id!r} is in use by a running request", "request_id")
         entries = []
         first = self._take_seq_ids(request.best_of)
         for index in range(request.num_sequences):
             entries.append(JournalEntry(first + index, request, index, updates, self._count_started))
             self._entries[first + index] = entries[-1]
-        if request.beam_search is not None:
+        if request.spec.beam_search is not None:
             entries[0].followers = entries[1:]
             for entry in entries[1:]:
                 entry.is_follower = True
@@ -71,7 +71,7 @@ class Journal:
         stream = self._streams.pop(entry.seq_id, None)
         if stream is not None:
             stream.discard(entry)
-        name = (entry.request.owner, entry.request.request_id)
+        name = (entry.request.owner, entry.spec.request_id)
         siblings = self._by_request_id[name]
         siblings.remove(entry)
         if not siblings:
@@ -126,10 +126,10 @@ class Journal:
         self.left_at.append(time.monotonic())
 
     def _count_waiting(self, request: GenerationRequest, num_more: int) -> None:
-        num_more_tokens = num_more * len(request.prompt_token_ids)
+        num_more_tokens = num_more * len(request.spec.prompt_token_ids)
         self.num_waiting += num_more
         self.num_waiting_tokens += num_more_tokens
-        client = request.tenant, request.client
+        client = request.spec.tenant, request.spec.client
         self._waiting_of[client] += num_more
         self._waiting_tokens_of[client] += num_more_tokens
         if not self._waiting_of[client]:

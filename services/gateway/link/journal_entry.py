@@ -11,16 +11,15 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum
 
 from services.common.errors import TwostrokeError
-from services.common.sampling_params import MAX_SEED, SamplingParams
 from services.common.token_logprobs import LogprobRows
 from services.gateway.link.logits import LogitRows
 from services.gateway.link.search_record import SearchRecord
 from services.gateway.request.generation_request import GenerationRequest
 from services.pb import dense_pb2, sampling_pb2
+from services.step import TokenReport
 
 
 class FinishReason(Enum):
@@ -85,9 +84,9 @@ class JournalEntry:
         "prompt_logprobs",
         "queue_s",
         "request",
-        "sampling",
         "search",
         "seq_id",
+        "spec",
         "updates",
     )
 
@@ -103,16 +102,14 @@ class JournalEntry:
         self.seq_id = seq_id
         self.request = request
         self.index = index
-        self.sampling: SamplingParams = request.sampling
-        if index:
-            self.sampling = replace(request.sampling, seed=(request.sampling.seed + index) & MAX_SEED)
+        self.spec = request.spec_of(index)
         self.output_token_ids: list[int] = []
         self.logprobs = LogprobRows()  # of the tokens that have not been taken yet, if requested
         self.prompt_logprobs = LogprobRows()  # of all prompt tokens but the first, if requested
-        self.logits = LogitRows() if request.return_generation_logits else None  # of output tokens
-        # After prompt tokens. They are the same for all answers, so only the first one requests them.
-        self.context_logits = LogitRows() if request.return_context_logits and not index else None
-        self.hidden_states = LogitRows() if request.return_hidden_states else None  # of all computed tokens
+        self.logits = LogitRows() if self.spec.return_generation_logits else None  # of output tokens
+        report = self.spec.token_report
+        self.context_logits = LogitRows() if report is TokenReport.CONTEXT_LOGITS else None  # after prompt tokens
+        self.hidden_states = LogitRows() if report is TokenReport.HIDDEN_STATES else None  # of all computed tokens
         self.progress: int | None = None  # computed tokens of the prompt that the client has not been told of
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         self.queue_s: float | None = None  # from its arrival at the dense worker until it first ran
@@ -127,7 +124,7 @@ class JournalEntry:
         self.followers: list[JournalEntry] = []
         self.is_follower = False
         self.beam_score: float | None = None
-        num_beams = 0 if request.beam_search is None else request.beam_search.num_beams
+        num_beams = 0 if self.spec.beam_search is None else self.spec.beam_search.num_beams
         self.search = SearchRecord(num_beams) if num_beams else None  # None: its tokens are sampled
         self._on_start = on_start
         self._num_taken_tokens = 0  # by the request's handler
@@ -140,31 +137,21 @@ class JournalEntry:
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def wanted_prompt_logprobs(self) -> int | None:
-        """How many most likely prompt tokens to report; None if none are requested, or all have arrived.
-
-        They are the same for all answers, so only the first one requests them.
-        """
-        if self.index:
-            return None
-        is_complete = len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
-        return None if is_complete else self.request.num_prompt_logprobs
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of all prompt tokens but the first have arrived."""
+        return len(self.prompt_logprobs) == self.spec.num_prompt_tokens - 1
 
     @property
-    def wants_context_logits(self) -> bool:
-        """Whether logits after prompt tokens are requested and have not all arrived."""
-        return self.context_logits is not None and self.context_logits.num_rows < len(self.request.prompt_token_ids)
+    def has_context_logits(self) -> bool:
+        """Whether the logits after all prompt tokens have arrived."""
+        return self.context_logits is not None and self.context_logits.num_rows == self.spec.num_prompt_tokens
 
     @property
-    def token_report(self) -> sampling_pb2.TokenReport:
-        """What the dense worker has to report of each token. Hidden states come again from the first token on."""
-        if self.hidden_states is not None:
-            return sampling_pb2.TOKEN_REPORT_HIDDEN_STATES
-        if self.wants_context_logits:
-            return sampling_pb2.TOKEN_REPORT_CONTEXT_LOGITS
-        if self.request.return_progress and not self.index and not self.output_token_ids:
-            return sampling_pb2.TOKEN_REPORT_PROGRESS
-        return sampling_pb2.TOKEN_REPORT_NONE
+    def token_report(self) -> TokenReport:
+        """What the dense worker still has to report of each token. Hidden states come again from the first token on."""
+        asked = self.spec.token_report
+        is_over = self.has_context_logits if asked is TokenReport.CONTEXT_LOGITS else bool(self.output_token_ids)
+        return TokenReport.NONE if is_over and asked is not TokenReport.HIDDEN_STATES else asked
 
     @property
     def queue_timeout_ms(self) -> int:
@@ -210,7 +197,7 @@ class JournalEntry:
         rows = self.context_logits if self.hidden_states is None else self.hidden_states
         if rows is not None:
             rows.set_rows(start, num_rows, values)
-        elif self.request.return_progress and not self.is_ended:
+        elif self.spec.token_report is TokenReport.PROGRESS and not self.is_ended:
             self.progress = start + num_rows
             if not self._is_in_updates:
                 self._put_in_updates()

@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 
-from services.common.beams.options import BeamSearchOptions
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKENS,
+    MAX_SEED,
     SamplingParams,
 )
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
@@ -28,9 +28,9 @@ from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat_in_turn
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
-from services.lora.adapter import Adapter
 from services.lora.prompt_table import PromptTable
 from services.pb import gateway_pb2
+from services.step.sequence_spec import PromptTableRef, SequenceSpec, TokenReport
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
@@ -65,79 +65,74 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A valid request with every default filled in. Its list belongs to it and never changes."""
+    """A valid request with every default filled in: what a dense worker does for it, and what is made of the tokens."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    max_tokens: int  # output tokens; 0: only the prompt is wanted, which it takes a token nobody sees to compute
+    spec: SequenceSpec  # of its first answer; see `spec_of`
+    wants_output: bool  # False: only the prompt is wanted, which it takes a token nobody sees to compute
     stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]  # the request's own and, unless ignored, EOS
     include_stop_str_in_output: bool
     skip_special_tokens: bool
-    cache_salt: str
     n: int  # answers to return
     best_of: int  # answers to generate; each is a sequence of its own, or a beam
-    num_logprobs: int | None  # likeliest tokens to report beside each output token; None: no log-probabilities
-    num_prompt_logprobs: int | None  # the same for prompt tokens
+    num_logprobs: int | None  # likeliest tokens to show beside each output token; None: no log-probabilities
     prompt_text: str | None  # as it was given, if it was given as text and is kept whole
     echo: bool
-    priority: int | None  # None: none was named
+    priority: int | None  # as the client named it; None: none was named
     user: str
     caller: str = ""  # name of the API key that was used
-    tenant: int = 0  # hash of that name; 0 without keys
-    client: int = 0  # hash of the client's address
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
-    traceparent: str = ""  # W3C trace context of its span in this gateway; empty without tracing
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
-    return_context_logits: bool = False  # report the logits after each prompt token
-    return_generation_logits: bool = False  # report the logits from which each output token was sampled
-    return_hidden_states: bool = False  # keep the last hidden state of every token that is computed
-    return_progress: bool = False  # tell of the computed tokens of the prompt
-    adapter: Adapter | None = None  # the LoRA adapter that the request names as its model
-    prompt_table: PromptTable | None = None  # vectors for some of its prompt tokens; None: all are of the vocabulary
-    first_table_id: int = 0  # the token id that stands for the first row of the table
-    beam_search: BeamSearchOptions | None = None  # None: tokens are sampled
+    prompt_table: PromptTable | None = None  # the vectors of `spec.prompt_table`
+
+    def spec_of(self, index: int) -> SequenceSpec:
+        """What is asked for of an answer. They differ in their seeds; only the first one reports the prompt."""
+        if not index:
+            return self.spec
+        is_of_all = self.spec.token_report is TokenReport.HIDDEN_STATES
+        token_report = self.spec.token_report if is_of_all else TokenReport.NONE
+        sampling = replace(self.spec.sampling, seed=(self.spec.sampling.seed + index) & MAX_SEED)
+        return replace(self.spec, sampling=sampling, num_prompt_logprobs=None, token_report=token_report)
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens that the client gets at most."""
+        return self.spec.max_tokens if self.wants_output else 0
 
     @property
     def owner(self) -> Owner:
         """Who may end it by its `request_id`."""
-        return owner_of(self.caller, self.client)
+        return owner_of(self.caller, self.spec.client)
 
     @property
     def text_token_ids(self) -> list[int]:
         """The prompt's tokens that have text."""
-        if self.prompt_table is None:
-            return self.prompt_token_ids
-        return [token_id for token_id in self.prompt_token_ids if token_id < self.first_table_id]
+        table = self.spec.prompt_table
+        return [each for each in self.spec.prompt_token_ids if table is None or each < table.first_token_id]
 
     @property
     def max_num_logit_rows(self) -> int:
         """Tokens whose logits all its answers may have."""
-        num_rows = self.best_of * self.max_tokens if self.return_generation_logits else 0
-        return num_rows + (len(self.prompt_token_ids) if self.return_context_logits else 0)
+        num_rows = self.best_of * self.max_tokens if self.spec.return_generation_logits else 0
+        of_prompt = self.spec.token_report is TokenReport.CONTEXT_LOGITS
+        return num_rows + of_prompt * self.spec.num_prompt_tokens
 
     @property
     def max_num_hidden_states(self) -> int:
         """Tokens whose hidden states all its answers may have."""
-        if not self.return_hidden_states:
+        if self.spec.token_report is not TokenReport.HIDDEN_STATES:
             return 0
-        return self.best_of * (len(self.prompt_token_ids) + self.max_tokens)
+        return self.best_of * (self.spec.num_prompt_tokens + self.max_tokens)
 
     @property
     def num_sequences(self) -> int:
         """Answers that are generated; a search for the n best ones is one sequence, but has n answers."""
-        return self.best_of if self.beam_search is None else self.n
+        return self.best_of if self.spec.beam_search is None else self.n
 
     @property
     def returns_prompt(self) -> bool:
         """Whether the answer shows the prompt, or something about it."""
-        return self.echo or self.num_prompt_logprobs is not None or self.return_context_logits
-
-    @property
-    def num_computed_logprobs(self) -> int | None:
-        """The requested number; choosing the best of several answers needs at least the tokens' own values."""
-        return 0 if self.num_logprobs is None and self.num_sequences > self.n else self.num_logprobs
+        has_logits = self.spec.token_report is TokenReport.CONTEXT_LOGITS
+        return self.echo or self.spec.num_prompt_logprobs is not None or has_logits
 
     @property
     def max_num_logprobs(self) -> int:
@@ -154,9 +149,9 @@ class GenerationRequest:
     @property
     def _max_num_logprobs_of_parts(self) -> tuple[int, int]:
         """Of the prompt, and of one answer without it."""
-        num_named = len(self.sampling.logprob_token_ids)
-        of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs, num_named)
-        return of_prompt, _num_logprobs(self.max_tokens, self.num_computed_logprobs, num_named)
+        num_named = len(self.spec.sampling.logprob_token_ids)
+        of_prompt = _num_logprobs(self.spec.num_prompt_tokens, self.spec.num_prompt_logprobs, num_named)
+        return of_prompt, _num_logprobs(self.max_tokens, self.spec.num_logprobs, num_named)
 
 
 def owner_of(caller: str, client: int) -> Owner:
@@ -225,7 +220,7 @@ async def read_request(
     parsing = None if chat is None else read_parsing(chat, tokenizer, prompt_token_ids, sampling.structured_output)
     ends = tokenizer.fill_in_middle.end_token_ids if message.HasField("suffix") else answer_ends(parsing, tokenizer)
     eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *ends)
-    stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
+    stop_token_ids = tuple(sorted({*eos_token_ids, *message.stop_token_ids}))
     sampling.check_choice(stop_token_ids)
     if chat is not None:
         sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
@@ -235,35 +230,53 @@ async def read_request(
         prompt_token_ids = [*table_ids, *prompt_token_ids]
     if has_beams:
         sampling = greedy_for_beams(message, sampling)
-    return GenerationRequest(
+    num_logprobs = message.logprobs if message.HasField("logprobs") else None
+    beam_search = decode_beams(message, best_of, n) if has_beams and best_of > 1 else None
+    # Choosing the best of several answers needs at least the tokens' own values.
+    must_choose = beam_search is None and best_of > n
+    spec = SequenceSpec(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,
-        max_tokens=max_tokens,
-        stop=tuple(message.stop),
+        max_tokens=max(1, max_tokens),
         stop_token_ids=stop_token_ids,
+        cache_salt=message.cache_salt,
+        num_logprobs=0 if num_logprobs is None and must_choose else num_logprobs,
+        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        token_report=_read_token_report(message),
+        return_generation_logits=message.return_generation_logits,
+        priority=message.priority,
+        traceparent=message.traceparent,
+        adapter=None if adapter is None or adapter.table is not None else adapter,
+        prompt_table=table
+        and PromptTableRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
+        beam_search=beam_search,
+    )
+    return GenerationRequest(
+        spec,
+        wants_output=max_tokens > 0,
+        stop=tuple(message.stop),
         include_stop_str_in_output=message.include_stop_str_in_output,
         skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
-        cache_salt=message.cache_salt,
         n=n,
         best_of=best_of,
-        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
-        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        num_logprobs=num_logprobs,
         prompt_text=message.prompt if kind == "prompt" and num_kept == len(given) else None,
         echo=message.echo,
-        return_context_logits=message.return_context_logits,
-        return_generation_logits=message.return_generation_logits,
-        return_hidden_states=message.return_hidden_states,
-        return_progress=message.return_progress,
         priority=message.priority if message.HasField("priority") else None,
-        adapter=None if adapter is None or adapter.table is not None else adapter,
-        prompt_table=table,
-        first_table_id=table_ids.start,
-        beam_search=decode_beams(message, best_of, n) if has_beams and best_of > 1 else None,
         user=message.user,
-        traceparent=message.traceparent,
         parsing=parsing,
+        prompt_table=table,
     )
+
+
+def _read_token_report(message: gateway_pb2.GenerateRequest) -> TokenReport:
+    """What is reported of each token; a message that asks for several gets the first of these."""
+    if message.return_hidden_states:
+        return TokenReport.HIDDEN_STATES
+    if message.return_context_logits:
+        return TokenReport.CONTEXT_LOGITS
+    return TokenReport.PROGRESS if message.return_progress else TokenReport.NONE
 
 
 async def read_text_or_chat(

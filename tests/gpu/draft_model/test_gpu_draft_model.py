@@ -57,7 +57,7 @@ def test_guesses_are_those_of_transformers(drafting: Drafting, temperature: floa
     for added in [([7], []), ([7, 8], [9]), ([1, 2, 3, 4], [5, 5, 5]), ([6], [6]), ([1] * 9, [])]:
         for sequence in sequences:
             guesses = drafting.step({sequence: added})
-            assert len(guesses[sequence.new.seq_id]) == NUM_TOKENS
+            assert len(guesses[sequence.seq_id]) == NUM_TOKENS
             drafting.check(guesses, [sequence])
         guesses = drafting.step({sequence: added for sequence in sequences})
         assert len(guesses) == len(sequences) < MAX_NUM_SEQS

@@ -101,7 +101,7 @@ def test_without_entries_a_request_has_no_tools_and_no_form(browser: webdriver.C
 
     [submit] = with_page(browser, tmp_path, ["Hi."], test)
     assert "<tools>" not in prompt_text(submit)
-    assert not submit.sampling.HasField("structured_output")
+    assert not submit.spec.sampling.HasField("structured_output")
 
 
 def test_a_call_is_shown_and_its_result_continues_the_conversation(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_an_answer_in_json_is_formatted_without_a_change_of_its_values(
         assert len(page.text_of(".answer .text")) < 200 * len(deep)
 
     submits = with_page(browser, tmp_path, [answer, deep], test)
-    assert all(submit.sampling.HasField("structured_output") for submit in submits)
+    assert all(submit.spec.sampling.HasField("structured_output") for submit in submits)
 
 
 def test_text_that_only_begins_like_json_stays_as_it_is(browser: webdriver.Chrome, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import uvloop
 
 from bench import core, end_to_end, serving
 from bench.load.dense_load import DenseLoad, DenseRequest, open_dense
-from services.pb import dense_pb2, sampling_pb2
+from services.pb import dense_pb2, sampling_pb2, sequence_pb2
 from tests.support.cluster import Cluster
 
 SECOND = 1_000_000_000
@@ -141,13 +141,13 @@ def test_a_gateway_that_leaves_in_mid_stream_does_not_end_the_dense_worker(clust
     pid = cluster.pid_of("dense_worker")
 
     async def leave(load: DenseLoad, stub_call: object) -> None:
-        submit = dense_pb2.Submit(
-            seq_id=(7 << 40) + id(stub_call) % 2**32,
+        spec = sequence_pb2.SequenceSpec(
             request_id="leaver",
             prompt_token_ids=[5, 6, 7],
             sampling=sampling_pb2.SamplingParams(temperature=0.0, seed=1),
             max_tokens=200,
         )
+        submit = dense_pb2.Submit(seq_id=(7 << 40) + id(stub_call) % 2**32, spec=spec)
         call = load._stub.Connect()
         await call.write(dense_pb2.GatewayMessage(submit=submit))
         await call.read()

@@ -109,4 +109,4 @@ def with_chat_model(tmp_path: Path, template: str, answers: list[str], test: Tes
 
 def prompt_text(submit: dense_pb2.Submit) -> str:
     """The prompt that a template made."""
-    return TOKENIZER.decode(list(submit.prompt_token_ids), skip_special_tokens=False)
+    return TOKENIZER.decode(list(submit.spec.prompt_token_ids), skip_special_tokens=False)

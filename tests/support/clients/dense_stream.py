@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
+from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
 
 TIMEOUT_S = 60.0
 EOS = 2  # of the embedded model
@@ -24,17 +24,22 @@ class ReceivedSequence:
 
 
 def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -> dense_pb2.Submit:
-    """A greedy request that ends at `max_tokens` or EOS. `options` are fields of `SamplingParams` or `Submit`."""
+    """A greedy request that ends at `max_tokens` or EOS.
+
+    `options` are fields of `SamplingParams`, `SequenceSpec` or `Submit`; `token_report` is one of both.
+    """
     names = set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     sampling = {"temperature": 0.0, "seed": 1} | {name: options.pop(name) for name in names & options.keys()}
-    return dense_pb2.Submit(
-        seq_id=seq_id,
+    own = {name: options.pop(name) for name in dense_pb2.Submit.DESCRIPTOR.fields_by_name.keys() & options.keys()}
+    spec = sequence_pb2.SequenceSpec(
         request_id=f"test-{seq_id}",
         prompt_token_ids=prompt,
         sampling=sampling_pb2.SamplingParams(**sampling),
         max_tokens=max_tokens,
+        token_report=own.get("token_report"),
         **{"stop_token_ids": [EOS]} | options,
     )
+    return dense_pb2.Submit(seq_id=seq_id, spec=spec, **own)
 
 
 def stream_steps(

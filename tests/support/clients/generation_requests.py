@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from services.common.sampling_params import SamplingParams
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from services.gateway.request.generation_request import GenerationRequest
+from services.step import SequenceSpec
+
+_SHOWN = ("num_logprobs", "priority")  # what the client named, and what the dense worker gets
+_SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
 
 
-def make_request(request_id: str = "r", **fields: Any) -> GenerationRequest:
-    """A plain request for one answer of at most 10 tokens; `fields` override its fields."""
-    defaults: dict[str, Any] = {
-        "prompt_token_ids": [1, 2],
-        "sampling": SamplingParams(),
-        "max_tokens": 10,
+def make_request(request_id: str = "r", max_tokens: int = 10, **options: Any) -> GenerationRequest:
+    """A plain request for one answer; `options` override fields of it or of its spec. 0 tokens: for the prompt only."""
+    asked = {name: options.pop(name) for name in list(options) if name in _SPEC_FIELDS and name not in _SHOWN}
+    shown = {name: options[name] for name in _SHOWN if options.get(name) is not None}
+    defaults = {"prompt_token_ids": [1, 2], "sampling": SamplingParams(), **shown}
+    spec = SequenceSpec(request_id=request_id, max_tokens=max(1, max_tokens), **{**defaults, **asked})
+    own: dict[str, Any] = {
+        "wants_output": max_tokens > 0,
         "stop": (),
-        "stop_token_ids": (),
         "include_stop_str_in_output": False,
         "skip_special_tokens": True,
-        "cache_salt": "",
         "n": 1,
         "best_of": 1,
         "num_logprobs": None,
-        "num_prompt_logprobs": None,
         "prompt_text": None,
         "echo": False,
         "priority": None,
         "user": "",
     }
-    return GenerationRequest(request_id=request_id, **{**defaults, **fields})
+    return GenerationRequest(spec, **{**own, **options})
 
 
 def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:

@@ -26,7 +26,7 @@ class KnownAnswers(EagerDrafts):
         self._answers = {tuple(prompt): answer for prompt, answer in pairs}
 
     def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
-        answer = self._answers.get(tuple(sequence.prompt_token_ids), [])
+        answer = self._answers.get(tuple(sequence.spec.prompt_token_ids), [])
         first = len(sequence.output_token_ids)
         drafts = answer[first : first + min(NUM_DRAFTS, max_num_tokens)]
         return [token + (index % ONE_WRONG_IN == 0) for index, token in enumerate(drafts, start=first)]

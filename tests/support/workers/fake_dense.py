@@ -124,8 +124,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         output = dense_pb2.StepOutput()
         for seq_id, sequence in list(running.items()):
             submit = sequence.submit
-            if submit.request_id in self.errors:
-                code, message = self.errors[submit.request_id]
+            if submit.spec.request_id in self.errors:
+                code, message = self.errors[submit.spec.request_id]
                 output.ended.add(
                     seq_id=seq_id,
                     reason=dense_pb2.SequenceEnd.ERROR,
@@ -137,8 +137,9 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             if not sequence.is_started:
                 sequence.is_started = True
                 output.started.add(seq_id=seq_id, num_cached_tokens=self.num_cached_tokens)
-                if submit.HasField("num_prompt_logprobs"):
-                    tokens = [_logprobs(token_id, submit.num_prompt_logprobs) for token_id in submit.prompt_token_ids]
+                if submit.spec.HasField("num_prompt_logprobs"):
+                    spec = submit.spec
+                    tokens = [_logprobs(token_id, spec.num_prompt_logprobs) for token_id in spec.prompt_token_ids]
                     output.prompt_logprobs.add(seq_id=seq_id, start=1, tokens=tokens[1:])
             if sequence.num_output_tokens == len(sequence.token_ids):
                 continue
@@ -146,12 +147,12 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             sequence.num_output_tokens += 1
             output.seq_ids.append(seq_id)
             output.token_ids.append(token_id)
-            if submit.HasField("num_logprobs"):
-                output.logprobs.add(seq_id=seq_id, token=_logprobs(token_id, submit.num_logprobs))
+            if submit.spec.HasField("num_logprobs"):
+                output.logprobs.add(seq_id=seq_id, token=_logprobs(token_id, submit.spec.num_logprobs))
             reason = None
-            if token_id in submit.stop_token_ids:
+            if token_id in submit.spec.stop_token_ids:
                 reason = dense_pb2.SequenceEnd.STOP
-            elif sequence.num_output_tokens == submit.max_tokens:
+            elif sequence.num_output_tokens == submit.spec.max_tokens:
                 reason = dense_pb2.SequenceEnd.LENGTH
             if reason is not None:
                 output.ended.add(seq_id=seq_id, reason=reason)

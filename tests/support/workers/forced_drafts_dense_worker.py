@@ -30,7 +30,7 @@ class ForcedDrafts(EagerDrafts):
             self._sequence = sequence
             self._read()
         first = len(sequence.output_token_ids)
-        answer = self._answers.get(tuple(sequence.prompt_token_ids), [])
+        answer = self._answers.get(tuple(sequence.spec.prompt_token_ids), [])
         drafts = answer[first : first + min(self._num_drafts, max_num_tokens)]
         self._due += self._acceptance
         is_right = self._due >= 1.0

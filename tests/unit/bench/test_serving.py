@@ -237,7 +237,7 @@ def recompute(requests: list[dict[str, Any]]) -> dict[str, str]:
 @over_both
 def test_printed_figures_follow_from_the_saved_timestamps(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
-        dense = FakeDense(lambda submit: [5] * submit.max_tokens, step_s=0.001, vocab_size=500)
+        dense = FakeDense(lambda submit: [5] * submit.spec.max_tokens, step_s=0.001, vocab_size=500)
         file = tmp_path / "run.json"
         async with running_gateway(tmp_path, dense) as gateway:
             lengths = "--num-prompts 12 --input-len 30 --output-len 8"
@@ -257,14 +257,15 @@ def test_printed_figures_follow_from_the_saved_timestamps(protocol: str, tmp_pat
         assert {"date", "commit", "versions", "figures", "client"} <= saved.keys()
 
         assert len(dense.submits) == 12 + 3
-        assert all(15 <= len(submit.prompt_token_ids) <= 45 for submit in dense.submits)
-        assert all(4 <= submit.max_tokens <= 12 for submit in dense.submits)
-        assert all(not submit.stop_token_ids for submit in dense.submits), "EOS must be ignored"
-        assert len({submit.cache_salt for submit in dense.submits}) == 2, "warm-up and run must not share prefixes"
-        assert {submit.request_id.rpartition("-")[2] for submit in dense.submits[3:]} == {str(i) for i in range(12)}
-        wanted = sorted(submit.max_tokens for submit in dense.submits[3:])
+        assert all(15 <= len(submit.spec.prompt_token_ids) <= 45 for submit in dense.submits)
+        assert all(4 <= submit.spec.max_tokens <= 12 for submit in dense.submits)
+        assert all(not submit.spec.stop_token_ids for submit in dense.submits), "EOS must be ignored"
+        assert len({submit.spec.cache_salt for submit in dense.submits}) == 2, "warm-up and run must not share prefixes"
+        numbers = {submit.spec.request_id.rpartition("-")[2] for submit in dense.submits[3:]}
+        assert numbers == {str(i) for i in range(12)}
+        wanted = sorted(submit.spec.max_tokens for submit in dense.submits[3:])
         assert wanted == sorted(sum(request["chunk_num_tokens"]) for request in saved["requests"])
-        sent = sorted(len(submit.prompt_token_ids) for submit in dense.submits[3:])
+        sent = sorted(len(submit.spec.prompt_token_ids) for submit in dense.submits[3:])
         assert sent == sorted(request["num_prompt_tokens"] for request in saved["requests"])
 
     run(test())
@@ -273,7 +274,7 @@ def test_printed_figures_follow_from_the_saved_timestamps(protocol: str, tmp_pat
 @over_both
 def test_failures_are_counted_with_the_first_error_and_the_exit_status(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
-        dense = FakeDense(lambda submit: [5] * submit.max_tokens)
+        dense = FakeDense(lambda submit: [5] * submit.spec.max_tokens)
         async with running_gateway(tmp_path, dense) as gateway:
             dense.errors = _RefuseFourth()
             process = ServiceProcess(
@@ -292,7 +293,7 @@ def test_failures_are_counted_with_the_first_error_and_the_exit_status(protocol:
 @over_both
 def test_a_failed_warm_up_ends_the_program_before_the_run(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
-        dense = FakeDense(lambda submit: [5] * submit.max_tokens)
+        dense = FakeDense(lambda submit: [5] * submit.spec.max_tokens)
         dense.errors = _RefuseFourth()
         async with running_gateway(tmp_path, dense) as gateway:
             options = [*reaching(gateway, protocol), "--warmup=4", "--output-len=4"]

@@ -17,6 +17,7 @@ from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import record_first_tokens, record_started
 from services.dense_worker.metrics import DenseMetrics
+from tests.support.dense.sequences import new_sequence
 from tests.support.scrape import Row, read_table
 
 
@@ -26,7 +27,7 @@ def make_stats(**fields: Any) -> StepStats:
 
 
 def make_sequence(**fields: Any) -> Sequence:
-    return Sequence(1, "r", [5, 6, 7], SamplingParams(), max_tokens=9, **fields)
+    return new_sequence(1, "r", [5, 6, 7], SamplingParams(), max_tokens=9, **fields)
 
 
 @pytest.fixture

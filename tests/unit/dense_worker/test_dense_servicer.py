@@ -114,9 +114,10 @@ def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> N
         servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
         stream = Stream(servicer)
         message = submit(1, [5, 6], 4)
-        message.beam_search.num_beams = message.beam_search.num_answers = 2
-        message.beam_search.options.early_stopping = sampling_pb2.EARLY_STOPPING_NEVER
-        message.beam_search.beams.add(token_ids=[50])
+        asked = message.spec.beam_search
+        asked.num_beams = asked.num_answers = 2
+        asked.options.early_stopping = sampling_pb2.EARLY_STOPPING_NEVER
+        message.search.beams.add(token_ids=[50])
         stream.send(message)
         [end] = (await stream.next).ended
         assert (end.seq_id, end.reason) == (1, dense_pb2.SequenceEnd.ERROR)
@@ -138,11 +139,12 @@ def test_sequences_with_tokens_or_beams_count_as_recovered() -> None:
         servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
         stream = Stream(servicer)
         search = submit(1, [5, 6], 4)
-        search.beam_search.num_beams = search.beam_search.num_answers = 2
-        search.beam_search.options.early_stopping = sampling_pb2.EARLY_STOPPING_NEVER
+        asked = search.spec.beam_search
+        asked.num_beams = asked.num_answers = 2
+        asked.options.early_stopping = sampling_pb2.EARLY_STOPPING_NEVER
         again = dense_pb2.Submit.FromString(search.SerializeToString())
         again.seq_id = 5
-        again.beam_search.beams.add(token_ids=[7])
+        again.search.beams.add(token_ids=[7])
         for message in (search, again):
             stream.send(message)
             await submitted.get()

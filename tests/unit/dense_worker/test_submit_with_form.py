@@ -21,6 +21,7 @@ from services.pb import dense_pb2, sampling_pb2
 from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
 from tests.support.clients.dense_stream import submit
+from tests.support.dense.sequences import new_sequence
 from tests.support.running_gateway import until
 
 TIMEOUT_S = 60.0
@@ -145,7 +146,7 @@ def test_the_beams_of_a_search_are_read_outside_of_the_event_loop(monkeypatch: p
     async def test(front: Front) -> None:
         started, may_end, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
-        def slow(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int) -> None:
+        def slow(sequence: Sequence, message: dense_pb2.BeamProgress, vocab_size: int) -> None:
             threads.append(threading.current_thread())
             started.set()
             assert may_end.wait(TIMEOUT_S)
@@ -154,8 +155,9 @@ def test_the_beams_of_a_search_are_read_outside_of_the_event_loop(monkeypatch: p
         monkeypatch.setattr(servicer, "add_beams", slow)
         options = {"early_stopping": "EARLY_STOPPING_NEVER"}
         beams = [dense_pb2.Beam(token_ids=[token_id]) for token_id in (7, 8)]
-        search = dense_pb2.BeamSearch(num_beams=2, num_answers=2, options=options, beams=beams)
-        await front.send(submit=submit(1, [5, 6], 4, beam_search=search))
+        options = {"num_beams": 2, "num_answers": 2, "options": options}
+        search = dense_pb2.BeamProgress(beams=beams)
+        await front.send(submit=submit(1, [5, 6], 4, beam_search=options, search=search))
         await front.send(submit=submit(2, [5, 6], 4))
         assert await asyncio.to_thread(started.wait, TIMEOUT_S) and front.submitted == [2]
         may_end.set()
@@ -169,10 +171,9 @@ def test_the_beams_of_a_search_are_read_outside_of_the_event_loop(monkeypatch: p
 def test_beams_that_no_search_has_fail_their_sequence_alone() -> None:
     async def test(front: Front) -> None:
         beams = [dense_pb2.Beam(token_ids=[7] * length) for length in (1, 2)]
-        search = dense_pb2.BeamSearch(
-            num_beams=2, num_answers=2, options={"early_stopping": "EARLY_STOPPING_NEVER"}, beams=beams
-        )
-        await front.send(submit=submit(1, [5, 6], 4, beam_search=search))
+        options = {"num_beams": 2, "num_answers": 2, "options": {"early_stopping": "EARLY_STOPPING_NEVER"}}
+        search = dense_pb2.BeamProgress(beams=beams)
+        await front.send(submit=submit(1, [5, 6], 4, beam_search=options, search=search))
         [end] = (await front.next).ended
         front.next = asyncio.create_task(anext(front.outputs))
         assert (end.seq_id, end.reason) == (1, dense_pb2.SequenceEnd.ERROR) and "[1, 2] tokens" in end.message
@@ -183,7 +184,7 @@ def test_beams_that_no_search_has_fail_their_sequence_alone() -> None:
 
 
 def sequence(max_tokens: int) -> Sequence:
-    return Sequence(1, "r", [5], Mock(), max_tokens, stop_token_ids=frozenset([2]))
+    return new_sequence(1, "r", [5], Mock(), max_tokens, stop_token_ids=frozenset([2]))
 
 
 def test_a_form_that_ends_with_the_last_allowed_token_is_complete() -> None:

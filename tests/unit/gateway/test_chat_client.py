@@ -48,9 +48,9 @@ def test_a_prompt_prints_only_its_continuation(tmp_path: Path) -> None:
             client = start("--address", gateway.address, "--prompt", "San_Francisco is a", *flags)
             assert await client.outcome() == (0, answer + "\n", "")
             [submit] = dense.submits
-            assert submit.prompt_token_ids == REFERENCE("San_Francisco is a")["input_ids"]
-            assert submit.sampling.temperature == 0
-            assert submit.sampling.seed == 5
+            assert submit.spec.prompt_token_ids == REFERENCE("San_Francisco is a")["input_ids"]
+            assert submit.spec.sampling.temperature == 0
+            assert submit.spec.sampling.seed == 5
 
     run(test())
 
@@ -62,7 +62,7 @@ def test_a_prompt_can_be_a_message_of_a_chat(tmp_path: Path) -> None:
             chat = ["--chat", "--system", "Be brief.", "--prompt", "Hello"]
             client = start("--address", gateway.address, *chat)
             assert await client.outcome() == (0, "Hi.\n", "")
-            assert dense.submits[0].prompt_token_ids == chat_ids(("system", "Be brief."), ("user", "Hello"))
+            assert dense.submits[0].spec.prompt_token_ids == chat_ids(("system", "Be brief."), ("user", "Hello"))
 
     run(test())
 
@@ -160,7 +160,7 @@ def test_a_conversation_remembers_until_it_is_reset(tmp_path: Path) -> None:
             assert (status, stderr) == (0, "")
             assert [f"Answer {i}." in stdout for i in (1, 2, 3, 4)] == [True, True, True, False]
             opening = ("system", "Be brief.")
-            assert [list(submit.prompt_token_ids) for submit in dense.submits] == [
+            assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == [
                 chat_ids(opening, ("user", "One?")),
                 chat_ids(opening, ("user", "One?"), ("assistant", "Answer 1."), ("user", "Two?")),
                 chat_ids(opening, ("user", "Three?")),
@@ -179,7 +179,7 @@ def test_a_refused_message_is_dropped_and_the_conversation_continues(tmp_path: P
             assert "maximum context length is 2048 tokens" in stderr
             assert stderr.count("\n") == 1
             assert "Yes." in stdout
-            assert [list(submit.prompt_token_ids) for submit in dense.submits] == [chat_ids(("user", "Short?"))]
+            assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == [chat_ids(("user", "Short?"))]
 
     dense = FakeDense(lambda submit: [*ids("Yes."), REFERENCE.eos_token_id])
     run(test())
@@ -201,7 +201,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tmp_path: Path) -> N
             status, stdout, stderr = await client.outcome("Stop?\n")
             assert (status, stderr) == (0, "")
             assert "Done." in stdout
-            assert dense.submits[1].prompt_token_ids == chat_ids(
+            assert dense.submits[1].spec.prompt_token_ids == chat_ids(
                 ("user", "Tell me a story"), ("assistant", "Once upon"), ("user", "Stop?")
             )
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter
-from services.pb import attn_pb2, step_pb2
+from services.pb import attn_pb2, sequence_pb2, step_pb2
 from services.step import (
     Fork,
     NewSequence,
     PlanAccepted,
     PlanEntries,
     PlanEntry,
+    PromptTableRef,
     SequenceOpened,
+    SequenceSpec,
     StepPlan,
     TokenColumns,
+    TokenReport,
 )
 from services.step.codec import decode_answer, decode_plan, encode_accepted, encode_opened, encode_plan
+from services.step.sequence_spec import decode_spec, encode_spec
 
 SEQ_IDS = st.integers(0, 2**64 - 1)
 COUNTS = st.integers(0, 2**31)
@@ -41,17 +48,33 @@ NEW_SEQUENCES = st.builds(
     request_id=st.text(max_size=5),
     token_ids=TOKENS,
     num_prompt_tokens=COUNTS,
+    prefix_key=st.binary(max_size=5),
+    ignores_prefix_cache=st.booleans(),
+    traceparent=st.text(max_size=5),
+)
+SPEC_FIELDS = dict(
+    request_id=st.text(max_size=5),
+    prompt_token_ids=TOKENS.map(list),
     sampling=st.builds(SamplingParams, temperature=st.floats(0, 2), seed=SEQ_IDS, top_k=st.none() | st.integers(1, 9)),
+    max_tokens=COUNTS,
     stop_token_ids=TOKENS,
+    cache_salt=st.text(max_size=5),
     num_logprobs=st.none() | st.integers(0, 20),
     num_prompt_logprobs=st.none() | st.integers(0, 20),
-    cache_salt=st.text(max_size=5),
+    token_report=st.sampled_from(TokenReport),
+    return_generation_logits=st.booleans(),
+    priority=st.integers(-100, 100),
+    tenant=SEQ_IDS,
+    client=SEQ_IDS,
     traceparent=st.text(max_size=5),
-    has_chosen_tokens=st.booleans(),
     adapter=st.none()
     | st.builds(Adapter, st.text(max_size=5), st.text("0af", min_size=1, max_size=5), st.text(max_size=5)),
-    prompt_table_hash=st.text("0af", max_size=5),
+    prompt_table=st.none()
+    | st.builds(PromptTableRef, st.text("0af", min_size=1, max_size=5), COUNTS, COUNTS, st.text(max_size=5), COUNTS),
+    beam_search=st.none()
+    | st.builds(BeamSearchOptions, COUNTS, COUNTS, st.floats(-10, 10), st.sampled_from(EarlyStopping)),
 )
+SPECS = st.builds(SequenceSpec, **SPEC_FIELDS)
 PLANS = st.builds(
     StepPlan,
     step_id=SEQ_IDS,
@@ -69,6 +92,18 @@ PLANS = st.builds(
 def test_a_plan_survives_the_wire(plan: StepPlan) -> None:
     data = encode_plan(plan).SerializeToString()
     assert decode_plan(step_pb2.StepPlan.FromString(data)) == plan
+
+
+def test_a_spec_and_its_message_have_the_same_fields() -> None:
+    names = {field.name for field in fields(SequenceSpec)}
+    assert names == set(sequence_pb2.SequenceSpec.DESCRIPTOR.fields_by_name)
+    assert names == SPEC_FIELDS.keys(), "the next test tries them all"
+
+
+@given(SPECS)
+def test_what_was_asked_for_survives_the_wire(spec: SequenceSpec) -> None:
+    data = encode_spec(spec).SerializeToString()
+    assert decode_spec(sequence_pb2.SequenceSpec.FromString(data)) == spec
 
 
 @given(SEQ_IDS, st.lists(COUNTS, min_size=4, max_size=4), st.none() | st.text(max_size=9))

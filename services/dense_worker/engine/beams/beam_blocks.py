@@ -46,7 +46,7 @@ def check_beams(sequence: Sequence, ledger: BlockLedger, limits: SchedulerLimits
     if num_blocks > most:
         raise InvalidRequest(
             f"{sequence.num_beams} beams with a prompt of {sequence.num_prompt_tokens} tokens and max_tokens "
-            f"{sequence.max_tokens} may need {num_blocks} KV cache blocks, a search may have {most} of "
+            f"{sequence.spec.max_tokens} may need {num_blocks} KV cache blocks, a search may have {most} of "
             f"{ledger.num_blocks}",
             "max_tokens",
         )

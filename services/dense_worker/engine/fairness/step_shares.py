@@ -70,7 +70,7 @@ def divide_prefills(
     num_planned = num_planned.copy()
     by_priority = defaultdict[int, list[Prefill]](list)
     for prefill in prefills:
-        by_priority[prefill[0].priority].append(prefill)
+        by_priority[prefill[0].spec.priority].append(prefill)
     shares = Counter[Sequence]()
     for group in by_priority.values():
         num_left = _shares_of_clients(group, num_planned, num_tokens)
@@ -89,7 +89,7 @@ def _shares_of_clients(prefills: list[Prefill], num_planned: Counter[Client], nu
     clients = defaultdict[int, dict[Client, None]](dict)  # by tenant
     for sequence, num_remaining in prefills:
         wishes[client_of(sequence)] += num_remaining
-        clients[sequence.tenant][client_of(sequence)] = None
+        clients[sequence.spec.tenant][client_of(sequence)] = None
     of_tenant = Counter[int]()
     for (tenant, _), count in num_planned.items():
         of_tenant[tenant] += count
@@ -140,7 +140,7 @@ def count_rows(sequences: Iterable[Sequence]) -> Counter[Client]:
 
 def client_of(sequence: Sequence) -> Client:
     """The client of a sequence, over all priorities."""
-    return sequence.tenant, sequence.client
+    return sequence.spec.tenant, sequence.spec.client
 
 
 def _fill_up(levels: SequenceOf[int], wishes: SequenceOf[int], line: int) -> list[int]:

@@ -34,21 +34,21 @@ class Holdings:
         for (tenant, _), count in self._of_client.items():
             self._of_tenant[tenant] += count
         for sequence in holders:
-            self._of_tenant[sequence.tenant] += size(sequence)
+            self._of_tenant[sequence.spec.tenant] += size(sequence)
             self._of_client[client_of(sequence)] += size(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes away what a sequence holds."""
-        self._of_tenant[sequence.tenant] -= self._size(sequence)
+        self._of_tenant[sequence.spec.tenant] -= self._size(sequence)
         self._of_client[client_of(sequence)] -= self._size(sequence)
 
     def of(self, sequence: Sequence) -> tuple[int, int]:
         """What the tenant and the client of a sequence hold."""
-        return self._of_tenant[sequence.tenant], self._of_client[client_of(sequence)]
+        return self._of_tenant[sequence.spec.tenant], self._of_client[client_of(sequence)]
 
     def may_take(self, newcomer: Sequence, amount: int, victim: Sequence) -> bool:
         """Whether the newcomer's side has a right to this exchange. Sides are tenants, or clients of one tenant."""
-        level = 1 if newcomer.tenant == victim.tenant else 0
+        level = 1 if newcomer.spec.tenant == victim.spec.tenant else 0
         return self.of(victim)[level] - self._size(victim) >= _claim(self.of(newcomer)[level], amount)
 
     def may_be_poor(self, newcomer: Sequence, amount: int) -> bool:
@@ -109,7 +109,7 @@ def _victims_of(
     """The sequences to preempt so that there are so many more blocks and places; empty without a right to them."""
     holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
     places, blocks = Holdings(holders, held_places), Holdings(holders, held_blocks)
-    candidates = [each for each in reversed(session.running[1:]) if each.priority >= newcomer.priority]
+    candidates = [each for each in reversed(session.running[1:]) if each.spec.priority >= newcomer.spec.priority]
     victims: list[Sequence] = []
     while num_missing_places > 0 or num_missing > 0:
         holdings, amount = (places, newcomer.num_beams) if num_missing_places > 0 else (blocks, num_blocks)

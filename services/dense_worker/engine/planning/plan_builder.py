@@ -79,7 +79,7 @@ class PlanBuilder:
         """Forks a sequence from a sibling, and adds an entry for the last token of its prompt."""
         position = sequence.num_computed_tokens
         self.forks.append(Fork(source.seq_id, sequence.seq_id, position))
-        self.chosen.append((sequence.seq_id, sequence.prompt_token_ids[position]))
+        self.chosen.append((sequence.seq_id, sequence.spec.prompt_token_ids[position]))
         self.seq_ids.add(source.seq_id)
         self.add(sequence, 1, (), 1, num_blocks, has_dropped)
 

@@ -74,7 +74,7 @@ def _may_join(sequence: Sequence, session: Session) -> bool:
     return (
         sequence.num_prompt_tokens > 1
         and not sequence.output_token_ids
-        and sequence.num_prompt_logprobs is None
+        and not sequence.reports_prompt_logprobs
         and not sequence.token_report
         and not sequence.is_suspect
         and sequence.seq_id not in session.held_blocks

@@ -45,7 +45,7 @@ class AnswerHistory:
         chunks = self._chunks.setdefault(owner, deque())
         self._chunks.move_to_end(owner)
         self._num_tokens -= _size(chunks)
-        text = [*sequence.prompt_token_ids[-self._lengths[-1] :], *sequence.output_token_ids]
+        text = [*sequence.spec.prompt_token_ids[-self._lengths[-1] :], *sequence.output_token_ids]
         text = [*text[1 - CHUNK_TOKENS :], SEPARATOR]
         if not chunks or len(chunks[-1].tokens) + len(text) > CHUNK_TOKENS:
             chunks.append(NgramIndex(self._lengths))
@@ -60,7 +60,7 @@ class AnswerHistory:
 
 
 def _owner_of(sequence: Sequence) -> _Owner:
-    return sequence.tenant, 0 if sequence.tenant else sequence.client, sequence.cache_salt
+    return sequence.spec.tenant, 0 if sequence.spec.tenant else sequence.spec.client, sequence.spec.cache_salt
 
 
 def _size(chunks: deque[NgramIndex] | list[NgramIndex]) -> int:

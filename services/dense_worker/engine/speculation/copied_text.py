@@ -23,7 +23,7 @@ class CopiedText:
     def make_predictor(self, sequence: Sequence) -> Predictor:
         """Looks for the end of the sequence in its text, and in the answers that it may copy from."""
         earlier = [] if self._history is None else self._history.find(sequence)
-        return Predictor(self._lengths, self._acceptance.begin(), sequence.prompt_token_ids, earlier)
+        return Predictor(self._lengths, self._acceptance.begin(), sequence.spec.prompt_token_ids, earlier)
 
     def wanted_guesses(self, predictors: SequenceOf[HeadPredictor], is_held_back: bool) -> int:
         """No heads are needed."""

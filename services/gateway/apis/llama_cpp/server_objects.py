@@ -55,7 +55,7 @@ def server_slots(service: RequestService, caller: str) -> list[Slot]:
 
 
 def _details(entry: JournalEntry) -> Slot:
-    request, used, num_tokens = entry.request, entry.sampling, len(entry.output_token_ids)
+    request, used, num_tokens = entry.request, entry.spec.sampling, len(entry.output_token_ids)
     return {
         "params": {
             "n_predict": request.max_tokens,
@@ -70,7 +70,7 @@ def _details(entry: JournalEntry) -> Slot:
             "frequency_penalty": used.frequency_penalty,
             "n_probs": request.num_logprobs or 0,
         },
-        "n_prompt_tokens": len(request.prompt_token_ids),
+        "n_prompt_tokens": len(request.spec.prompt_token_ids),
         "next_token": {
             "has_next_token": True,
             "n_remain": request.max_tokens - num_tokens,

@@ -154,7 +154,7 @@ class Answer(Response):
                 _check_can_stream(message)
         with client_field_names(self._format.param_names):
             await generations.start(self._service, self._messages, caller)
-        await self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
+        await self._format.begin([generation.request.spec.prompt_token_ids for generation in generations.running])
 
     async def _send_events(
         self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations

@@ -33,13 +33,13 @@ class Answers:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._pad_id = int(rows[0].get("pad_id", pad_id))
-        self._prompts: Sequence[list[int]] = ()
+        self._prompts: Sequence[Sequence[int]] = ()
         self._prompt_texts: list[str] = []
         self._cum_logprobs: defaultdict[tuple[int, int], float] = defaultdict(float)
 
     async def begin(self, requests: Sequence[GenerationRequest], *, is_stream: bool) -> None:
         """Takes the prompt of each row. Pieces of a stream never include the prompt."""
-        self._prompts = [each.prompt_token_ids for each in requests]
+        self._prompts = [each.spec.prompt_token_ids for each in requests]
         self._has_prompts = not is_stream
         if self._has_prompts and self._is_text:
             self._prompt_texts = [await self._tokenizer.write_text(each.text_token_ids, True) for each in requests]

@@ -28,8 +28,9 @@ from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
-from services.step import NewSequence, PlanEntry
+from services.step import PlanEntry
 from tests.support.dense.family_models import VARIANTS, make_family_model
+from tests.support.dense.sequences import make_known
 from tests.support.dense.without_cuda import EagerGraphs
 from tests.support.examples import examples
 from tests.support.models import make_model_dir
@@ -84,8 +85,8 @@ class Drafting:
 
     def open(self, token_ids: list[int], sampling: SamplingParams = GREEDY, **options: Any) -> KnownSequence:
         self._num_opened += 1
-        new = NewSequence(self._num_opened, "r", tuple(token_ids), len(token_ids), sampling, **options)
-        sequence = KnownSequence(new, list(token_ids), slot=self._free_slots.pop())
+        slot = self._free_slots.pop()
+        sequence = make_known(self._num_opened, token_ids, len(token_ids), sampling, slot=slot, **options)
         self._sampler.add(sequence.slot, sampling, token_ids, [], ())
         return sequence
 
@@ -116,7 +117,7 @@ class Drafting:
             drafts = (*right[:-1], *wrong)
             num_known = len(sequence.token_ids)
             entries.append(
-                PlanEntry(sequence.new.seq_id, num_known - 1, 1 + len(drafts), 1 + len(drafts), tuple(drafts))
+                PlanEntry(sequence.seq_id, num_known - 1, 1 + len(drafts), 1 + len(drafts), tuple(drafts))
             )
             sampled += [*right, *((token + 1) % VOCAB for token in wrong)]  # what follows a wrong draft means nothing
         on_device = upload(np.array(sampled), self._device)
@@ -124,8 +125,8 @@ class Drafting:
 
     def check(self, guesses: dict[int, tuple[int, ...]], sequences: list[KnownSequence]) -> None:
         for sequence in sequences:
-            if found := guesses.get(sequence.new.seq_id):
-                assert found == continued(self._path, sequence.token_ids, len(found), sequence.new.sampling)
+            if found := guesses.get(sequence.seq_id):
+                assert found == continued(self._path, sequence.token_ids, len(found), sequence.spec.sampling)
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_drawn_guesses_have_the_noise_of_the_served_model(drafting: Drafting) ->
     for _ in range(3):
         guesses = drafting.step({each: ([8], [3]) for each in sequences})
         drafting.check(guesses, sequences)
-    assert len({guesses[each.new.seq_id] for each in sequences}) == 3
+    assert len({guesses[each.seq_id] for each in sequences}) == 3
 
 
 def test_a_long_text_is_computed_in_parts(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:

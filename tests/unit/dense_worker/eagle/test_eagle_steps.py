@@ -25,8 +25,9 @@ from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.guesses import Guessing
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
-from services.step import Fork, NewSequence, PlanEntries, PlanEntry, StepPlan, StepResult
+from services.step import Fork, PlanEntries, PlanEntry, StepPlan, StepResult
 from tests.support.dense.eagle_head import config_of, random_head, write_head
+from tests.support.dense.sequences import make_known
 from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
 from tests.unit.dense_worker.draft_model.test_guessing_model import CPU, GREEDY, continued
@@ -110,7 +111,7 @@ class Server:
 
     def open(self, seq_id: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> None:
         self.prompts[seq_id], self.texts[seq_id] = (prompt, sampling), list(prompt)
-        self.runner.open(NewSequence(seq_id, f"r{seq_id}", tuple(prompt), len(prompt), sampling))
+        self.runner.open(make_known(seq_id, tuple(prompt), len(prompt), sampling))
 
     def launch(self, *entries: PlanEntry, num_guesses: int = 0, **options: Any) -> Any:
         self._num_steps += 1
@@ -217,7 +218,7 @@ def test_a_cached_prefix_and_a_lost_attachment(server: Server) -> None:
     result = server.step(PlanEntry(2, 4, 2, 1), server.decode(1), num_guesses=NUM_TOKENS)
     assert result.guesses == {2: server.expected(2, start=4), 1: server.expected(1)}
     server.runner.attach([server.channel])
-    server.runner.open(NewSequence(1, "r1", tuple(server.texts[1]), 6, GREEDY))
+    server.runner.open(make_known(1, tuple(server.texts[1]), 6, GREEDY))
     result = server.step(server.decode(1), num_guesses=NUM_TOKENS)
     assert result.guesses == {1: server.expected(1, start=len(server.texts[1]) - 2)}
     server.check_texts()

@@ -26,8 +26,9 @@ from services.dense_worker.runner.guesses import PendingGuesses
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
-from services.step import NewSequence, PlanEntry
+from services.step import PlanEntry
 from tests.support.dense.eagle_head import PlainHead, config_of, random_head, write_head
+from tests.support.dense.sequences import make_known
 from tests.support.examples import examples
 from tests.support.models import make_model_dir
 from tests.unit.dense_worker.draft_model.test_guessing_model import EagerDraftGraphs
@@ -80,8 +81,8 @@ class Drafting:
 
     def open(self, token_ids: list[int], sampling: SamplingParams = GREEDY, **options: Any) -> KnownSequence:
         self._num_opened += 1
-        new = NewSequence(self._num_opened, "r", tuple(token_ids), len(token_ids), sampling, **options)
-        sequence = KnownSequence(new, list(token_ids), slot=self._free_slots.pop())
+        slot = self._free_slots.pop()
+        sequence = make_known(self._num_opened, token_ids, len(token_ids), sampling, slot=slot, **options)
         self.sampler.add(sequence.slot, sampling, token_ids, [], ())
         return sequence
 
@@ -100,7 +101,7 @@ class Drafting:
             wrong = [(wrong[0] + 1) % VOCAB, *wrong[1:]]
         drafts = (*right[:-1], *wrong)
         num_known = len(sequence.token_ids) - position
-        entry = PlanEntry(sequence.new.seq_id, position, num_known + len(drafts), 1 + len(drafts), drafts)
+        entry = PlanEntry(sequence.seq_id, position, num_known + len(drafts), 1 + len(drafts), drafts)
         return entry, [*right, *((token + 1) % VOCAB for token in wrong)]
 
     def step(self, added: Added, num_tokens: int = NUM_TOKENS, **options: Any) -> dict[int, tuple[int, ...]]:
@@ -143,15 +144,15 @@ class Drafting:
 
     def prompt(self, sequence: KnownSequence, position: int, num_tokens: int) -> None:
         """A step with a part of a text, which samples nothing."""
-        self.run({sequence: (PlanEntry(sequence.new.seq_id, position, num_tokens, 0), [])}, None)
+        self.run({sequence: (PlanEntry(sequence.seq_id, position, num_tokens, 0), [])}, None)
 
     def expected(self, sequence: KnownSequence, num_tokens: int, start: int = 0) -> tuple[int, ...]:
-        sampling = sequence.new.sampling
+        sampling = sequence.spec.sampling
         options = (start, sampling.temperature, sampling.seed or 0)
         return self._head.guess(self._truth, sequence.token_ids, num_tokens, *options)
 
     def check(self, guesses: dict[int, tuple[int, ...]], starts: dict[KnownSequence, int]) -> None:
-        expected = {each.new.seq_id: self.expected(each, NUM_TOKENS, start) for each, start in starts.items()}
+        expected = {each.seq_id: self.expected(each, NUM_TOKENS, start) for each, start in starts.items()}
         assert guesses == expected
 
 
@@ -192,7 +193,7 @@ def test_all_steps_count_also_those_that_nobody_asks_for_guesses(drafting: Draft
     drafting.run({short: drafting.decode(short, [9], [], position=0)}, None)
     short.token_ids.append(9)
     for position in range(0, 120, 40):
-        part = PlanEntry(long.new.seq_id, position, 40, 0), []
+        part = PlanEntry(long.seq_id, position, 40, 0), []
         drafting.run({long: part, short: drafting.decode(short, [11], [])}, None)
         short.token_ids.append(11)
     drafting.prompt(long, 120, 10)

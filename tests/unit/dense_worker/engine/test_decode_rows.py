@@ -15,6 +15,7 @@ from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
+from tests.support.dense.sequences import ask
 from tests.unit.dense_worker.engine.fairness.test_fair_scheduler import SharedCluster
 from tests.unit.dense_worker.engine.test_scheduler import STOP_TOKEN, expected_output, make_sequence, new_session
 
@@ -44,8 +45,8 @@ class RecordedCluster(SharedCluster):
     def arrive_plain(self, prompt_len: int, max_tokens: int, can_stop: bool, client: int) -> Sequence:
         self.num_sequences += 1
         sequence = make_sequence(self.num_sequences, prompt_len, max_tokens, can_stop=can_stop)
-        sequence.client, sequence.arrival_s = client, float(self.num_sequences)
-        sequence.num_logprobs = None if self.has_rows else 0
+        sequence.arrival_s = float(self.num_sequences)
+        ask(sequence, client=client, num_logprobs=None if self.has_rows else 0)
         self.scheduler.add(sequence)
         return sequence
 
@@ -125,7 +126,7 @@ def test_more_sequences_than_slots_keep_the_order_of_the_queue() -> None:
 
 def test_a_row_that_has_left_or_gets_its_last_token_or_a_stop_token_may_end() -> None:
     sequences = [make_sequence(seq_id, 3, 9, can_stop=seq_id == 2) for seq_id in range(5)]
-    sequences[3].max_tokens = 2
+    ask(sequences[3], max_tokens=2)
     rows = rows_of(sequences)
     planned = rows.advance(rows.unfinished(), np.zeros(5, bool)).rows
     rows.leave(sequences[4])

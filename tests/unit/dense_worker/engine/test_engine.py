@@ -15,6 +15,7 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
+from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import (
     BAD,
     GOOD,
@@ -34,7 +35,7 @@ def test_a_token_of_a_failed_row_is_never_delivered(bad_step: int) -> None:
     attention = FakeAttention(bad_step)
     engine = started_engine(FakeRunner(), attention, reports, TIMEOUT_S)
     for seq_id in (GOOD, BAD):
-        engine.submit(Sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=6))
+        engine.submit(new_sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=6))
     num_tokens = {GOOD: 0, BAD: 0}
     ends: dict[int, FinishReason] = {}
     while len(ends) < 2:
@@ -72,7 +73,8 @@ def test_nothing_is_opened_after_a_suspect_before_its_token_can_get_away(
     reports = Reports()
     engine = started_engine(FakeRunner(), Attention(bad_step=0), reports, TIMEOUT_S)
     for seq_id in (1, 2, 3):
-        engine.submit(Sequence(seq_id, "", [5, 6], SamplingParams(), max_tokens=1, num_crashes=2 if seq_id < 3 else 0))
+        num_crashes = 2 if seq_id < 3 else 0
+        engine.submit(new_sequence(seq_id, "", [5, 6], SamplingParams(), max_tokens=1, num_crashes=num_crashes))
     num_ends = 0
     while num_ends < 3:
         num_ends += sum(output.finish_reason is not None for output in reports.get(timeout=TIMEOUT_S).outputs)
@@ -107,11 +109,11 @@ class SmallAttention(FakeAttention):
 
 
 def test_a_sequence_preempted_before_its_first_step_is_reported_as_started_once() -> None:
-    attention = SmallAttention(Sequence(2, "r2", [5] * 12, SamplingParams(), max_tokens=2))
+    attention = SmallAttention(new_sequence(2, "r2", [5] * 12, SamplingParams(), max_tokens=2))
     reports: queue.Queue[StepReport] = queue.Queue()
     limits = SchedulerLimits(4, 4, 64, 100, "max_utilization")
     engine = started_engine(FakeRunner(), attention, reports, TIMEOUT_S, limits, num_blocks=4)
-    engine.submit(Sequence(1, "r1", [5] * 4, SamplingParams(), max_tokens=2))
+    engine.submit(new_sequence(1, "r1", [5] * 4, SamplingParams(), max_tokens=2))
     started, ended = [], []
     while len(ended) < 2:
         report = reports.get(timeout=TIMEOUT_S)
@@ -126,10 +128,10 @@ def test_a_sequence_preempted_before_its_first_step_is_reported_as_started_once(
 def test_a_sequence_that_arrives_during_a_step_is_opened_before_the_step_ends() -> None:
     runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     runner.launched.get(timeout=TIMEOUT_S)
     assert attention.opened.get(timeout=TIMEOUT_S) == 1
-    engine.submit(Sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=4))
+    engine.submit(new_sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert attention.opened.get(timeout=TIMEOUT_S) == 2
     assert not runner.has_ended.is_set()
     runner.has_ended.set()
@@ -144,7 +146,7 @@ def test_an_opening_without_an_answer_counts_as_work_without_progress() -> None:
     attention = SilentAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
     assert engine.progress(num_layers=2) is None
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert attention.opened.get(timeout=TIMEOUT_S) == 1
     progress = engine.progress(num_layers=2)
     assert progress is not None and progress.waits_for == "attn_worker"

@@ -12,8 +12,8 @@ import pytest
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import AttachmentEnd
-from services.dense_worker.engine.sequence import Sequence
 from services.step import PlanAccepted, SequenceOpened, StepPlan
+from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import (
     DELAY_S,
     TIMEOUT_S,
@@ -47,7 +47,7 @@ def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
 def test_published_steps_are_delivered_before_the_engine_leaves() -> None:
     runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=20))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=20))
     for _ in range(2):
         runner.launched.get(timeout=TIMEOUT_S)
     engine.leave()
@@ -63,7 +63,7 @@ def test_published_steps_are_delivered_before_the_engine_leaves() -> None:
 def test_steps_lost_with_an_attachment_are_run_again_by_the_next() -> None:
     runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
     for _ in range(2):
         runner.launched.get(timeout=TIMEOUT_S)
     assert attention.attachment is not None
@@ -86,7 +86,7 @@ def test_an_ended_attachment_is_unmapped_before_the_next_one() -> None:
     attention.channel.abort = lambda: (actions.put("abort"), runner.has_ended.set())
     attention.channel.close = lambda: actions.put("close")
     engine = started_engine(runner, attention, queue.Queue(), TIMEOUT_S)
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
     for _ in range(2):
         runner.launched.get(timeout=TIMEOUT_S)
     assert attention.attachment is not None
@@ -101,7 +101,7 @@ def test_an_ended_attachment_is_unmapped_before_the_next_one() -> None:
 def test_a_step_that_never_ends_drops_the_attachment() -> None:
     attention = RecordingAttention()
     engine = started_engine(SlowRunner(), attention, queue.Queue(), timeout_s=0.05)
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
     engine.stop(TIMEOUT_S)
 
@@ -121,7 +121,7 @@ def test_a_step_that_never_ends_drops_the_attachment_of_a_busy_engine() -> None:
 
     attention = RecordingAttention()
     engine = started_engine(BusyRunner(), attention, queue.Queue(), timeout_s=0.05)
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
     engine.stop(TIMEOUT_S)
 
@@ -141,7 +141,7 @@ def test_an_error_that_is_never_reported_drops_the_attachment_of_a_busy_engine()
         num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
     )
     engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
-    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert "errors up to step 1 are not here after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
     engine.stop(TIMEOUT_S)
 
@@ -149,7 +149,7 @@ def test_an_error_that_is_never_reported_drops_the_attachment_of_a_busy_engine()
 def test_an_opening_without_an_answer_drops_the_attachment() -> None:
     attention = SilentAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
-    engine.submit(Sequence(0xAB, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    engine.submit(new_sequence(0xAB, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert attention.dropped.get(timeout=TIMEOUT_S) == "sequence ab has not been opened after 0.15 s"
     assert attention.opened.get(timeout=TIMEOUT_S) == 0xAB
     engine.on_attached(make_attachment(attention, 2))

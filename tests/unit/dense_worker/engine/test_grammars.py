@@ -24,6 +24,7 @@ from services.grammar.form_error import FormError
 from services.grammar.matcher import CREDIT_S, GrammarMatcher
 from services.grammar.vocabulary import Vocabulary
 from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary
+from tests.support.dense.sequences import ask, new_sequence
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
 
 def sequence(pattern: str, output: list[int] | None = None, stop: tuple[int, ...] = (EOS,)) -> Sequence:
     sampling = SamplingParams(structured_output=StructuredOutput(Constraint.REGEX, pattern))
-    return Sequence(1, "r", [5], sampling, 100, frozenset(stop), output_token_ids=output or [])
+    return new_sequence(1, "r", [5], sampling, 100, frozenset(stop), output_token_ids=output or [])
 
 
 MAX_STATES = 100
@@ -234,9 +235,9 @@ def test_clients_take_turns(grammars: Grammars, monkeypatch: pytest.MonkeyPatch)
     busy = [sequence(f"x{i}") for i in range(10)]
     other = [sequence(f"y{i}") for i in range(3)]
     for each in busy:
-        each.client = 1
+        ask(each, client=1)
     for each in other:
-        each.client = 2
+        ask(each, client=2)
     prepared(grammars, *busy, *other)
     # With two threads, two of the busy client's forms have begun before, and a third has asked before the others.
     assert order.index(("y", 0)) < order.index(("x", 5)), order

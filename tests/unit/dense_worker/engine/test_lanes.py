@@ -17,11 +17,12 @@ from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.progress import progress_of
 from services.dense_worker.engine.scheduler import Scheduler
-from services.dense_worker.engine.sequence import FinishReason, Sequence
+from services.dense_worker.engine.sequence import FinishReason
 from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_report import StepReport
 from services.rpc.watchdog import Progress
 from services.step import PlanEntry, StepPlan
+from tests.support.dense.sequences import new_sequence
 from tests.support.plans import plan_of
 from tests.support.scripted_attention import BAD, GOOD, LIMITS, TIMEOUT_S, FakeAttention, FakeRunner, FakeStep
 
@@ -90,7 +91,7 @@ def start_engine(
 def run_to_end(engine: Engine, reports: queue.Queue[StepReport], seq_ids: tuple[int, ...]) -> dict[int, FinishReason]:
     """Runs sequences of six tokens. Returns why they ended."""
     for seq_id in seq_ids:
-        engine.submit(Sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=6))
+        engine.submit(new_sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=6))
     ends: dict[int, FinishReason] = {}
     while len(ends) < len(seq_ids):
         report = reports.get(timeout=TIMEOUT_S)

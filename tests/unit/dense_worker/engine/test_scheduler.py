@@ -20,6 +20,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
 from services.step import PlanAccepted, RaggedTokens, StepPlan, StepResult
+from tests.support.dense.sequences import new_sequence
 from tests.support.examples import examples
 from tests.support.plans import make_plan, make_window_group
 
@@ -36,15 +37,15 @@ def next_token(seq_id: int, position: int) -> int:
 
 def expected_output(sequence: Sequence) -> list[int]:
     tokens: list[int] = []
-    while len(tokens) < sequence.max_tokens:
-        tokens.append(next_token(sequence.seq_id, len(sequence.prompt_token_ids) + len(tokens)))
-        if tokens[-1] in sequence.stop_token_ids:
+    while len(tokens) < sequence.spec.max_tokens:
+        tokens.append(next_token(sequence.seq_id, len(sequence.spec.prompt_token_ids) + len(tokens)))
+        if tokens[-1] in sequence.spec.stop_token_ids:
             break
     return tokens
 
 
 def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bool = False) -> Sequence:
-    return Sequence(
+    return new_sequence(
         seq_id=seq_id,
         request_id=f"r{seq_id}",
         prompt_token_ids=[position % 3 for position in range(prompt_len)],
@@ -336,7 +337,7 @@ def test_after_a_new_attachment_a_sequence_continues_with_its_blocks() -> None:
 def test_blocks_with_other_tokens_are_released_and_their_prefix_is_found_again() -> None:
     cluster = Cluster(num_blocks=8)
     sequence = make_sequence(1, 16, 8)
-    cluster.cache.open_sequence(1, [*sequence.prompt_token_ids, 9, 9, 9, 9], 16)
+    cluster.cache.open_sequence(1, [*sequence.spec.prompt_token_ids, 9, 9, 9, 9], 16)
     cluster.cache.plan_step(make_plan([(1, 20, 0)]))
     cluster.cache.commit_step()
     sequence.output_token_ids = expected_output(sequence)[:2]

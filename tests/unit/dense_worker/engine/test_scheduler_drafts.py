@@ -10,6 +10,7 @@ from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from tests.support.dense.eager_drafts import EagerDrafts
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
     WINDOWS,
@@ -119,7 +120,7 @@ def test_a_sequence_whose_logits_depend_on_previous_tokens_gets_no_drafts_beside
 ) -> None:
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3))
     sequences = [make_sequence(seq_id, 3, 12) for seq_id in (1, 2)]
-    sequences[0].sampling = sampling
+    ask(sequences[0], sampling=sampling)
     for sequence in sequences:
         cluster.scheduler.add(sequence)
     cluster.run_until_idle()
@@ -141,7 +142,7 @@ def test_a_sequence_whose_logits_depend_on_previous_tokens_gets_no_drafts_beside
 def test_other_options_have_drafts(sampling: SamplingParams) -> None:
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3))
     sequence = make_sequence(1, 3, 12)
-    sequence.sampling = sampling
+    ask(sequence, sampling=sampling)
     cluster.scheduler.add(sequence)
     cluster.run_until_idle()
     assert any(plan.entries.drafts for plan in cluster.plans)

@@ -78,7 +78,7 @@ class Cluster:
             return
         message = self._to_attention.popleft()
         if isinstance(message, Sequence):
-            token_ids = message.prompt_token_ids + message.output_token_ids
+            token_ids = message.spec.prompt_token_ids + message.output_token_ids
             result = self.cache.open_sequence(message.seq_id, token_ids, message.num_prompt_tokens)
             self._to_dense.append(describe_opened(message.seq_id, result))
             return

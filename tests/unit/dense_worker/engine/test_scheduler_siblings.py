@@ -18,6 +18,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import StepPlan
 from tests.support.dense.eager_drafts import EagerDrafts
+from tests.support.dense.sequences import ask, new_sequence
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
 from tests.unit.dense_worker.engine.test_scheduler_drafts import Guesses
@@ -46,7 +47,7 @@ class AnswerCluster(Cluster):
         """Adds the answers to a new prompt; `is_first_alone`: the later ones are not added."""
         first = ID_GAP * (len(self.sequences) + 1)
         answers = [
-            Sequence(
+            new_sequence(
                 seq_id=first + index,
                 request_id=f"r{first}",
                 prompt_token_ids=[(first + position) % 5 for position in range(prompt_len)],
@@ -65,7 +66,7 @@ class AnswerCluster(Cluster):
 
     def answer_opens(self) -> None:
         for each in self._opening:
-            self.tokens[each.seq_id] = each.prompt_token_ids + each.output_token_ids
+            self.tokens[each.seq_id] = each.spec.prompt_token_ids + each.output_token_ids
         super().answer_opens()
 
     def check(self, plan: StepPlan) -> None:
@@ -94,7 +95,7 @@ class AnswerCluster(Cluster):
             self.tokens[seq_id].append(token_id)
         for entry in plan.entries:
             sequence, tokens = self.sequences[entry.seq_id], self.tokens[entry.seq_id]
-            right = sequence.prompt_token_ids + expected_output(sequence)
+            right = sequence.spec.prompt_token_ids + expected_output(sequence)
             assert tokens == right[: len(tokens)] and len(tokens) >= sequence.num_prompt_tokens
         super()._complete(published)
         self.cache.check_integrity()
@@ -247,7 +248,7 @@ def test_answers_that_come_late_are_forked_from_one_that_runs() -> None:
     cluster = AnswerCluster(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=16, enable_prefix_cache=False)
     answers = cluster.arrive(5, 21, 6)
     for each in answers[1::2]:
-        each.max_tokens = 3  # so that one always runs when another one ends
+        ask(each, max_tokens=3)  # so that one always runs when another one ends
     cluster.run_until_idle()
     cluster.check_answers(answers)
     assert cluster.num_prompt_tokens_computed(answers) == 21 + 4
@@ -304,7 +305,8 @@ def test_answers_of_one_token_compute_their_prompt_once(drafts: CautiousDrafts |
 def test_an_answer_that_reports_its_prompt_computes_it_and_the_others_are_forked_from_it() -> None:
     cluster = AnswerCluster(num_blocks=64, max_num_seqs=6, max_num_batched_tokens=16)
     first, second, third = answers = cluster.arrive(3, 20, 5)
-    second.num_prompt_logprobs = 2
+    ask(second, num_prompt_logprobs=2)
+    second.reports_prompt_logprobs = True
     cluster.run_until_idle()
     cluster.check_answers(answers)
     joined = {fork.child_seq_id for plan in cluster.plans for fork in plan.forks}

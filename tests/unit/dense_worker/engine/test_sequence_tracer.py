@@ -11,6 +11,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.rpc.spans import NoTracer
+from tests.support.dense.sequences import ask, new_sequence
 
 
 class RecordingSpan:
@@ -40,8 +41,9 @@ class RecordingTracer:
 def begin() -> tuple[SequenceTracer, Sequence, RecordingTracer]:
     tracer = RecordingTracer()
     sequences = SequenceTracer(tracer)
-    sequence = Sequence(1, "r", [5], SamplingParams(), max_tokens=3, arrival_s=time.monotonic() - 10)
-    sequences.begin(sequence, "parent", is_recovered=False)
+    sequence = new_sequence(1, "r", [5], SamplingParams(), max_tokens=3, arrival_s=time.monotonic() - 10)
+    ask(sequence, traceparent="parent")
+    sequences.begin(sequence, is_recovered=False)
     return sequences, sequence, tracer
 
 
@@ -73,14 +75,14 @@ def test_only_known_sequences_end_and_only_once() -> None:
 
 def test_a_resubmitted_sequence_replaces_the_first_one() -> None:
     sequences, sequence, tracer = begin()
-    sequences.begin(sequence, "parent", is_recovered=False)
+    sequences.begin(sequence, is_recovered=False)
     assert [len(span.ends) for span in tracer.spans] == [1, 0]
     assert tracer.spans[0].ends[0][1]["outcome"] == "replaced"
 
 
 def test_without_tracing_nothing_is_kept() -> None:
     sequences = SequenceTracer(NoTracer())
-    sequence = Sequence(1, "r", [5], SamplingParams(), max_tokens=3)
-    sequences.begin(sequence, "parent", is_recovered=False)
+    sequence = new_sequence(1, "r", [5], SamplingParams(), max_tokens=3, traceparent="parent")
+    sequences.begin(sequence, is_recovered=False)
     assert sequence.traceparent == ""
     sequences.end(1, "stop")

@@ -12,6 +12,7 @@ from services.common.errors import CapacityError, QueueTimeout
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import CHECK_INTERVAL_S, WaitingQueue
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence
 
@@ -28,7 +29,8 @@ def arriving(
     timeout_s: float | None = None,
 ) -> Sequence:
     sequence = make_sequence(seq_id, num_tokens, max_tokens)
-    sequence.arrival_s, sequence.priority, sequence.queue_timeout_s = arrival_s, priority, timeout_s
+    sequence.arrival_s, sequence.queue_timeout_s = arrival_s, timeout_s
+    ask(sequence, priority=priority)
     return sequence
 
 
@@ -133,7 +135,8 @@ def test_with_priorities_and_new_attachments_every_sequence_gets_its_tokens(
 
     for seq_id, (prompt_len, max_tokens, priority, gap) in enumerate(requests, start=1):
         sequence = make_sequence(seq_id, prompt_len, max_tokens)
-        sequence.arrival_s, sequence.priority = float(num_steps), priority
+        sequence.arrival_s = float(num_steps)
+        ask(sequence, priority=priority)
         cluster.scheduler.add(sequence)
         sequences.append(sequence)
         for _ in range(gap):

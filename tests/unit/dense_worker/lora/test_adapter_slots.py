@@ -15,6 +15,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.session import InFlight
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.lora.adapter import Adapter
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
 
@@ -37,7 +38,7 @@ class AdapterCluster(Cluster):
 
     def add(self, seq_id: int, adapter: Adapter | None, prompt_len: int = 3, max_tokens: int = 4) -> Sequence:
         sequence = self.sequences[seq_id] = make_sequence(seq_id, prompt_len, max_tokens)
-        sequence.adapter = adapter
+        ask(sequence, adapter=adapter)
         self.scheduler.add(sequence)
         return sequence
 
@@ -55,15 +56,15 @@ class AdapterCluster(Cluster):
         super().check(plan)
         for entry in plan.entries:
             sequence = self.sequences[entry.seq_id]
-            if sequence.adapter is not None:
-                assert sequence.adapter_slot is not None and self.slots[sequence.adapter_slot] == sequence.adapter
+            if sequence.spec.adapter is not None:
+                assert sequence.adapter_slot is not None and self.slots[sequence.adapter_slot] == sequence.spec.adapter
 
     def _load(self, slot: int, adapter: Adapter) -> None:
         session = self.scheduler.session
         in_use = [*session.running, *(opening.sequence for opening in session.openings.values())]
         assert slot not in [each.adapter_slot for each in in_use], "a sequence in the cache uses the slot"
         for published in [] if self.in_flight is None else [self.in_flight]:
-            running = [entry.sequence.adapter for entry in published.entries]
+            running = [entry.sequence.spec.adapter for entry in published.entries]
             assert self.slots[slot] is None or self.slots[slot] not in running, "a step under way reads the slot"
         assert adapter not in self.slots, "it has a slot"
         self.slots[slot] = None

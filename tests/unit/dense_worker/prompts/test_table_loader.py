@@ -13,6 +13,7 @@ from services.common.errors import InvalidRequest, RequestAborted
 from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.dense_worker.prompts.table_loader import ReceivedTable, TableLoader
 from services.pb import dense_pb2
+from services.step import PromptTableRef
 
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -24,13 +25,11 @@ def received(hash_: str = "aa", values: bytes = ROWS.tobytes(), size: int = 10) 
     return table
 
 
-def message(hash_: str = "aa", num_rows: int = 3, hidden_size: int = 4) -> dense_pb2.PromptTable:
-    return dense_pb2.PromptTable(
-        hash=hash_, num_rows=num_rows, hidden_size=hidden_size, dtype="float32", first_token_id=100
-    )
+def message(hash_: str = "aa", num_rows: int = 3, hidden_size: int = 4) -> PromptTableRef:
+    return PromptTableRef(hash_, num_rows, hidden_size, dtype="float32", first_token_id=100)
 
 
-def load(table: dense_pb2.PromptTable, parts: ReceivedTable, dtype: torch.dtype = torch.float32) -> LoadedTable:
+def load(table: PromptTableRef, parts: ReceivedTable, dtype: torch.dtype = torch.float32) -> LoadedTable:
     return asyncio.run(TableLoader(dtype, 4, is_supported=True).load(table, parts))
 
 

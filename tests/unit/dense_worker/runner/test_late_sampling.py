@@ -19,8 +19,9 @@ from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
 from services.dense_worker.sampling.sampler import Sampler
 from services.grammar.matcher import GrammarMatcher
-from services.step import NewSequence, PlanEntry, StepPlan, StepResult
+from services.step import PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary
+from tests.support.dense.sequences import make_known
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
 from tests.support.plans import plan_of
 
@@ -69,8 +70,8 @@ def plain_runner() -> ModelRunner:
 def start(runner: ModelRunner, forms: Forms, forms_of: dict[int, StructuredOutput | None]) -> None:
     runner.attach([CHANNEL])
     for seq_id, form in forms_of.items():
-        new = NewSequence(seq_id, f"r{seq_id}", (5, 6), 2, SamplingParams(seed=seq_id))
-        runner.open(new, None if form is None else forms.matcher(form))
+        grammar = None if form is None else forms.matcher(form)
+        runner.open(make_known(seq_id, (5, 6), 2, SamplingParams(seed=seq_id), grammar=grammar))
 
 
 def plans(seq_ids: list[int]) -> list[StepPlan]:
@@ -131,7 +132,7 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
         """The output of a sequence, and the number of steps. Each step is planned after the one before."""
         runner.attach([CHANNEL])
         grammar, token_ids, position, num_steps = forms.matcher(LONG), [5, 6], 0, 0
-        runner.open(NewSequence(1, "r1", (5, 6), 2, SamplingParams(**options)), grammar)
+        runner.open(make_known(1, (5, 6), 2, SamplingParams(**options), grammar=grammar))
         while not grammar.is_complete:
             num_steps += 1
             drafts = tuple(ForcedTokens(grammar).guess(num_drafts))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -11,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
 from services.dense_worker.sampling.prompt_logprobs import find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
-from services.step import NewSequence, PlanEntry
+from services.step import PlanEntry
+from tests.support.dense.sequences import make_known
 from tests.support.examples import examples
 
 VOCAB_SIZE = 50
@@ -101,9 +101,9 @@ def test_logprobs_do_not_change_the_tokens() -> None:
     assert draw(None) == draw(0) == draw(5)
 
 
-def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: int = 1) -> NewSequence:
+def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: int = 1) -> KnownSequence:
     token_ids = tuple((7 * i + 3) % VOCAB_SIZE for i in range(num_prompt_tokens))
-    return NewSequence(seq_id, "r", token_ids, num_prompt_tokens, num_prompt_logprobs=num_prompt_logprobs)
+    return make_known(seq_id, token_ids, num_prompt_tokens, num_prompt_logprobs=num_prompt_logprobs)
 
 
 class RowBackend:
@@ -135,7 +135,7 @@ def test_chunks_report_every_prompt_token_except_the_first_once(
     start = 0
     for num_tokens in chunks:
         entry = PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0)
-        if span := find_span(entry, sequence, first_row):
+        if span := find_span(entry, sequence.spec, first_row):
             backend = RowBackend(first_row + num_tokens)
             ranked = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), [span], max_num_rows)
             [found] = ranked.read()
@@ -147,14 +147,14 @@ def test_chunks_report_every_prompt_token_except_the_first_once(
                 assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[:2].tolist()
                 reported.append(index)
         start += num_tokens
-    assert reported == list(range(1, sequence.num_prompt_tokens))
+    assert reported == list(range(1, sequence.spec.num_prompt_tokens))
 
 
 def test_each_prompt_of_a_step_has_its_own_number_of_top_tokens() -> None:
     first, second = prompt_sequence(4, 0, seq_id=1), prompt_sequence(6, 3, seq_id=2)
     spans = [
-        find_span(PlanEntry(1, 0, 4, num_logits=1), first, 2),
-        find_span(PlanEntry(2, 2, 3, num_logits=0), second, 6),
+        find_span(PlanEntry(1, 0, 4, num_logits=1), first.spec, 2),
+        find_span(PlanEntry(2, 2, 3, num_logits=0), second.spec, 6),
     ]
     backend = RowBackend(9)
     found = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, 256).read()
@@ -199,14 +199,15 @@ def test_named_tokens_are_reported_behind_the_most_likely_ones_of_their_own_row(
 def test_prompts_have_named_tokens_and_one_with_the_whole_vocabulary_widens_no_other() -> None:
     named = SamplingParams(logprob_token_ids=(30, 4))
     sequences = [
-        dataclasses.replace(prompt_sequence(4, 2, seq_id=1), sampling=named),
+        make_known(1, prompt_sequence(4, 2).token_ids, 4, named, num_prompt_logprobs=2),
         prompt_sequence(5, VOCAB_SIZE, seq_id=2),
         prompt_sequence(6, 0, seq_id=3),
     ]
     spans, first_row = [], 0
     for each in sequences:
-        spans.append(find_span(PlanEntry(each.seq_id, 0, each.num_prompt_tokens, num_logits=1), each, first_row))
-        first_row += each.num_prompt_tokens
+        count = each.spec.num_prompt_tokens
+        spans.append(find_span(PlanEntry(each.seq_id, 0, count, num_logits=1), each.spec, first_row))
+        first_row += count
     backend = RowBackend(first_row)
     ranked = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, max_num_rows=3)
     assert [part.top_logprobs.shape for _, part in ranked.parts] == [(8, 2), (4, VOCAB_SIZE)]

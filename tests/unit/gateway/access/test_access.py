@@ -152,7 +152,7 @@ def test_a_broken_or_missing_file_is_logged_and_the_old_keys_stay(tmp_path: Path
 
 def test_salts_of_different_tenants_always_differ() -> None:
     def salt(name: str, sent: str, **fields: object) -> str:
-        return make_caller(name=name, **fields).adapt(make_request(cache_salt=sent)).cache_salt
+        return make_caller(name=name, **fields).adapt(make_request(cache_salt=sent)).spec.cache_salt
 
     assert salt("a", "x") == salt("a", "x") != salt("a", "y")
     assert salt("a", "") != salt("b", "")
@@ -165,13 +165,13 @@ def test_salts_of_different_tenants_always_differ() -> None:
 
 def test_a_request_may_only_lower_the_urgency_of_its_key() -> None:
     caller = make_caller(priority=5)
-    assert caller.adapt(make_request()).priority == 5
-    assert caller.adapt(make_request(priority=9)).priority == 9
+    assert caller.adapt(make_request()).spec.priority == 5
+    assert caller.adapt(make_request(priority=9)).spec.priority == 9
     with pytest.raises(PermissionDenied, match="priority is -1, the lowest of the API key 'team' is 5") as refused:
         caller.adapt(make_request(priority=-1))
     assert refused.value.param == "priority"
-    assert make_caller(priority=5, min_priority=-3).adapt(make_request(priority=-3)).priority == -3
-    assert make_caller(priority=-5).adapt(make_request()).priority == -5
-    assert make_caller(priority=-5).adapt(make_request(priority=0)).priority == 0
+    assert make_caller(priority=5, min_priority=-3).adapt(make_request(priority=-3)).spec.priority == -3
+    assert make_caller(priority=-5).adapt(make_request()).spec.priority == -5
+    assert make_caller(priority=-5).adapt(make_request(priority=0)).spec.priority == 0
     with pytest.raises(PermissionDenied, match="priority is 0, "):
         caller.adapt(make_request(priority=0))

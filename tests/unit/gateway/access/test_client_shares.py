@@ -49,7 +49,7 @@ def test_requests_carry_a_number_of_the_client_and_of_the_key(
                 await send(gateway, address, key)
 
     with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path), trusted_proxies=["unix"])
-    pairs = [(submit.tenant, submit.client) for submit in dense.submits]
+    pairs = [(submit.spec.tenant, submit.spec.client) for submit in dense.submits]
     assert pairs[::2] == pairs[1::2], "HTTP and gRPC"
     ann1, ann2, bob1, bob2 = pairs[::2]
     assert ann1[0] == ann2[0] != bob1[0] == bob2[0]
@@ -67,8 +67,8 @@ def test_without_keys_clients_differ_by_address_only(tmp_path: Path) -> None:
             await send(gateway, address)
 
     with_gateway(tmp_path, dense, test, trusted_proxies=["unix"])
-    assert {submit.tenant for submit in dense.submits} == {0}
-    assert len({submit.client for submit in dense.submits}) == 2
+    assert {submit.spec.tenant for submit in dense.submits} == {0}
+    assert len({submit.spec.client for submit in dense.submits}) == 2
 
 
 def test_an_untrusted_header_changes_nothing(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_an_untrusted_header_changes_nothing(tmp_path: Path) -> None:
             await send(gateway, address)
 
     with_gateway(tmp_path, dense, test)
-    assert len({submit.client for submit in dense.submits}) == 1
+    assert len({submit.spec.client for submit in dense.submits}) == 1
 
 
 class Queue:

@@ -103,7 +103,7 @@ def with_gateway(tmp_path: Path, test: Test, *, names: tuple[str, ...] = tuple(K
 
         def answer(submit: dense_pb2.Submit) -> list[int]:
             submits.append(submit)
-            return [70] * submit.max_tokens
+            return [70] * submit.spec.max_tokens
 
         async with (
             running_gateway(tmp_path, FakeDense(answer), max_loras=2, api_keys_file=file, **options) as gateway,
@@ -124,16 +124,16 @@ def test_two_keys_with_adapters_of_one_name_get_each_their_own(tmp_path: Path, a
             assert (await clients.load(name, "x", path)).status_code == 200
         for name, path in (("ann", "a"), ("bob", "b"), ("ann", "a")):
             assert await clients.ask(name, "x") == 200
-            assert submits[-1].adapter.hash == hash_of(adapters / path)
+            assert submits[-1].spec.adapter.hash == hash_of(adapters / path)
             assert await clients.models(name) == {"x": path}
             assert (await clients.retrieve(name, "x")).json()["root"] == str(adapters / path)
             info = await gateway.stub.ModelInfo(
                 gateway_pb2.ModelInfoRequest(), metadata=[("authorization", f"Bearer {KEYS[name]}")]
             )
             assert [each.hash for each in info.adapters] == [hash_of(adapters / path)]
-        assert submits[0].cache_salt != submits[1].cache_salt
+        assert submits[0].spec.cache_salt != submits[1].spec.cache_salt
         assert (await clients.load("ann", "x", "c", load_inplace=True)).status_code == 200
-        assert await clients.ask("bob", "x") == 200 and submits[-1].adapter.hash == hash_of(adapters / "b")
+        assert await clients.ask("bob", "x") == 200 and submits[-1].spec.adapter.hash == hash_of(adapters / "b")
         assert (await clients.unload("ann", "x")).status_code == 200
         assert await clients.models("bob") == {"x": "b"} and await clients.models("ann") == {}
 
@@ -170,7 +170,7 @@ def test_an_adapter_of_another_key_is_unknown_everywhere(tmp_path: Path, adapter
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await gateway.stub.Generate(message, metadata=[("authorization", f"Bearer {KEYS['bob']}")])
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-        assert all(each.adapter.hash in ("", hash_of(adapters / "a")) for each in submits)
+        assert all(each.spec.adapter.hash in ("", hash_of(adapters / "a")) for each in submits)
         assert (await clients.load("bob", "7", "b", load_inplace=True)).status_code == 200
         assert await clients.models("ann") == {"7": "a"}
 

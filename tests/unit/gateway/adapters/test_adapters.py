@@ -68,7 +68,7 @@ def with_gateway(
 
         def answer(submit: dense_pb2.Submit) -> list[int]:
             submits.append(submit)
-            return [70] * submit.max_tokens
+            return [70] * submit.spec.max_tokens
 
         dense = FakeDense(answer)
         async with (
@@ -104,9 +104,9 @@ def test_configured_adapters_are_models_with_a_parent(tmp_path: Path, adapters: 
         request = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1, model="sql/one")
         await gateway.stub.Generate(request)
         expected = check_adapter(adapters / "a", adapted_shapes(load_model_config(EMBEDDED_MODEL)), 64)
-        assert not submits[0].HasField("adapter")
+        assert not submits[0].spec.HasField("adapter")
         for submit in submits[1:]:
-            found = submit.adapter
+            found = submit.spec.adapter
             assert (found.name, found.path, found.hash) == ("sql/one", str(adapters / "a"), expected)
 
     with_gateway(tmp_path, test, lora_modules=(f"sql/one={adapters / 'a'}", f"b={adapters / 'b'}"))
@@ -155,8 +155,8 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(tmp_path: Path, ada
             body = {"lora_name": "x", "lora_path": path, "load_inplace": True}
             assert (await client.post(LOAD, json=body)).status_code == 200
             assert (await client.post(COMPLETIONS, json=BODY | {"model": "x"})).status_code == 200
-            hashes.append(submits[-1].adapter.hash)
-        assert hashes[0] != hashes[1] == submits[0].adapter.hash
+            hashes.append(submits[-1].spec.adapter.hash)
+        assert hashes[0] != hashes[1] == submits[0].spec.adapter.hash
         loaded = await gateway.stub.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="y", path="a"))
         assert loaded.adapter.hash == hashes[0]
         await gateway.stub.UnloadAdapter(gateway_pb2.UnloadAdapterRequest(name="y"))
@@ -313,7 +313,7 @@ def test_clients_of_triton_name_an_adapter_by_its_number(tmp_path: Path, adapter
         url, body = "/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 1}
         assert (await client.post(url, json=body | {"lora_task_id": 7})).status_code == 200
         assert (await client.post(url, json=body)).status_code == 200
-        assert [submit.adapter.name for submit in submits] == ["7", ""]
+        assert [submit.spec.adapter.name for submit in submits] == ["7", ""]
         response = await client.post(url, json=body | {"lora_task_id": 8})
         assert response.status_code == 404 and "lora_task_id is 8" in response.text
 

@@ -247,7 +247,7 @@ def test_the_inputs_and_parameters_without_effect_are_those_of_the_page(tmp_path
         body = {"inputs": tensors + more, "parameters": PARAMETERS | FINAL}
         hinted = await client.post(f"{path}/infer", json=body)
         assert hinted.status_code == 200 and hinted.json() == plain
-        assert [len(submit.prompt_token_ids) for submit in dense.submits] == [2] * 4
+        assert [len(submit.spec.prompt_token_ids) for submit in dense.submits] == [2] * 4
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)

@@ -72,8 +72,9 @@ def submitted(submit: dense_pb2.Submit) -> dense_pb2.Submit:
     """The message without the fields that differ in every request."""
     same = dense_pb2.Submit()
     same.CopyFrom(submit)
-    for name in ("seq_id", "request_id", "traceparent", "queue_timeout_ms"):
-        same.ClearField(name)
+    for message, names in ((same, ("seq_id", "queue_timeout_ms")), (same.spec, ("request_id", "traceparent"))):
+        for name in names:
+            message.ClearField(name)
     return same
 
 

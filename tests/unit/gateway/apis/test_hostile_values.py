@@ -83,7 +83,8 @@ def with_client(tmp_path: Path, test: Any, **options: Any) -> None:
             await test(client)
 
     with capture_logs() as logs:
-        with_gateway(tmp_path, FakeDense(lambda submit: [70] * submit.max_tokens, max_model_len=64), body, **options)
+        dense = FakeDense(lambda submit: [70] * submit.spec.max_tokens, max_model_len=64)
+        with_gateway(tmp_path, dense, body, **options)
     assert [each for each in logs if each["log_level"] in ("error", "critical")] == []
 
 

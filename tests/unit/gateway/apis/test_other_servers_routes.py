@@ -103,7 +103,7 @@ def test_a_part_of_a_message_may_be_a_bare_text(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for content in ("Hi there", ["Hi", " there"], ["Hi", {"type": "text", "text": " there"}]):
             await client.post(CHATS, json={"messages": [{"role": "user", "content": content}], "max_tokens": 1})
-        assert len({tuple(submit.prompt_token_ids) for submit in dense.submits}) == 1 and len(dense.submits) == 3
+        assert len({tuple(submit.spec.prompt_token_ids) for submit in dense.submits}) == 1 and len(dense.submits) == 3
         wrong = {"messages": [{"role": "user", "content": ["Hi", 5]}]}
         check_error(await client.post(CHATS, json=wrong), 400, "messages[0].content[1]")
 
@@ -118,7 +118,7 @@ def test_the_schema_of_a_json_object_is_its_form(tmp_path: Path, path: str) -> N
         form = {"type": "json_object", "schema": {"const": "42"}}
         for options in ({"response_format": form}, {"guided_json": form["schema"]}):
             assert (await client.post(path, json={**prompt, **options})).status_code == 200
-        found, expected = (submit.sampling.structured_output.grammar for submit in dense.submits)
+        found, expected = (submit.spec.sampling.structured_output.grammar for submit in dense.submits)
         assert "42" in found and found == expected
         for schema in (123, {"type": "hiccup"}, {"type": 123}, "{"):
             wrong = {**prompt, "response_format": {"type": "json_object", "schema": schema}}

@@ -36,7 +36,7 @@ def test_the_total_number_of_log_probabilities_is_limited(
         fewer = {**body, **fields} if fields else {**body, "prompt": [5] * 19}
         assert (await client.post(path, json=fewer)).status_code == 200
 
-    dense = FakeDense(lambda submit: [50] * submit.max_tokens)
+    dense = FakeDense(lambda submit: [50] * submit.spec.max_tokens)
     with_client(tmp_path, dense, test, max_request_logprobs=99)
 
 
@@ -45,4 +45,4 @@ def test_the_limit_does_not_apply_to_requests_without_log_probabilities(tmp_path
         response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 4, "n": 4, "max_tokens": 100})
         assert response.status_code == 200
 
-    with_client(tmp_path, FakeDense(lambda submit: [50] * submit.max_tokens), test, max_request_logprobs=1)
+    with_client(tmp_path, FakeDense(lambda submit: [50] * submit.spec.max_tokens), test, max_request_logprobs=1)

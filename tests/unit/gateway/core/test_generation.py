@@ -134,7 +134,7 @@ def feed_logprobs(entry: JournalEntry, text: str, logprob: float) -> None:
 
 def test_each_answer_has_its_own_seed_and_text() -> None:
     generation, dense, journal = begin_many(n=3, best_of=3)
-    assert [entry.sampling.seed for entry in dense.submitted] == [2**64 - 1, 0, 1]
+    assert [entry.spec.sampling.seed for entry in dense.submitted] == [2**64 - 1, 0, 1]
     for entry, text in zip(dense.submitted, ("one", "two", "three"), strict=True):
         feed(entry, ids(text), FinishReason.LENGTH)
     completions, prompt = asyncio.run(generation.completions())
@@ -180,12 +180,12 @@ def test_every_answer_begins_with_the_echoed_prompt() -> None:
     generation, dense, _ = begin_many(**options)
     first, second = dense.submitted
     values = [TokenLogprobs(-float(i), ()) for i in range(1, len(prompt_token_ids))]
-    assert first.wanted_prompt_logprobs == 0
-    assert second.wanted_prompt_logprobs is None, "they are the same for all answers; only the first requests them"
+    assert first.spec.num_prompt_logprobs == 0 and not first.has_prompt_logprobs
+    assert second.spec.num_prompt_logprobs is None, "they are the same for all answers; only the first requests them"
     messages = [encode_logprobs(value) for value in values]
     first.add_prompt_logprobs(1, messages[:1])
     first.add_prompt_logprobs(1, messages)  # a second time, after a worker died
-    assert first.wanted_prompt_logprobs is None
+    assert first.has_prompt_logprobs
     for entry, text in ((first, " of France"), (second, " of Peru")):
         feed(entry, ids(text), FinishReason.LENGTH)
     completions, prompt = asyncio.run(generation.completions())

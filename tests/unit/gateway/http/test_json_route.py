@@ -100,7 +100,7 @@ def post(tmp_path: Path, path: str, content: bytes, **options: Any) -> httpx2.Re
     responses = []
 
     async def test() -> None:
-        dense = FakeDense(lambda submit: [50] * submit.max_tokens, max_model_len=2**17)
+        dense = FakeDense(lambda submit: [50] * submit.spec.max_tokens, max_model_len=2**17)
         async with running_gateway(tmp_path, dense, **options) as gateway, async_client(gateway.http_address) as client:
             responses.append(await client.post(path, content=content, headers={"content-type": "application/json"}))
 

@@ -70,7 +70,7 @@ async def connected(
 
 def count_up(submit: dense_pb2.Submit) -> Sequence[int]:
     """Different output tokens for every sequence: 10, 11, ... for a prompt that begins with 10."""
-    return range(submit.prompt_token_ids[0], submit.prompt_token_ids[0] + 1000)
+    return range(submit.spec.prompt_token_ids[0], submit.spec.prompt_token_ids[0] + 1000)
 
 
 async def take_all(entry: JournalEntry) -> list[int]:
@@ -104,15 +104,15 @@ def test_the_dense_worker_gets_the_whole_request(tmp_path: Path) -> None:
             assert entry.num_cached_tokens == 5
             [submit] = dense.submits
             assert submit.seq_id == entry.seq_id
-            assert submit.request_id == "mine"
-            assert submit.prompt_token_ids == [4, 5, 6]
+            assert submit.spec.request_id == "mine"
+            assert submit.spec.prompt_token_ids == [4, 5, 6]
             assert submit.output_token_ids == []
-            assert submit.max_tokens == 9
-            assert submit.stop_token_ids == [2, 3]
-            assert submit.cache_salt == "salt"
-            assert submit.sampling.temperature == 0.5
-            assert submit.sampling.seed == 2**63 + 1
-            assert not submit.sampling.HasField("top_k")
+            assert submit.spec.max_tokens == 9
+            assert submit.spec.stop_token_ids == [2, 3]
+            assert submit.spec.cache_salt == "salt"
+            assert submit.spec.sampling.temperature == 0.5
+            assert submit.spec.sampling.seed == 2**63 + 1
+            assert not submit.spec.sampling.HasField("top_k")
 
     run(test())
 
@@ -138,7 +138,7 @@ def test_a_restarted_worker_continues_every_open_sequence(tmp_path: Path) -> Non
             for submit, entry, num_output in zip(dense.submits, entries, num_outputs, strict=True):
                 assert num_output <= len(submit.output_token_ids) < 400
                 assert submit.output_token_ids == entry.output_token_ids[: len(submit.output_token_ids)]
-                assert submit.sampling.seed == 2**63 + 1
+                assert submit.spec.sampling.seed == 2**63 + 1
             assert gateway.connections == [True, False, True]
 
     run(test())
@@ -173,7 +173,7 @@ def test_requests_during_an_outage_wait_for_its_end(tmp_path: Path) -> None:
             gateway.journal.close(gone)
             await dense.start(address)
             assert await take_all(entry) == [10, 11]
-            assert [submit.request_id for submit in dense.submits] == ["r"]
+            assert [submit.spec.request_id for submit in dense.submits] == ["r"]
 
     run(test())
 

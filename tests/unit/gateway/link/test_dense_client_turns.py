@@ -64,7 +64,7 @@ def test_a_sequence_closed_before_it_is_written_is_never_submitted(tmp_path: Pat
             gateway.pool.cancel(closed)
             gateway.journal.close(closed)
             await take_all(gateway.submit("other", [20], max_tokens=1))
-            assert [submit.request_id for submit in dense.submits] == ["other"]
+            assert [submit.spec.request_id for submit in dense.submits] == ["other"]
 
     run(test())
 
@@ -79,6 +79,6 @@ def test_log_probabilities_of_a_long_prompt_are_decoded_in_several_turns(tmp_pat
             growths = await turns_of(lambda: entry.is_ended, lambda: len(entry.prompt_logprobs))
             assert max(growths) <= 1000  # of 8000; with 20 top tokens each, 1000 take 5 ms
             assert [each.logprob for each in entry.prompt_logprobs] == [fake_logprob(each) for each in prompt[1:]]
-            assert entry.wanted_prompt_logprobs is None
+            assert entry.has_prompt_logprobs
 
     run(test())

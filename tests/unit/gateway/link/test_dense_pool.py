@@ -92,7 +92,7 @@ async def replicas(
 
 def count_up(submit: dense_pb2.Submit) -> Sequence[int]:
     """Tokens that depend only on the prompt, so all replicas agree: 100, 101, ... for a prompt of 100."""
-    return range(submit.prompt_token_ids[0], submit.prompt_token_ids[0] + LONG)
+    return range(submit.spec.prompt_token_ids[0], submit.spec.prompt_token_ids[0] + LONG)
 
 
 async def all_tokens(entry: JournalEntry) -> list[int]:

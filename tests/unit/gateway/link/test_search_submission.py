@@ -80,8 +80,8 @@ def test_a_search_too_large_for_a_message_fails_alone(tmp_path: Path) -> None:
                 tokens += await take(other)
             with pytest.raises(CapacityError, match=rf"have \d+ bytes, peers.max_message_bytes is {MAX_MESSAGE_BYTES}"):
                 await take(large)
-            assert [submit.request_id for submit in link.dense.submits] == ["small", "other"]
-            [beam, _] = link.dense.submits[0].beam_search.beams
+            assert [submit.spec.request_id for submit in link.dense.submits] == ["small", "other"]
+            [beam, _] = link.dense.submits[0].search.beams
             assert list(beam.token_ids) == [5] * 100 and not small.is_ended
             assert list(beam.logprobs[99].top_token_ids) == list(range(300, 400))
 

@@ -28,3 +28,12 @@ def test_a_beam_search_is_no_group() -> None:
     first, follower = Journal().open(request, UpdateQueue())
     assert follower.is_follower
     assert decode_sequence(encode_submit(first).submit, 1).group_id == 0
+
+
+def test_all_workers_hold_the_spec_that_the_gateway_has_written() -> None:
+    request = make_request(cache_salt="s", stop_token_ids=(2, 7), num_logprobs=3, num_prompt_logprobs=2, n=2, best_of=2)
+    entries = Journal().open(request, UpdateQueue())
+    sequences = [decode_sequence(encode_submit(entry).submit, 1) for entry in entries]
+    assert [sequence.spec for sequence in sequences] == [entry.spec for entry in entries]
+    assert entries[0].spec is request.spec
+    assert all(sequence.describe_to_runner().spec is sequence.spec for sequence in sequences)

@@ -18,17 +18,17 @@ SEARCH = {"beam_search": {}, "best_of": 4, "max_tokens": 8}
 
 def test_best_of_is_the_number_of_beams_and_n_of_the_answers() -> None:
     request = read({**IDS, **SEARCH, "n": 2})
-    assert request.beam_search == BeamSearchOptions(4, 2, 1.0, EarlyStopping.HEURISTIC)
+    assert request.spec.beam_search == BeamSearchOptions(4, 2, 1.0, EarlyStopping.HEURISTIC)
     assert (request.n, request.best_of, request.num_sequences) == (2, 4, 2)
-    assert request.sampling.is_greedy
+    assert request.spec.sampling.is_greedy
     alone = read({**IDS, "beam_search": {}, "n": 3})
-    assert alone.beam_search == BeamSearchOptions(3, 3)
+    assert alone.spec.beam_search == BeamSearchOptions(3, 3)
 
 
 def test_scores_and_end_are_options() -> None:
     search = {"length_penalty": -0.5, "early_stopping": sampling_pb2.EARLY_STOPPING_NEVER}
     request = read({**IDS, **SEARCH, "beam_search": search})
-    assert request.beam_search == BeamSearchOptions(4, 1, -0.5, EarlyStopping.NEVER)
+    assert request.spec.beam_search == BeamSearchOptions(4, 1, -0.5, EarlyStopping.NEVER)
 
 
 def test_log_probabilities_of_all_beams_count_towards_the_limit_of_a_request() -> None:
@@ -38,7 +38,7 @@ def test_log_probabilities_of_all_beams_count_towards_the_limit_of_a_request() -
 
 def test_a_single_beam_is_greedy_sampling() -> None:
     request = read({**IDS, "beam_search": {}})
-    assert request.beam_search is None and request.sampling.is_greedy
+    assert request.spec.beam_search is None and request.spec.sampling.is_greedy
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_single_beam_is_greedy_sampling() -> None:
     ],
 )
 def test_options_that_work_with_a_search(options: dict[str, Any]) -> None:
-    assert read({**IDS, **SEARCH, **options}).beam_search is not None
+    assert read({**IDS, **SEARCH, **options}).spec.beam_search is not None
 
 
 @pytest.mark.parametrize(

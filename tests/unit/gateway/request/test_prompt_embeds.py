@@ -33,7 +33,8 @@ Test = Callable[[httpx2.AsyncClient, RunningGateway, FakeDense], Awaitable[None]
 
 def with_gateway(tmp_path: Path, test: Test, **options: Any) -> None:
     async def body() -> None:
-        dense = FakeDense(lambda submit: [70] * submit.max_tokens, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+        limits = {"vocab_size": VOCAB_SIZE, "max_model_len": MAX_MODEL_LEN}
+        dense = FakeDense(lambda submit: [70] * submit.spec.max_tokens, **limits)
         settings = {"enable_prompt_embeds": True} | options
         async with (
             running_gateway(tmp_path, dense, **settings) as gateway,
@@ -60,7 +61,7 @@ def message_of(vectors: torch.Tensor = VECTORS, **options: Any) -> gateway_pb2.G
 
 
 def sent_table(dense: FakeDense, submit_index: int = -1) -> torch.Tensor:
-    table = dense.submits[submit_index].prompt_table
+    table = dense.submits[submit_index].spec.prompt_table
     values = b"".join(part.values for part in dense.table_parts if part.hash == table.hash)
     found = torch.frombuffer(bytearray(values), dtype=getattr(torch, table.dtype))
     return found.view(-1, table.hidden_size)[-table.num_rows :]  # it may have been sent before
@@ -75,7 +76,8 @@ def test_the_worker_gets_the_embeddings_and_their_token_ids(tmp_path: Path) -> N
                 answer = await api.completions.create(model="", prompt=prompt, max_tokens=2, extra_body=extra)
                 assert answer.usage is not None and answer.usage.prompt_tokens == len(vectors)
                 assert torch.equal(sent_table(dense), vectors) and sent_table(dense).dtype == vectors.dtype
-                assert list(dense.submits[-1].prompt_token_ids) == list(range(VOCAB_SIZE, VOCAB_SIZE + len(vectors)))
+                sent = list(dense.submits[-1].spec.prompt_token_ids)
+                assert sent == list(range(VOCAB_SIZE, VOCAB_SIZE + len(vectors)))
         await gateway.stub.Generate(message_of(VECTORS[:2]))
         assert torch.equal(sent_table(dense), VECTORS[:2])
         # Several prompts, embeddings first, beside text.
@@ -84,11 +86,12 @@ def test_the_worker_gets_the_embeddings_and_their_token_ids(tmp_path: Path) -> N
         answer = (await client.post(COMPLETIONS, json=body)).json()
         assert [choice["index"] for choice in answer["choices"]] == list(range(8))
         assert answer["usage"]["prompt_tokens"] == 6 + 3 + 2 + 1
-        lengths = [len(submit.prompt_token_ids) for submit in dense.submits]
+        lengths = [len(submit.spec.prompt_token_ids) for submit in dense.submits]
         assert sorted(lengths) == [1, 1, 2, 2, 3, 3, 6, 6]
-        assert [submit.HasField("prompt_table") for submit in dense.submits] == [length > 2 for length in lengths]
+        assert [submit.spec.HasField("prompt_table") for submit in dense.submits] == [length > 2 for length in lengths]
         cut = await client.post(COMPLETIONS, json=body_of(encoded(VECTORS), truncate_prompt_tokens=2))
-        assert cut.status_code == 200 and list(dense.submits[-1].prompt_token_ids) == [VOCAB_SIZE + 4, VOCAB_SIZE + 5]
+        sent = list(dense.submits[-1].spec.prompt_token_ids)
+        assert cut.status_code == 200 and sent == [VOCAB_SIZE + 4, VOCAB_SIZE + 5]
 
     with_gateway(tmp_path, test)
 
@@ -97,7 +100,7 @@ def test_a_large_table_comes_in_parts(tmp_path: Path) -> None:
     long = torch.randn(3000, HIDDEN_SIZE)
 
     async def body() -> None:
-        dense = FakeDense(lambda submit: [70] * submit.max_tokens, vocab_size=VOCAB_SIZE, max_model_len=4096)
+        dense = FakeDense(lambda submit: [70] * submit.spec.max_tokens, vocab_size=VOCAB_SIZE, max_model_len=4096)
         async with running_gateway(tmp_path, dense, enable_prompt_embeds=True, max_message_bytes=2**24) as gateway:
             await gateway.stub.Generate(message_of(long))
             assert len(dense.table_parts) == -(-long.nbytes // 2**20) > 1
@@ -196,7 +199,7 @@ def test_open_requests_have_limited_memory(tmp_path: Path) -> None:
         assert (await client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1})).status_code == 200
         for call in calls:
             call.cancel()
-        dense.script = lambda submit: [70] * submit.max_tokens
+        dense.script = lambda submit: [70] * submit.spec.max_tokens
         while (await client.post(COMPLETIONS, json=body_of(encoded(VECTORS)))).status_code != 200:
             pass  # until the gateway has seen that its clients are gone; `run` limits it
 
@@ -208,6 +211,6 @@ def test_embeddings_and_a_lora_adapter_go_together(tmp_path: Path) -> None:
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway, dense: FakeDense) -> None:
         assert (await client.post(COMPLETIONS, json=body_of(encoded(VECTORS), model="sql"))).status_code == 200
-        assert dense.submits[0].adapter.name == "sql" and torch.equal(sent_table(dense), VECTORS)
+        assert dense.submits[0].spec.adapter.name == "sql" and torch.equal(sent_table(dense), VECTORS)
 
     with_gateway(tmp_path, test, max_loras=1, lora_modules=(f"sql={tmp_path / 'sql'}",))

@@ -27,7 +27,7 @@ def body(name: str, **options: Any) -> dict[str, Any]:
 
 
 def test_virtual_tokens_in_the_gateway(tmp_path: Path) -> None:
-    dense = FakeDense(lambda submit: [70] * submit.max_tokens, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+    dense = FakeDense(lambda submit: [70] * submit.spec.max_tokens, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
     paths = [make_prompt_tuning(tmp_path / "few", VECTORS), make_prompt_tuning(tmp_path / "one", VECTORS[:1].half())]
     make_prompt_tuning(tmp_path / "many", VECTORS.repeat(20, 1))
 
@@ -45,15 +45,15 @@ def test_virtual_tokens_in_the_gateway(tmp_path: Path) -> None:
             assert answer["usage"]["prompt_tokens"] == 6 + len(TOKENS)
             assert answer["choices"][0]["prompt_token_ids"] == [*virtual, *TOKENS]
             await client.post(COMPLETIONS, json=body("few", prompt="abc"))
-            assert all(list(submit.prompt_token_ids[:6]) == virtual for submit in dense.submits)
+            assert all(list(submit.spec.prompt_token_ids[:6]) == virtual for submit in dense.submits)
             check_table(dense, VECTORS, "float32")
             await client.post(COMPLETIONS, json=body("one"))
             check_table(dense, VECTORS[:1].half(), "float16")
-            assert list(dense.submits[-1].prompt_token_ids) == [VOCAB_SIZE, *TOKENS]
-            assert len(dense.table_parts) == 2 and not any(submit.HasField("adapter") for submit in dense.submits)
+            assert list(dense.submits[-1].spec.prompt_token_ids) == [VOCAB_SIZE, *TOKENS]
+            assert len(dense.table_parts) == 2 and not any(submit.spec.HasField("adapter") for submit in dense.submits)
             await client.post(COMPLETIONS, json=body(""))
-            assert not dense.submits[-1].HasField("prompt_table")
-            assert list(dense.submits[-1].prompt_token_ids) == TOKENS
+            assert not dense.submits[-1].spec.HasField("prompt_table")
+            assert list(dense.submits[-1].spec.prompt_token_ids) == TOKENS
 
             # They count in the length, and keep their place when the prompt is cut.
             response = await client.post(COMPLETIONS, json=body("few", prompt=[5] * (MAX_MODEL_LEN - 6)))
@@ -61,9 +61,9 @@ def test_virtual_tokens_in_the_gateway(tmp_path: Path) -> None:
             assert f"{MAX_MODEL_LEN + 1} were requested: {MAX_MODEL_LEN} of the prompt" in response.text
             cut = body("few", prompt=[5] * MAX_MODEL_LEN, truncate_prompt_tokens=-1)
             assert (await client.post(COMPLETIONS, json=cut)).status_code == 200
-            assert list(dense.submits[-1].prompt_token_ids) == [*virtual, *([5] * (MAX_MODEL_LEN - 6 - 2))]
+            assert list(dense.submits[-1].spec.prompt_token_ids) == [*virtual, *([5] * (MAX_MODEL_LEN - 6 - 2))]
             assert (await client.post(COMPLETIONS, json=body("few", max_tokens=1000))).status_code == 200
-            assert dense.submits[-1].max_tokens == MAX_MODEL_LEN - 6 - len(TOKENS)
+            assert dense.submits[-1].spec.max_tokens == MAX_MODEL_LEN - 6 - len(TOKENS)
             response = await client.post(COMPLETIONS, json=body("few", prompt_logprobs=1))
             assert response.status_code == 400 and "its virtual tokens have none" in response.text
             response = await client.post(COMPLETIONS, json=body("few", prompt=[VOCAB_SIZE]))
@@ -79,7 +79,7 @@ def test_virtual_tokens_in_the_gateway(tmp_path: Path) -> None:
 
 
 def check_table(dense: FakeDense, vectors: torch.Tensor, dtype: str) -> None:
-    table: dense_pb2.PromptTable = dense.submits[-1].prompt_table
+    table: dense_pb2.PromptTable = dense.submits[-1].spec.prompt_table
     assert (table.num_rows, table.hidden_size) == tuple(vectors.shape)
     assert (table.dtype, table.first_token_id) == (dtype, VOCAB_SIZE)
     sent = b"".join(part.values for part in dense.table_parts if part.hash == table.hash)

@@ -16,6 +16,7 @@ from services.gateway.request.generation_request import GenerationRequest, Model
 from services.gateway.request.model_names import ModelNames
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
+from services.step import SequenceSpec
 
 LIMITS = ModelLimits(
     vocab_size=1000,
@@ -36,15 +37,15 @@ def read(fields: dict[str, Any], limits: ModelLimits = LIMITS) -> GenerationRequ
 
 def test_unset_fields_take_the_defaults_of_the_proto() -> None:
     request = read(IDS)
-    assert request.prompt_token_ids == [5, 6, 7]
+    assert request.spec.prompt_token_ids == [5, 6, 7]
     assert request.max_tokens == 64 - 3
     assert request.stop == ()
-    assert request.stop_token_ids == (2, 7)
+    assert request.spec.stop_token_ids == (2, 7)
     assert request.skip_special_tokens
     assert not request.include_stop_str_in_output
-    assert request.cache_salt == ""
-    seed = request.sampling.seed
-    assert request.sampling == SamplingParams(
+    assert request.spec.cache_salt == ""
+    seed = request.spec.sampling.seed
+    assert request.spec.sampling == SamplingParams(
         temperature=1.0,
         top_k=None,
         top_p=1.0,
@@ -59,9 +60,9 @@ def test_unset_fields_take_the_defaults_of_the_proto() -> None:
 
 def test_each_request_without_id_and_seed_gets_random_ones() -> None:
     requests = [read(IDS) for _ in range(8)]
-    assert len({request.request_id for request in requests}) == 8
-    assert len({request.sampling.seed for request in requests}) == 8
-    assert all(0 <= request.sampling.seed < 2**64 for request in requests)
+    assert len({request.spec.request_id for request in requests}) == 8
+    assert len({request.spec.sampling.seed for request in requests}) == 8
+    assert all(0 <= request.spec.sampling.seed < 2**64 for request in requests)
 
 
 def test_given_fields_are_kept() -> None:
@@ -97,20 +98,26 @@ def test_given_fields_are_kept() -> None:
             "user": "somebody",
         }
     )
-    assert request == GenerationRequest(
+    asked = SequenceSpec(
         request_id="mine",
         prompt_token_ids=[5, 6, 7],
         sampling=SamplingParams(**sampling),
         max_tokens=61,
+        stop_token_ids=(0, 2, 7, 999),
+        cache_salt="tenant",
+        num_logprobs=0,
+        num_prompt_logprobs=20,
+        priority=-100,
+    )
+    assert request == GenerationRequest(
+        asked,
+        wants_output=True,
         stop=("a", "b" * 256),
-        stop_token_ids=(2, 7, 999, 0),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
-        cache_salt="tenant",
         n=2,
         best_of=3,
         num_logprobs=0,
-        num_prompt_logprobs=20,
         prompt_text=None,
         echo=True,
         priority=-100,
@@ -119,7 +126,7 @@ def test_given_fields_are_kept() -> None:
 
 
 def test_a_seed_of_zero_is_not_replaced() -> None:
-    assert read({**IDS, "sampling": {"seed": 0}}).sampling.seed == 0
+    assert read({**IDS, "sampling": {"seed": 0}}).spec.sampling.seed == 0
 
 
 def test_a_priority_of_zero_is_not_the_default() -> None:
@@ -128,7 +135,7 @@ def test_a_priority_of_zero_is_not_the_default() -> None:
 
 
 def test_ignored_eos_does_not_stop() -> None:
-    assert read({**IDS, "ignore_eos": True, "stop_token_ids": [3]}).stop_token_ids == (3,)
+    assert read({**IDS, "ignore_eos": True, "stop_token_ids": [3]}).spec.stop_token_ids == (3,)
 
 
 def test_the_longest_prompt_leaves_one_token() -> None:
@@ -228,7 +235,7 @@ def test_a_message_of_an_assistant_may_be_empty() -> None:
     expected = TOKENIZER.hf_tokenizer.apply_chat_template(
         [{"content": "", **message} for message in chat], add_generation_prompt=True, return_dict=False
     )
-    assert read({"chat": {"messages": chat}}).prompt_token_ids == expected
+    assert read({"chat": {"messages": chat}}).spec.prompt_token_ids == expected
 
 
 @pytest.mark.parametrize("wish", [{"echo": True}, {"prompt_logprobs": 0}])
@@ -271,7 +278,7 @@ def test_the_length_of_a_list_is_checked_before_its_elements(fields: dict[str, A
 
 
 def test_a_salt_has_a_length_limit_and_is_not_shown() -> None:
-    assert read({**IDS, "cache_salt": "x" * 256}).cache_salt == "x" * 256
+    assert read({**IDS, "cache_salt": "x" * 256}).spec.cache_salt == "x" * 256
     with pytest.raises(InvalidRequest, match=r"^cache_salt has 257 characters, at most 256 allowed$") as refused:
         read({**IDS, "cache_salt": "x" * 257})
     assert refused.value.param == "cache_salt"

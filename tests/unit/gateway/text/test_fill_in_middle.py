@@ -125,5 +125,5 @@ def test_completions_stand_between_prompt_and_suffix(tmp_path: Path) -> None:
     dense = FakeDense(lambda submit: [*answer, pad, tokenizer.eos_token_id])
     with_coder(tmp_path, dense, test)
     text = PUBLISHED["qwen"].format(prefix=PREFIX, suffix=SUFFIX)
-    prompts = [list(submit.prompt_token_ids) for submit in dense.submits]
+    prompts = [list(submit.spec.prompt_token_ids) for submit in dense.submits]
     assert prompts == [tokenizer.encode(text), tokenizer.encode("a"), tokenizer.encode(text + " tot")]

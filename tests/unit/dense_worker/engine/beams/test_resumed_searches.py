@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.beams.options import EarlyStopping, encode_beam_search
+from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.errors import InvalidRequest
 from services.dense_worker.beam_messages import add_beams, encode_search_step
 from services.dense_worker.engine.beams.beam_group import BeamGroup
@@ -17,6 +18,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.beams.test_scheduler_beams import (
     NUM_TOKENS,
@@ -37,9 +39,9 @@ class LossyCluster(BeamCluster):
         self.search = search
         assert search.beams is not None
         self.options = search.beams.options
-        search.num_logprobs = num_logprobs
+        ask(search, num_logprobs=num_logprobs)
         search.beams = BeamGroup(
-            search.seq_id, self.options, search.max_tokens, search.stop_token_ids, num_logprobs=num_logprobs
+            search.seq_id, self.options, search.spec.max_tokens, search.spec.stop_token_ids, num_logprobs=num_logprobs
         )
         self.record = SearchRecord(self.options.num_beams)
         self.num_recorded = 0
@@ -63,17 +65,9 @@ class LossyCluster(BeamCluster):
         self.scheduler.begin(new_session(self.cache))
         beams, ended = self.record.encode()
         old = self.search
-        self.search = make_sequence(old.seq_id, old.num_prompt_tokens, old.max_tokens)
-        self.search.stop_token_ids, self.search.num_logprobs = old.stop_token_ids, old.num_logprobs
-        message = dense_pb2.BeamSearch(
-            num_beams=self.options.num_beams,
-            num_answers=self.options.num_answers,
-            options=encode_beam_search(self.options),
-            has_run=True,
-            beams=beams,
-            ended=ended,
-        )
-        add_beams(self.search, dense_pb2.BeamSearch.FromString(message.SerializeToString()), NUM_TOKENS)
+        self.search = Sequence(old.seq_id, replace(old.spec, beam_search=self.options))
+        message = dense_pb2.BeamProgress(has_run=True, beams=beams, ended=ended)
+        add_beams(self.search, dense_pb2.BeamProgress.FromString(message.SerializeToString()), NUM_TOKENS)
         self.scheduler.add(self.search)
         self.scheduler.close_unclaimed()
 
@@ -123,11 +117,18 @@ def test_a_search_finds_the_same_answers_in_whatever_workers_it_runs(
         assert {len(logprobs.top) for each in end.hypotheses for logprobs in each.logprobs} == {num_logprobs}
 
 
+def search_of_two_beams(**asked: object) -> Sequence:
+    """A search of two beams that has not run yet."""
+    sequence = make_sequence(1, 4, 8)
+    sequence.spec = replace(sequence.spec, beam_search=BeamSearchOptions(2, 2), **asked)
+    return sequence
+
+
 @pytest.mark.parametrize("is_cache_lost", [True, False])
 def test_no_step_of_a_search_is_repeated(is_cache_lost: bool) -> None:
     """After it has lost everything, its tokens are computed in few steps with many tokens each."""
     search = make_search(0, 9, 30, 4, early_stopping=EarlyStopping.NEVER, length_penalty=2.0)
-    search.stop_token_ids = frozenset()
+    ask(search, stop_token_ids=())
     cluster = LossyCluster(search, max_num_batched_tokens=64)
     while len(cluster.outputs) < 20:
         cluster.step()
@@ -153,15 +154,12 @@ def test_no_step_of_a_search_is_repeated(is_cache_lost: bool) -> None:
     ],
 )
 def test_beams_that_no_search_has_are_refused(beams: list[list[int]], num_ended: int, words: str) -> None:
-    message = dense_pb2.BeamSearch(
-        num_beams=2,
-        num_answers=2,
-        options={"early_stopping": "EARLY_STOPPING_NEVER"},
+    message = dense_pb2.BeamProgress(
         beams=[dense_pb2.Beam(token_ids=token_ids) for token_ids in beams],
         ended=[dense_pb2.BeamAnswer(token_ids=[1])] * num_ended,
     )
     with pytest.raises(InvalidRequest, match=words):
-        add_beams(make_sequence(1, 4, 8), message, NUM_TOKENS)
+        add_beams(search_of_two_beams(), message, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +179,14 @@ def test_values_that_no_beam_has_are_refused(
 ) -> None:
     logprobs = [] if num_logprobs is None else [{}, {}]
     beams = [dense_pb2.Beam(token_ids=[5, 6], logprobs=logprobs)] * 2
-    message = dense_pb2.BeamSearch(num_beams=2, num_answers=2, options={"early_stopping": "EARLY_STOPPING_NEVER"})
+    message = dense_pb2.BeamProgress()
     if has_ended:
         message.beams.extend(beams)
         message.ended.append(dense_pb2.BeamAnswer(**beam))
     else:
         message.beams.extend([beams[0], dense_pb2.Beam(**beam)])
-    sequence = make_sequence(1, 4, 8)
-    sequence.num_logprobs = num_logprobs
     with pytest.raises(InvalidRequest, match=words):
-        add_beams(sequence, message, NUM_TOKENS)
+        add_beams(search_of_two_beams(num_logprobs=num_logprobs), message, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +198,12 @@ def test_values_that_no_beam_has_are_refused(
     ],
 )
 def test_ended_answers_that_no_search_has_are_refused(num_beam_tokens: int, num_ended_tokens: int, words: str) -> None:
-    message = dense_pb2.BeamSearch(
-        num_beams=2,
-        num_answers=2,
-        options={"early_stopping": "EARLY_STOPPING_NEVER"},
+    message = dense_pb2.BeamProgress(
         beams=[dense_pb2.Beam(token_ids=[5] * num_beam_tokens)] * 2 if num_beam_tokens else [],
         ended=[dense_pb2.BeamAnswer(token_ids=[5] * num_ended_tokens)],
     )
     with pytest.raises(InvalidRequest, match=words):
-        add_beams(make_sequence(1, 4, 8), message, NUM_TOKENS)
+        add_beams(search_of_two_beams(), message, NUM_TOKENS)
 
 
 def test_a_search_that_goes_on_catches_up_beside_long_prompts_of_other_clients() -> None:
@@ -218,15 +211,16 @@ def test_a_search_that_goes_on_catches_up_beside_long_prompts_of_other_clients()
     cluster = BeamCluster(num_blocks=1000, max_num_seqs=16, max_num_batched_tokens=16, max_model_len=1000)
     streams = [make_sequence(number, 600, 4) for number in (1, 2, 3)]
     search = make_search(0, 4, 40, 8, early_stopping=EarlyStopping.NEVER, length_penalty=2.0)
-    search.stop_token_ids = frozenset()
+    ask(search, stop_token_ids=())
     assert search.beams is not None
-    found = BeamSearch(search.beams.options, search.max_tokens)
+    found = BeamSearch(search.beams.options, search.spec.max_tokens)
     for _ in range(20):
-        found.advance([logprobs_after(search.prompt_token_ids + beam.token_ids) for beam in found.beams])
-    search.beams = BeamGroup(search.seq_id, search.beams.options, search.max_tokens, state=SearchState(found.beams, []))
+        found.advance([logprobs_after(search.spec.prompt_token_ids + beam.token_ids) for beam in found.beams])
+    state = SearchState(found.beams, [])
+    search.beams = BeamGroup(search.seq_id, search.beams.options, search.spec.max_tokens, state=state)
     search.output_token_ids = list(search.beams.best_token_ids)
     for number, sequence in enumerate((*streams, search)):
-        sequence.client = number
+        ask(sequence, client=number)
         cluster.scheduler.add(sequence)
     while not cluster.outputs:
         cluster.step()

@@ -22,6 +22,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, StepPlan, StepResult
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, sample
 
@@ -40,15 +41,15 @@ def logprobs_after(token_ids: SequenceOf[int]) -> TokenLogprobs:
 def expected_hypotheses(sequence: Sequence) -> list[Hypothesis]:
     """The answers of a search that is never interrupted."""
     assert sequence.beams is not None
-    search = BeamSearch(sequence.beams.options, sequence.max_tokens, sequence.stop_token_ids)
+    search = BeamSearch(sequence.beams.options, sequence.spec.max_tokens, sequence.spec.stop_token_ids)
     while not search.is_done:
-        search.advance([logprobs_after(sequence.prompt_token_ids + beam.token_ids) for beam in search.beams])
+        search.advance([logprobs_after(sequence.spec.prompt_token_ids + beam.token_ids) for beam in search.beams])
     return search.hypotheses
 
 
 def make_search(number: int, prompt_len: int, max_tokens: int, num_beams: int, **options: object) -> Sequence:
     sequence = make_sequence(FIRST_ID + ID_GAP * number, prompt_len, max_tokens)
-    sequence.stop_token_ids = STOP_TOKENS
+    ask(sequence, stop_token_ids=STOP_TOKENS)
     sequence.beams = BeamGroup(
         sequence.seq_id, BeamSearchOptions(num_beams, num_beams, **options), max_tokens, STOP_TOKENS
     )
@@ -157,7 +158,7 @@ def test_every_search_finds_its_answers_and_every_block_is_freed(
             sequence = make_sequence(number, prompt_len, max_tokens)
         else:
             sequence = make_search(number, prompt_len, max_tokens, num_beams, early_stopping=stopping)
-        sequence.client = client
+        ask(sequence, client=client)
         try:
             cluster.scheduler.add(sequence)
         except InvalidRequest as error:
@@ -240,7 +241,7 @@ def test_other_streams_go_on_beside_a_search_as_wide_as_it_may_be() -> None:
     streams = [make_sequence(number, 4, 20) for number in (1, 2)]
     search = make_search(0, 4, 20, 6, early_stopping=EarlyStopping.NEVER)
     for sequence in (search, *streams):
-        sequence.client = min(sequence.seq_id, FIRST_ID)
+        ask(sequence, client=min(sequence.seq_id, FIRST_ID))
         cluster.scheduler.add(sequence)
     cluster.run_until_idle()
     assert cluster.scheduler.num_preemptions == 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from tests.support.dense.sequences import ask
 from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 MAX_PROMPT_LEN, MAX_OUTPUT_LEN = 40, 60
@@ -26,7 +27,7 @@ class Server:
     def arrive(self, tenant: int, client: int, prompt_len: int, priority: int = 0) -> Sequence:
         self.num_sequences += 1
         sequence = make_sequence(self.num_sequences, prompt_len, MAX_OUTPUT_LEN)
-        sequence.tenant, sequence.client, sequence.priority = tenant, client, priority
+        ask(sequence, tenant=tenant, client=client, priority=priority)
         self.queue.admit(sequence)
         self.queue.push(sequence)
         return sequence
@@ -41,7 +42,7 @@ class Server:
         num_computed = sequence.num_prompt_tokens - sequence.num_computed_tokens
         sequence.output_token_ids += [0] * num_output_tokens
         self.queue.forget(sequence)
-        self.num_tokens[sequence.tenant, sequence.client] += num_computed + num_output_tokens
+        self.num_tokens[sequence.spec.tenant, sequence.spec.client] += num_computed + num_output_tokens
         return sequence
 
 
@@ -92,7 +93,7 @@ def test_a_steady_flow_of_new_clients_does_not_starve_an_old_one(num_new: int, o
         server.arrive(0, number, new_len)
     turns = []
     for turn in range(1000):
-        if server.serve(0).client == 0:
+        if server.serve(0).spec.client == 0:
             turns.append(turn)
             if len(turns) == 5:
                 break
@@ -138,7 +139,7 @@ def test_cached_prompt_tokens_cost_a_client_nothing() -> None:
             server.arrive(0, client, 40)
     served = Counter[int]()
     for _ in range(20):  # client 1 finds 39 of 40 tokens in the cache
-        client = server.queue.first(()).client
+        client = server.queue.first(()).spec.client
         server.serve(0, 39 if client == 1 else 0)
         served[client] += 1
     assert served[1] > 10 * served[2], "40 sequences of client 1 cost as much as one of client 2"
@@ -150,7 +151,7 @@ def test_priorities_come_before_the_shares_of_clients(arrivals: list[tuple[int, 
     server = Server()
     for priority, client in arrivals:
         server.arrive(0, client, 1 + 10 * client, priority)
-    served = [server.serve(5).priority for _ in arrivals]
+    served = [server.serve(5).spec.priority for _ in arrivals]
     assert served == sorted(priority for priority, _ in arrivals)  # all arrived at the same time
 
 
@@ -170,7 +171,7 @@ def test_the_queue_forgets_clients_without_sequences(steps: list[tuple[str, int,
             server.queue.remove(sequence)
             server.queue.forget(sequence)
         assert len(server.queue) == len(waiting)
-        live = {(sequence.tenant, sequence.client) for sequence in waiting.values()}
+        live = {(sequence.spec.tenant, sequence.spec.client) for sequence in waiting.values()}
         assert server.queue.has_several_clients == (len(live) > 1)
     while waiting:
         del waiting[server.serve(1).seq_id]

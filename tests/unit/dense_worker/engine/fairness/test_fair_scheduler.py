@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.step import StepPlan
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence
 
@@ -38,11 +39,11 @@ class SharedCluster(Cluster):
     ) -> Sequence:
         self.num_sequences += 1
         sequence = make_sequence(self.num_sequences, prompt_len, max_tokens)
-        sequence.client, sequence.tenant, sequence.priority = client, tenant, priority
+        ask(sequence, client=client, tenant=tenant, priority=priority)
         self.clients[sequence.seq_id] = client
         sequence.arrival_s = float(self.num_sequences) / 1000
         # Prompts of different sequences share no blocks.
-        sequence.prompt_token_ids = [100 + self.num_sequences] * prompt_len
+        ask(sequence, prompt_token_ids=[100 + self.num_sequences] * prompt_len)
         self.scheduler.add(sequence)
         return sequence
 
@@ -73,7 +74,7 @@ class SharedCluster(Cluster):
 
     @property
     def num_running_by_client(self) -> Counter[int]:
-        return Counter(sequence.client for sequence in self.scheduler.session.running)
+        return Counter(sequence.spec.client for sequence in self.scheduler.session.running)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

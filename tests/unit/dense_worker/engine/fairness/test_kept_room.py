@@ -10,6 +10,7 @@ from services.common.errors import CapacityError
 from services.common.fairness.kept_room import KEPT_PARTS, SMALL_PARTS
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from tests.support.dense.sequences import ask
 from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 LIMIT = 640
@@ -25,7 +26,7 @@ class Queue:
     def enter(self, client: int, num_tokens: int = 3, tenant: int = 0) -> Sequence:
         self._num_sequences += 1
         sequence = make_sequence(self._num_sequences, num_tokens, 4)
-        sequence.tenant, sequence.client = tenant, client
+        ask(sequence, tenant=tenant, client=client)
         self.queue.admit(sequence)
         self.queue.push(sequence)
         return sequence

@@ -16,6 +16,7 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, SequenceOpened, StepPlan, StepResult
+from tests.support.dense.sequences import ask, new_sequence
 from tests.support.scripted_attention import TIMEOUT_S, FakeRunner, FakeStep, RecordingAttention, started_engine
 
 LIMITS = SchedulerLimits(16, 64, 100, 100, "guaranteed_no_evict")
@@ -85,8 +86,8 @@ class BusyAttention(RecordingAttention):
 
 
 def make_sequence(seq_id: int, client: int, max_tokens: int) -> Sequence:
-    sequence = Sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=max_tokens)
-    sequence.client = client
+    sequence = new_sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=max_tokens)
+    ask(sequence, client=client)
     return sequence
 
 

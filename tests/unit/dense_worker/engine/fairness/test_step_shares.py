@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, fill, limit_decodes
 from services.dense_worker.engine.sequence import Sequence
+from tests.support.dense.sequences import ask
 from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 
@@ -33,7 +34,7 @@ def test_filling_is_max_min_fair(clients: list[tuple[int, int]], total: int) -> 
 def sequences_of(clients: list[tuple[int, int]]) -> list[Sequence]:
     sequences = [make_sequence(number, 3, 4) for number in range(len(clients))]
     for sequence, (tenant, client) in zip(sequences, clients, strict=True):
-        sequence.tenant, sequence.client = tenant, client
+        ask(sequence, tenant=tenant, client=client)
     return sequences
 
 
@@ -56,11 +57,11 @@ def test_the_whole_budget_is_used_and_shares_are_fair(
     assert shares.total() == min(num_tokens, sum(count for _, count in wishes))
     totals = Counter(tenant for tenant, _ in running)
     for sequence, _ in prefills:
-        totals[sequence.tenant] += shares[sequence]
+        totals[sequence.spec.tenant] += shares[sequence]
     for sequence, count in prefills:
         if shares[sequence] < count:  # its tenant wants more
-            richer = [tenant for tenant in totals if totals[tenant] > totals[sequence.tenant] + 1]
-            assert not any(shares[each] for each in sequences if each.tenant in richer)
+            richer = [tenant for tenant in totals if totals[tenant] > totals[sequence.spec.tenant] + 1]
+            assert not any(shares[each] for each in sequences if each.spec.tenant in richer)
 
 
 def test_a_short_prompt_does_not_wait_for_the_long_prompts_of_another_client() -> None:
@@ -72,7 +73,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_prompts_of_another_client() -
 
 def test_a_more_urgent_priority_is_served_first() -> None:
     urgent, other = sequences_of([(0, 1), (0, 2)])
-    other.priority = 1
+    ask(other, priority=1)
     shares = divide_prefills([(urgent, 100), (other, 100)], Counter(), 150)
     assert (shares[urgent], shares[other]) == (100, 50)
 
@@ -93,4 +94,4 @@ def test_clients_with_few_streams_keep_all_of_them() -> None:
     many, few, [prompt] = sequences_of([(0, 1)] * 300), sequences_of([(0, 2)] * 100), sequences_of([(0, 3)])
     chosen = limit_decodes(many + few, [(prompt, 300)], 512)
     assert len(chosen) == 256
-    assert [each for each in chosen if each.client == 2] == few
+    assert [each for each in chosen if each.spec.client == 2] == few

@@ -7,12 +7,13 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.speculation.answer_history import AnswerHistory
 from services.dense_worker.engine.speculation.ngram_index import MIN_CAPACITY
 from services.dense_worker.engine.speculation.predictor import SEPARATOR
+from tests.support.dense.sequences import new_sequence
 
 LENGTHS = (2, 4)
 
 
 def answered(output: list[int], tenant: int = 0, client: int = 0, salt: str = "") -> Sequence:
-    return Sequence(
+    return new_sequence(
         1, "r", [1, 2, 3], SamplingParams(), 10_000, output_token_ids=output, tenant=tenant, client=client,
         cache_salt=salt,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from services.dense_worker.engine.speculation.head_predictor import HeadPredicto
 from services.dense_worker.engine.speculation.speculation import Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.step import StepPlan, StepResult
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine import test_scheduler
 from tests.unit.dense_worker.engine.speculation.test_speculation import COSTS, FreeSteps, TimedCluster, unpredictable
@@ -200,7 +201,7 @@ def test_sequences_that_may_have_no_drafts_use_no_guesses(monkeypatch: pytest.Mo
     speculation = AskedSpeculation(HeadGuesses(NUM_HEADS), 7, FreeSteps(32, 64))
     cluster = GuessingCluster(speculation, *COSTS["gpu"], 0.1, always)
     sequences = [make_sequence(seq_id, 3, 40) for seq_id in (1, 2)]
-    sequences[0].sampling = SamplingParams(repetition_penalty=1.1)
+    ask(sequences[0], sampling=SamplingParams(repetition_penalty=1.1))
     for sequence in sequences:
         cluster.scheduler.add(sequence)
     cluster.run_until_idle()

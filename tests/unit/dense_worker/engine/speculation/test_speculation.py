@@ -21,6 +21,7 @@ from services.dense_worker.engine.speculation.speculation import Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.dense_worker.engine.speculation.time_budget import MAX_LOSS_STEPS, MAX_STEPS, SHARE
 from services.step import StepPlan
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine import test_scheduler
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, requests
@@ -108,7 +109,7 @@ def run(
     cluster = TimedCluster(speculation, *costs)
     for seq_id in range(1, 1 + NUM_ANSWERS):
         sequence = make_sequence(seq_id, 20, 44)
-        sequence.prompt_token_ids = [text(seq_id, position) for position in range(20)]
+        ask(sequence, prompt_token_ids=[text(seq_id, position) for position in range(20)])
         cluster.scheduler.add(sequence)
         while cluster.scheduler.num_running + cluster.scheduler.num_waiting >= num_seqs:
             cluster.step()
@@ -178,7 +179,7 @@ def test_earlier_answers_help_later_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     num_steps = []
     for seq_id in range(1, 9):
         sequence = make_sequence(seq_id, 20, 44)
-        sequence.prompt_token_ids = [unpredictable(1, position) for position in range(20)]
+        ask(sequence, prompt_token_ids=[unpredictable(1, position) for position in range(20)])
         before = cluster.scheduler.num_steps
         cluster.scheduler.add(sequence)
         cluster.run_until_idle()

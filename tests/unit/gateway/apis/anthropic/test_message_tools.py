@@ -176,7 +176,7 @@ def test_reasoning_is_a_thinking_block(tmp_path: Path, stream: bool) -> None:
     assert again.count("<think>") == 2
     assert again.endswith("<think>\n\n</think>\n\n"), "thinking is switched off by the template"
     assert "<think>\nThe sun shines.\n</think>\n\nSunny." in again
-    assert dense.submits[2].sampling.reasoning_limit.max_tokens == 1024
+    assert dense.submits[2].spec.sampling.reasoning_limit.max_tokens == 1024
 
 
 def test_a_budget_means_nothing_to_a_model_that_does_not_reason(tmp_path: Path) -> None:
@@ -214,4 +214,4 @@ def test_an_answer_of_a_schema(tmp_path: Path) -> None:
             await ask(gateway, body | options)
 
     dense = with_chat_model(tmp_path, "hermes", ['{"city": "Paris"}'], test)
-    assert all(submit.sampling.HasField("structured_output") for submit in dense.submits)
+    assert all(submit.spec.sampling.HasField("structured_output") for submit in dense.submits)

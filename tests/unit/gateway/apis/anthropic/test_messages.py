@@ -110,7 +110,7 @@ def test_system_and_blocks_become_a_chat(tmp_path: Path) -> None:
         }
         assert (await client.post(MESSAGES, json=body)).status_code == 200
         count = (await client.post(COUNT, json={name: body[name] for name in ("model", "system", "messages")})).json()
-        assert count == {"input_tokens": len(dense.submits[0].prompt_token_ids)}
+        assert count == {"input_tokens": len(dense.submits[0].spec.prompt_token_ids)}
         plain = {**body, "system": "Be brief.\nBe kind."}
         assert (await client.post(MESSAGES, json=plain)).status_code == 200
 
@@ -124,7 +124,7 @@ def test_system_and_blocks_become_a_chat(tmp_path: Path) -> None:
             {"role": "user", "content": "Go on"},
         ]
     )
-    assert [list(submit.prompt_token_ids) for submit in dense.submits] == [expected, expected]
+    assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == [expected, expected]
 
 
 def test_a_last_message_of_the_assistant_is_continued(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_last_message_of_the_assistant_is_continued(tmp_path: Path) -> None:
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)
     expected = prompt_of(messages, add_generation_prompt=False, continue_final_message=True)
-    assert list(dense.submits[0].prompt_token_ids) == expected
+    assert list(dense.submits[0].spec.prompt_token_ids) == expected
 
 
 def test_the_billing_line_of_claude_code_is_not_part_of_the_prompt(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_billing_line_of_claude_code_is_not_part_of_the_prompt(tmp_path: Pat
 
     dense = FakeDense(lambda submit: [EOS])
     with_client(tmp_path, dense, test)
-    *prompts, last = [list(submit.prompt_token_ids) for submit in dense.submits]
+    *prompts, last = [list(submit.spec.prompt_token_ids) for submit in dense.submits]
     assert prompts == [prompt_of([{"role": "system", "content": "You are an agent."}, *HI])] * 4
     assert last == prompt_of(HI)
 
@@ -179,9 +179,9 @@ def test_options_reach_the_sampler(tmp_path: Path) -> None:
 
     dense = FakeDense(lambda submit: [EOS])
     with_client(tmp_path, dense, test)
-    sampling = dense.submits[0].sampling
+    sampling = dense.submits[0].spec.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 7)
-    assert dense.submits[0].max_tokens == 50
+    assert dense.submits[0].spec.max_tokens == 50
 
 
 def test_a_client_that_leaves_frees_its_request(tmp_path: Path) -> None:

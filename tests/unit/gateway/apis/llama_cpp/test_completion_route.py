@@ -27,7 +27,7 @@ def events(stream: str) -> list[dict[str, Any]]:
 
 
 def answering() -> FakeDense:
-    return FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.max_tokens])
+    return FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.spec.max_tokens])
 
 
 def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
@@ -37,13 +37,13 @@ def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
             assert (answer["content"], answer["tokens"], answer["stop"]) == (TEXT, [], True)
             assert (answer["stop_type"], answer["stopping_word"], answer["truncated"]) == ("eos", "", False)
             submit = dense.submits[-1]
-            assert answer["tokens_evaluated"] == len(submit.prompt_token_ids)
+            assert answer["tokens_evaluated"] == len(submit.spec.prompt_token_ids)
             assert answer["tokens_predicted"] == len(ids(TEXT)) + 1
             assert answer["timings"]["predicted_n"] == len(ids(TEXT)) + 1
             assert answer["prompt"].endswith(PROMPT)
             settings = answer["generation_settings"]
             assert (settings["temperature"], settings["top_k"], settings["seed"]) == (0.8, 40, 5)
-            assert (submit.sampling.temperature, submit.sampling.top_k) == (pytest.approx(0.8), 40)
+            assert (submit.spec.sampling.temperature, submit.spec.sampling.top_k) == (pytest.approx(0.8), 40)
         cut = (await client.post(URL, json={"prompt": PROMPT, "n_predict": 3, "return_tokens": True})).json()
         assert (cut["tokens"], cut["stop_type"]) == (ids(TEXT)[:3], "limit")
         stopped = (await client.post(URL, json={"prompt": PROMPT, "stop": [",", ""]})).json()
@@ -69,11 +69,12 @@ def test_options_are_those_of_completions(tmp_path: Path) -> None:
             assert response.status_code == 200, response.text
         first, second = dense.submits
         for each in (first, second):
-            for name in ("seq_id", "request_id", "queue_timeout_ms"):
+            for name in ("seq_id", "queue_timeout_ms"):
                 each.ClearField(name)
+            each.spec.ClearField("request_id")
         assert first == second
 
-    dense = FakeDense(lambda submit: ids("a") * submit.max_tokens)
+    dense = FakeDense(lambda submit: ids("a") * submit.spec.max_tokens)
     with_client(tmp_path, dense, test)
 
 
@@ -83,7 +84,7 @@ def test_biases_name_tokens_by_id_or_text_and_false_bans_them(tmp_path: Path) ->
         for bias in ([[70, 2.0], [80, False], [word, -1]], {"70": 2.0, "80": False, word: -1}):
             response = await client.post(URL, json={"prompt": PROMPT, "logit_bias": bias, "n_predict": 2})
             assert response.status_code == 200, response.text
-            sampling = dense.submits[-1].sampling
+            sampling = dense.submits[-1].spec.sampling
             assert [list(each.token_ids) for each in sampling.bad_words] == [[80]]
             of_word = dict.fromkeys(set(ids(word)), 0.0)
             for token_id in ids(word):
@@ -101,7 +102,7 @@ def test_prompts_are_texts_ids_or_both_and_several_give_a_list(tmp_path: Path) -
             answers = answers if count > 1 else [answers]
             assert [(each["index"], each["content"]) for each in answers] == [(i, TEXT) for i in range(count)]
         await client.post(URL, json={"prompt": [5, " one", 6, " two"]})
-        assert list(dense.submits[-1].prompt_token_ids) == [5, *ids(" one"), 6, *ids(" two")]
+        assert list(dense.submits[-1].spec.prompt_token_ids) == [5, *ids(" one"), 6, *ids(" two")]
         twice = (await client.post(URL, json={"prompt": "a", "n_cmpl": 2})).json()
         assert [each["index"] for each in twice] == [0, 1]
 

@@ -55,7 +55,7 @@ def test_vectors_stand_where_their_parts_do(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway, dense: FakeDense) -> None:
         api = openai.AsyncOpenAI(api_key="x", base_url="http://gateway/v1", http_client=client, max_retries=0)
         answer = await api.chat.completions.create(model="", messages=CHAT, max_tokens=2)
-        assert list(dense.submits[0].prompt_token_ids) == expected_tokens()
+        assert list(dense.submits[0].spec.prompt_token_ids) == expected_tokens()
         assert answer.usage.prompt_tokens == len(expected_tokens())
         assert torch.equal(sent_table(dense), VECTORS)
 

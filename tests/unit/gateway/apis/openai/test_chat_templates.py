@@ -76,7 +76,7 @@ def test_a_name_reaches_the_template_over_both_protocols(tmp_path: Path) -> None
 
     dense = with_model(tmp_path, test)
     expected = expected_ids(tmp_path / "model", NAMED)
-    assert [list(submit.prompt_token_ids) for submit in dense.submits] == [expected, expected]
+    assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == [expected, expected]
 
 
 def test_the_length_of_a_name_is_limited(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_options_reach_the_template_over_both_protocols(tmp_path: Path) -> None:
             assert list(reply.token_ids) == expected
 
     dense = with_model(tmp_path, test, template)
-    assert [list(submit.prompt_token_ids) for submit in dense.submits] == prompts
+    assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == prompts
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_special_tokens_are_text_in_messages_but_not_in_prompts(tmp_path: Path) 
     splitting = AutoTokenizer.from_pretrained(EMBEDDED_MODEL, split_special_tokens=True)
     plain = splitting.encode(text, add_special_tokens=False)
     assert not {user, eos} & set(plain)
-    chat, completion = (list(submit.prompt_token_ids) for submit in dense.submits)
+    chat, completion = (list(submit.spec.prompt_token_ids) for submit in dense.submits)
     assert chat == [user, *plain, eos, assistant]
     assert completion == REFERENCE.encode(text) and {user, eos} < set(completion)
 
@@ -193,6 +193,6 @@ def test_the_chat_template_decides_about_other_roles(tmp_path: Path) -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].role")
 
     _, submit = with_model(tmp_path, test).submits
-    token_ids = list(submit.prompt_token_ids)
+    token_ids = list(submit.spec.prompt_token_ids)
     assert REFERENCE.decode(token_ids) == "<|</s>|>Hi</s><|assistant|>"
     assert token_ids.count(REFERENCE.eos_token_id) == 1

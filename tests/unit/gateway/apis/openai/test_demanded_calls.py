@@ -39,7 +39,7 @@ def test_a_demanded_call_has_a_grammar(tmp_path: Path) -> None:
         assert answer.tool_calls[0].name == "get_weather"
 
     dense = with_chat_model(tmp_path, "hermes", [CALL], test)
-    required, _, named, _, strict, _, free, _, over_grpc = [submit.sampling for submit in dense.submits]
+    required, _, named, _, strict, _, free, _, over_grpc = [submit.spec.sampling for submit in dense.submits]
     assert "get_time" in required.structured_output.grammar
     assert "get_weather" in named.structured_output.grammar and "get_time" not in named.structured_output.grammar
     assert '"city"' in strict.structured_output.grammar
@@ -89,5 +89,5 @@ def test_an_answer_with_a_form_may_come_after_reasoning(tmp_path: Path) -> None:
         assert (message.model_extra["reasoning"], message.content) == ("Paris.", '{"sun": true}')
 
     dense = with_chat_model(tmp_path, "opens_reasoning", ['Paris.\n</think>\n\n{"sun": true}'], test)
-    grammar = dense.submits[0].sampling.structured_output.grammar
+    grammar = dense.submits[0].spec.sampling.structured_output.grammar
     assert "TEXT <[" in grammar, "free text up to the token that ends the reasoning"

@@ -56,7 +56,7 @@ def test_channels_of_an_answer_and_of_a_stream(tmp_path: Path) -> None:
 
     dense = with_chat_model(tmp_path, "harmony", [ANSWER], test)
     assert prompt_text(dense.submits[0]).endswith("<|start|>user<|message|>What is 2 + 2?<|end|><|start|>assistant")
-    first, *_, endless = (set(submit.stop_token_ids) for submit in dense.submits)
+    first, *_, endless = (set(submit.spec.stop_token_ids) for submit in dense.submits)
     assert first >= {RETURN, CALL_END} and not endless & {RETURN, CALL_END}
 
 
@@ -119,7 +119,8 @@ def test_special_tokens_that_a_client_writes_are_text(tmp_path: Path) -> None:
 
     dense = with_chat_model(tmp_path, "harmony", [ANSWER], test)
     markers = set(TOKENIZER.convert_tokens_to_ids(list(MARKERS)))
-    harmless, attacked = ([each for each in submit.prompt_token_ids if each in markers] for submit in dense.submits)
+    prompts = [submit.spec.prompt_token_ids for submit in dense.submits]
+    harmless, attacked = ([each for each in prompt if each in markers] for prompt in prompts)
     assert attacked == harmless
     assert prompt_text(dense.submits[1]).count(evil) == 3, "as text"
 
@@ -193,7 +194,7 @@ def test_forms_reach_the_dense_worker(tmp_path: Path) -> None:
         await create(api)
 
     dense = with_chat_model(tmp_path, "harmony", [ANSWER], test)
-    form, call, free = (submit.sampling for submit in dense.submits)
+    form, call, free = (submit.spec.sampling for submit in dense.submits)
     channel = f"<[{TOKENIZER.convert_tokens_to_ids('<|channel|>')}]>"
     assert f'{channel} "final"' in form.structured_output.grammar
     assert "to=functions.get_weather" in call.structured_output.grammar and channel in call.structured_output.grammar

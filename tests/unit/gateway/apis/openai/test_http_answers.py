@@ -119,10 +119,10 @@ def test_content_parts_form_one_message(tmp_path: Path) -> None:
             reasoning = {"reasoning": None, "reasoning_content": None}
             assert message == {"role": "assistant", "content": " one", "refusal": None, **reasoning}
         first, second = dense.submits
-        assert first.prompt_token_ids == second.prompt_token_ids
+        assert first.spec.prompt_token_ids == second.spec.prompt_token_ids
         chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Tell me more"}]
         text = REFERENCE.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        assert list(first.prompt_token_ids) == ids(text)
+        assert list(first.spec.prompt_token_ids) == ids(text)
 
     dense = FakeDense(say(" one two"))
     with_client(tmp_path, dense, test)
@@ -137,7 +137,7 @@ def test_a_message_of_an_assistant_may_be_empty(tmp_path: Path) -> None:
             assert response.status_code == 200, response.text
         chat = [*USER, {"role": "assistant", "content": ""}, question]
         text = REFERENCE.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        assert [list(submit.prompt_token_ids) for submit in dense.submits] == [ids(text)] * 4
+        assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == [ids(text)] * 4
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)
@@ -176,7 +176,7 @@ def test_choices_are_numbered_prompt_by_prompt(kind: str, is_stream: bool, tmp_p
         assert objects[-1]["usage"]["prompt_tokens"] == sum(map(len, expected))
         assert objects[-1]["usage"]["completion_tokens"] == 2 * n * len(expected)
 
-    dense = FakeDense(lambda submit: [submit.prompt_token_ids[0], len(submit.prompt_token_ids)])
+    dense = FakeDense(lambda submit: [submit.spec.prompt_token_ids[0], len(submit.spec.prompt_token_ids)])
     with_client(tmp_path, dense, test)
 
 
@@ -208,10 +208,10 @@ def test_every_option_reaches_the_dense_worker(tmp_path: Path) -> None:
         response = await client.post("/v1/completions", json=body, headers={"x-request-id": "all"})
         assert response.status_code == 200, response.text
         [submit] = dense.submits
-        assert (submit.request_id, submit.max_tokens, submit.priority) == ("all", 7, -4)
-        assert (list(submit.stop_token_ids), submit.cache_salt) == ([99], "salt")
-        assert (submit.num_logprobs, submit.num_prompt_logprobs) == (2, 1)
-        sampling = submit.sampling
+        assert (submit.spec.request_id, submit.spec.max_tokens, submit.spec.priority) == ("all", 7, -4)
+        assert (list(submit.spec.stop_token_ids), submit.spec.cache_salt) == ([99], "salt")
+        assert (submit.spec.num_logprobs, submit.spec.num_prompt_logprobs) == (2, 1)
+        sampling = submit.spec.sampling
         for name in ("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"):
             assert getattr(sampling, name) == body[name], name
         assert sampling.repetition_penalty == 1.5
@@ -236,9 +236,9 @@ def test_nulls_and_neutral_values_are_defaults(tmp_path: Path) -> None:
         )
         assert response.status_code == 200, response.text
         [submit] = dense.submits
-        assert submit.max_tokens == 16  # OpenAI's default for completions
-        assert submit.sampling.temperature == 1.0
-        assert not submit.sampling.HasField("top_k")
+        assert submit.spec.max_tokens == 16  # OpenAI's default for completions
+        assert submit.spec.sampling.temperature == 1.0
+        assert not submit.spec.sampling.HasField("top_k")
 
     dense = FakeDense(lambda submit: [5] * 20)
     with_client(tmp_path, dense, test)
@@ -260,7 +260,7 @@ def test_max_tokens_beyond_the_context_is_lowered(max_tokens: int, tmp_path: Pat
         answer = (await client.post("/v1/completions", json=body)).json()
         assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 8)
         [submit] = dense.submits
-        assert submit.max_tokens == 8
+        assert submit.spec.max_tokens == 8
         chat = {"messages": USER, "max_completion_tokens": max_tokens + 2048}
         answer = (await client.post("/v1/chat/completions", json=chat)).json()
         assert answer["usage"]["total_tokens"] == 2048

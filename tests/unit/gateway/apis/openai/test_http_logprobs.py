@@ -96,7 +96,7 @@ def test_every_token_of_a_prompt_comes_first_with_its_rank(tmp_path: Path, path:
         first, *entries = whole["prompt_logprobs"]
         [submit] = dense.submits
         assert first is None
-        for token_id, entry in zip(submit.prompt_token_ids[1:], entries, strict=True):
+        for token_id, entry in zip(submit.spec.prompt_token_ids[1:], entries, strict=True):
             own = {"logprob": fake_logprob(token_id), "rank": token_id + 1}
             assert next(iter(entry)) == str(token_id)
             found = {name: value for name, value in entry[str(token_id)].items() if name != "decoded_token"}
@@ -199,7 +199,7 @@ def test_a_prompt_alone_can_be_scored(is_stream: bool, output: int, tmp_path: Pa
             assert len(choice["logprobs"]["tokens"]) == len(prompt)
         usage = objects[-1]["usage"]
         assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, sum(map(len, prompts)))
-        assert [submit.max_tokens for submit in dense.submits] == [1] * 3
+        assert [submit.spec.max_tokens for submit in dense.submits] == [1] * 3
         metrics = (await client.get("/metrics")).text
         assert "twostroke_gateway_generated_tokens_total 0.0" in metrics
         assert "twostroke_gateway_time_to_first_token_seconds_count 0.0" in metrics
@@ -217,9 +217,9 @@ def test_the_prompt_of_a_chat_can_be_scored(tmp_path: Path) -> None:
         [submit] = dense.submits
         logprobs = [
             each[str(i)]["logprob"]
-            for i, each in zip(submit.prompt_token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            for i, each in zip(submit.spec.prompt_token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
         ]
-        assert logprobs == [fake_logprob(i) for i in submit.prompt_token_ids[1:]]
+        assert logprobs == [fake_logprob(i) for i in submit.spec.prompt_token_ids[1:]]
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)
@@ -232,5 +232,5 @@ def test_best_of_returns_the_most_likely_answers(tmp_path: Path) -> None:
         assert [(choice["index"], choice["token_ids"]) for choice in choices] == [(0, [40, 40]), (1, [50, 50])]
         assert all(choice["logprobs"] is None for choice in choices)
 
-    dense = FakeDense(lambda submit: {10: [60, 60], 11: [40, 40], 12: [50, 50]}[submit.sampling.seed])
+    dense = FakeDense(lambda submit: {10: [60, 60], 11: [40, 40], 12: [50, 50]}[submit.spec.sampling.seed])
     with_client(tmp_path, dense, test)

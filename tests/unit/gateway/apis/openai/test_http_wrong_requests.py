@@ -135,7 +135,7 @@ def test_wrong_requests_are_refused_and_do_not_disturb_a_stream(tmp_path: Path) 
                     check_error(await client.post(path, json=wrong), 400, param, *words)
                 except AssertionError as error:
                     raise AssertionError(f"{path} {json.dumps(wrong)[:200]}") from error
-            assert [submit.request_id for submit in dense.submits] == ["beside"]
+            assert [submit.spec.request_id for submit in dense.submits] == ["beside"]
             assert len(dense.running) == 1
             assert stream.status_code == 200
         await until(lambda: not dense.running)

@@ -140,7 +140,7 @@ def test_a_limit_of_reasoning_reaches_the_dense_worker(field: str, tmp_path: Pat
 
     dense = with_chat_model(tmp_path, "qwen3", ["Four."], test)
     begin, end = TOKENIZER.convert_tokens_to_ids(["<think>", "</think>"])
-    limited, *unlimited = [submit.sampling for submit in dense.submits]
+    limited, *unlimited = [submit.spec.sampling for submit in dense.submits]
     limit = limited.reasoning_limit
     assert (limit.max_tokens, limit.begin_token_id, limit.end_token_id) == (7, begin, end)
     assert not any(sampling.HasField("reasoning_limit") for sampling in unlimited)

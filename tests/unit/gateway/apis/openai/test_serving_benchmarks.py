@@ -96,4 +96,4 @@ def test_a_benchmark_counts_every_token(tmp_path: Path, path: str, size: int) ->
 
     dense = FakeDense(lambda submit: TOKEN_IDS)
     with_client(tmp_path, dense, test)
-    assert all(EOS not in submit.stop_token_ids for submit in dense.submits)
+    assert all(EOS not in submit.spec.stop_token_ids for submit in dense.submits)

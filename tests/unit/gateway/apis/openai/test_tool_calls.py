@@ -142,7 +142,7 @@ def test_the_template_gets_tools_calls_and_answers_of_tools(tmp_path: Path) -> N
         text = reference.apply_chat_template(as_documented, tools=tools, add_generation_prompt=True, tokenize=False)
         return reference.encode(text, add_special_tokens=False)
 
-    prompts = [list(submit.prompt_token_ids) for submit in dense.submits]
+    prompts = [list(submit.spec.prompt_token_ids) for submit in dense.submits]
     assert prompts == [render(TOOLS), render(None)]
     assert tokens == prompts[0]
 
@@ -160,7 +160,7 @@ def test_special_tokens_in_tools_and_arguments_are_text(tmp_path: Path) -> None:
         await api.chat.completions.create(model="model", messages=messages, tools=[tool])
 
     dense = with_chat_model(tmp_path, "hermes", ["No."], test)
-    prompt = list(dense.submits[0].prompt_token_ids)
+    prompt = list(dense.submits[0].spec.prompt_token_ids)
     begin, end = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert (prompt.count(begin), prompt.count(end)) == (5, 4), "those of the template alone"
     assert prompt_text(dense.submits[0]).count(evil) == 4

@@ -59,7 +59,7 @@ def test_the_last_tokens_are_kept(kind: str, options: dict[str, Any], num_kept: 
     dense = FakeDense(lambda submit: [5] * MAX_MODEL_LEN, max_model_len=MAX_MODEL_LEN)
     answer = post(tmp_path, dense, prompt | options | {"return_token_ids": True})
     [submit] = dense.submits
-    assert list(submit.prompt_token_ids) == token_ids[-num_kept:]
+    assert list(submit.spec.prompt_token_ids) == token_ids[-num_kept:]
     holder = answer if "messages" in prompt else answer["choices"][0]
     assert holder["prompt_token_ids"] == token_ids[-num_kept:]
     assert answer["usage"]["prompt_tokens"] == num_kept
@@ -73,7 +73,7 @@ def test_the_side_that_is_left_out(kind: str, side: str, count: int, tmp_path: P
     post(tmp_path, dense, prompt | {"truncate_prompt_tokens": count, "truncation_side": side, "max_tokens": 30})
     num_kept = MAX_MODEL_LEN - 30 if count == -1 else count
     expected = token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]
-    assert list(dense.submits[0].prompt_token_ids) == expected
+    assert list(dense.submits[0].spec.prompt_token_ids) == expected
 
 
 @pytest.mark.parametrize("count", [-1, 50])
@@ -81,7 +81,7 @@ def test_a_short_prompt_is_not_truncated(count: int, tmp_path: Path) -> None:
     dense = FakeDense(lambda submit: [5] * 4)
     text = "San  Francisco"
     answer = post(tmp_path, dense, {"prompt": text, "truncate_prompt_tokens": count, "max_tokens": 4, "echo": True})
-    assert list(dense.submits[0].prompt_token_ids) == REFERENCE(text)["input_ids"]
+    assert list(dense.submits[0].spec.prompt_token_ids) == REFERENCE(text)["input_ids"]
     assert answer["choices"][0]["text"].startswith(text)
 
 
@@ -103,4 +103,5 @@ def test_special_tokens_are_added_as_asked_for(is_chat: bool, adds: bool | None,
     dense = FakeDense(lambda submit: [5])
     prompt = {"messages": messages} if is_chat else {"prompt": text}
     post(tmp_path, dense, prompt | {"add_special_tokens": adds, "max_tokens": 1})
-    assert list(dense.submits[0].prompt_token_ids) == (special if adds or (adds is None and not is_chat) else plain)
+    expected = special if adds or (adds is None and not is_chat) else plain
+    assert list(dense.submits[0].spec.prompt_token_ids) == expected

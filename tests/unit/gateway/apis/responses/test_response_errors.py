@@ -139,4 +139,4 @@ def test_truncation_keeps_the_end_of_the_prompt(tmp_path: Path) -> None:
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)
-    assert len(dense.submits[0].prompt_token_ids) == 2047
+    assert len(dense.submits[0].spec.prompt_token_ids) == 2047

@@ -79,7 +79,7 @@ def test_the_clients_stream_helper_and_parse(tmp_path: Path) -> None:
         assert parsed.output_parsed == Weather(city="Rome")
 
     dense = with_chat_model(tmp_path, "hermes", [call("get_weather", CITY), '{"city":"Rome"}'], test)
-    assert dense.submits[1].sampling.HasField("structured_output")
+    assert dense.submits[1].spec.sampling.HasField("structured_output")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -65,7 +65,7 @@ def test_a_whole_response(tmp_path: Path) -> None:
             "status": "completed",
             "content": [{"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}],
         }
-        num_prompt_tokens, num_output_tokens = len(dense.submits[0].prompt_token_ids), len(ids(TEXT)) + 1
+        num_prompt_tokens, num_output_tokens = len(dense.submits[0].spec.prompt_token_ids), len(ids(TEXT)) + 1
         assert response.usage.to_dict() == {
             "input_tokens": num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
@@ -81,7 +81,7 @@ def test_a_whole_response(tmp_path: Path) -> None:
     dense.num_cached_tokens = 2
     with_api(tmp_path, dense, test)
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert list(dense.submits[0].prompt_token_ids) == prompt_of(chat)
+    assert list(dense.submits[0].spec.prompt_token_ids) == prompt_of(chat)
 
 
 def test_a_stream_builds_up_the_whole_response(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_items_become_a_chat(tmp_path: Path) -> None:
 
     dense = FakeDense(say(" one"))
     with_api(tmp_path, dense, test)
-    assert list(dense.submits[0].prompt_token_ids) == prompt_of(
+    assert list(dense.submits[0].spec.prompt_token_ids) == prompt_of(
         [
             {"role": "system", "content": "Be brief.\nBe kind."},
             {"role": "user", "content": "One\ntwo"},

@@ -79,7 +79,7 @@ def test_a_response_is_continued_with_its_whole_conversation(tmp_path: Path, str
         [*begun[:2], user("No.")],
         [*begun, assistant(" three"), user("So?")],
     ]
-    assert [list(submit.prompt_token_ids) for submit in dense.submits] == list(map(prompt_of, chats))
+    assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == list(map(prompt_of, chats))
 
 
 def test_results_of_calls_follow_a_stored_response(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_results_of_calls_follow_a_stored_response(tmp_path: Path) -> None:
 
     dense = with_chat_model(tmp_path, "hermes", [CALL, "It is sunny."], test, store_responses=True)
     _, short, whole = dense.submits
-    assert list(short.prompt_token_ids) == list(whole.prompt_token_ids)
+    assert list(short.spec.prompt_token_ids) == list(whole.spec.prompt_token_ids)
     assert "sunny" in prompt_text(short)
 
 

@@ -28,10 +28,10 @@ def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
         about = answer["meta_info"]
         assert about["id"] == "mine" and about["finish_reason"] == {"type": "stop", "matched": EOS}
         submit = dense.submits[-1]
-        assert about["prompt_tokens"] == len(submit.prompt_token_ids)
+        assert about["prompt_tokens"] == len(submit.spec.prompt_token_ids)
         assert about["completion_tokens"] == len(ids(TEXT)) + 1
-        assert submit.max_tokens == 128 and submit.request_id == "mine"
-        by_ids = {"input_ids": list(submit.prompt_token_ids), "sampling_params": {"max_new_tokens": 3}}
+        assert submit.spec.max_tokens == 128 and submit.spec.request_id == "mine"
+        by_ids = {"input_ids": list(submit.spec.prompt_token_ids), "sampling_params": {"max_new_tokens": 3}}
         cut = (await client.post(URL, json=by_ids)).json()
         assert cut["output_ids"] == ids(TEXT)[:3]
         assert cut["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
@@ -39,7 +39,7 @@ def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
         assert stopped["text"] == " in Łódź"
         assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": ","}
 
-    dense = FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.max_tokens])
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.spec.max_tokens])
     with_client(tmp_path, dense, test)
 
 
@@ -61,11 +61,12 @@ def test_options_are_those_of_completions(tmp_path: Path) -> None:
             assert response.status_code == 200, response.text
         first, second = dense.submits
         for each in (first, second):
-            for name in ("seq_id", "request_id", "queue_timeout_ms"):
+            for name in ("seq_id", "queue_timeout_ms"):
                 each.ClearField(name)
+            each.spec.ClearField("request_id")
         assert first == second
 
-    dense = FakeDense(lambda submit: ids(" a") * submit.max_tokens)
+    dense = FakeDense(lambda submit: ids(" a") * submit.spec.max_tokens)
     with_client(tmp_path, dense, test)
 
 

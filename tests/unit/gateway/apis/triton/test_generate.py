@@ -59,27 +59,27 @@ def test_options_have_the_meaning_of_tensorrt_llm(tmp_path: Path) -> None:
             return dense.submits[-1]
 
         submit = await submitted()
-        assert submit.sampling.temperature == 0, "without top_k and top_p the most likely token is taken"
-        assert list(submit.stop_token_ids) == [EOS]
-        assert submit.prompt_token_ids == PROMPT_IDS and submit.max_tokens == len(TOKENS)
-        sampling = (await submitted(top_k=7, top_p=0.0, temperature=0.5)).sampling
+        assert submit.spec.sampling.temperature == 0, "without top_k and top_p the most likely token is taken"
+        assert list(submit.spec.stop_token_ids) == [EOS]
+        assert submit.spec.prompt_token_ids == PROMPT_IDS and submit.spec.max_tokens == len(TOKENS)
+        sampling = (await submitted(top_k=7, top_p=0.0, temperature=0.5)).spec.sampling
         assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.seed) == (7, 1.0, 0.5, 0)
-        sampling = (await submitted(top_p=0.25)).sampling
+        sampling = (await submitted(top_p=0.25)).spec.sampling
         assert (sampling.HasField("top_k"), sampling.top_p, sampling.temperature) == (False, 0.25, 1.0)
-        sampling = (await submitted(parameters={"top_k": 3}, random_seed=2**63, min_length=2)).sampling
+        sampling = (await submitted(parameters={"top_k": 3}, random_seed=2**63, min_length=2)).spec.sampling
         assert (sampling.top_k, sampling.seed, sampling.min_tokens) == (3, 2**63, 2)
         penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-        sampling = (await submitted(**penalties, min_tokens=1, seed=9)).sampling
+        sampling = (await submitted(**penalties, min_tokens=1, seed=9)).spec.sampling
         assert {name: getattr(sampling, name) for name in penalties} == penalties
         assert (sampling.min_tokens, sampling.seed) == (1, 9)
-        assert list((await submitted(end_id=42, pad_id=3)).stop_token_ids) == [42], "instead of the model's own"
-        assert list((await submitted(end_id=-1)).stop_token_ids) == []
-        words = (await submitted(bad_words=["cat", ""])).sampling.bad_words
+        assert list((await submitted(end_id=42, pad_id=3)).spec.stop_token_ids) == [42], "instead of the model's own"
+        assert list((await submitted(end_id=-1)).spec.stop_token_ids) == []
+        words = (await submitted(bad_words=["cat", ""])).spec.sampling.bad_words
         assert ids("cat") in [list(word.token_ids) for word in words]
         guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]+"}
-        assert (await submitted(**guide)).sampling.HasField("structured_output")
-        assert (await submitted(guided_decoding_guide_type="json")).sampling.HasField("structured_output")
-        assert not (await submitted(guided_decoding_guide_type="")).sampling.HasField("structured_output")
+        assert (await submitted(**guide)).spec.sampling.HasField("structured_output")
+        assert (await submitted(guided_decoding_guide_type="json")).spec.sampling.HasField("structured_output")
+        assert not (await submitted(guided_decoding_guide_type="")).spec.sampling.HasField("structured_output")
         # Without effect: only one beam, and names that Triton would pass on as parameters.
         await submitted(beam_width=1, length_penalty=2.0, early_stopping=True, temperature=None, nothing_known=[1])
 

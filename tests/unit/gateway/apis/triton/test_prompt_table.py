@@ -34,7 +34,8 @@ Test = Callable[[RunningGateway, Stub, httpx2.AsyncClient, FakeDense], Awaitable
 
 def with_gateway(tmp_path: Path, test: Test, **options: Any) -> None:
     async def body() -> None:
-        dense = FakeDense(lambda submit: [70] * submit.max_tokens, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+        limits = {"vocab_size": VOCAB_SIZE, "max_model_len": MAX_MODEL_LEN}
+        dense = FakeDense(lambda submit: [70] * submit.spec.max_tokens, **limits)
         settings = {"enable_prompt_embeds": True} | options
         async with (
             running_gateway(tmp_path, dense, **settings) as gateway,
@@ -66,7 +67,7 @@ def of_bfloat16(values: torch.Tensor) -> Request:
 
 
 def sent_table(dense: FakeDense) -> torch.Tensor:
-    table = dense.submits[-1].prompt_table
+    table = dense.submits[-1].spec.prompt_table
     assert table.first_token_id == VOCAB_SIZE
     values = b"".join(part.values for part in dense.table_parts if part.hash == table.hash)
     found = torch.frombuffer(bytearray(values), dtype=getattr(torch, table.dtype))
@@ -79,7 +80,7 @@ def test_the_worker_gets_the_table_and_the_ids(tmp_path: Path) -> None:
         for changes in ({}, {"prompt_vocab_size": None}, {"prompt_table_extra_ids": extra_ids}):
             response = await stub.ModelInfer(message("tensorrt_llm", inputs(**changes)))
             assert output(response, "output_ids").tolist() == [[[*TOKENS, 70, 70]]]
-            assert torch.equal(sent_table(dense), ROWS) and list(dense.submits[-1].prompt_token_ids) == TOKENS
+            assert torch.equal(sent_table(dense), ROWS) and list(dense.submits[-1].spec.prompt_token_ids) == TOKENS
         await stub.ModelInfer(message("tensorrt_llm", inputs(prompt_embedding_table=ROWS.half().numpy()[None])))
         assert torch.equal(sent_table(dense), ROWS.half())
         await stub.ModelInfer(of_bfloat16(ROWS))
@@ -92,7 +93,7 @@ def test_the_worker_gets_the_table_and_the_ids(tmp_path: Path) -> None:
             assert response.status_code == 200, response.text
             assert torch.equal(sent_table(dense), ROWS[:2])
         await client.post(GENERATE, json={"input_ids": [5], "input_lengths": 1, "request_output_len": 1})
-        assert not dense.submits[-1].HasField("prompt_table")
+        assert not dense.submits[-1].spec.HasField("prompt_table")
 
     with_gateway(tmp_path, test)
 
@@ -103,14 +104,14 @@ def test_with_a_text_or_chat_the_rows_stand_before_it(tmp_path: Path) -> None:
         table = {"prompt_embedding_table": ROWS.numpy()[None], "prompt_table_extra_id": np.array([[7]], np.uint64)}
         for model in ("ensemble", "tensorrt_llm_bls"):
             plain = output(await stub.ModelInfer(message(model, values)), "text_output")
-            of_text = list(dense.submits[-1].prompt_token_ids)
+            of_text = list(dense.submits[-1].spec.prompt_token_ids)
             assert output(await stub.ModelInfer(message(model, values | table)), "text_output") == plain
-            assert list(dense.submits[-1].prompt_token_ids) == IN_FRONT + of_text
+            assert list(dense.submits[-1].spec.prompt_token_ids) == IN_FRONT + of_text
             assert torch.equal(sent_table(dense), ROWS)
         chat = gateway_pb2.Chat(messages=[gateway_pb2.ChatMessage(role="user", content="abc")])
         request = gateway_pb2.GenerateRequest(chat=chat, max_tokens=2, prompt_embedding_table=embeds_of(ROWS))
         await gateway.stub.Generate(request)
-        assert list(dense.submits[-1].prompt_token_ids)[:NUM_ROWS] == IN_FRONT
+        assert list(dense.submits[-1].spec.prompt_token_ids)[:NUM_ROWS] == IN_FRONT
 
     with_gateway(tmp_path, test)
 
@@ -172,7 +173,7 @@ def test_a_wrong_table_is_refused_with_value_and_limit(tmp_path: Path) -> None:
                 )
         assert not dense.submits
         await stub.ModelInfer(message("tensorrt_llm", inputs(lora_task_id=np.array([[2]], np.uint64))))
-        assert dense.submits[-1].adapter.name == "2" and torch.equal(sent_table(dense), ROWS)
+        assert dense.submits[-1].spec.adapter.name == "2" and torch.equal(sent_table(dense), ROWS)
 
     modules = tuple(f"{name}={tmp_path / name}" for name in ("1", "2"))
     with_gateway(tmp_path, test, max_loras=1, lora_modules=modules)

@@ -37,7 +37,7 @@ def test_tokenize_returns_the_prompt_of_the_model(tmp_path: Path) -> None:
         )
         assert tokens.token_ids == expected
         await stream(gateway, chat=chat, max_tokens=1)
-        assert dense.submits[-1].prompt_token_ids == expected
+        assert dense.submits[-1].spec.prompt_token_ids == expected
 
     dense = FakeDense(say(ids("Hello")))
     with_gateway(tmp_path, dense, test)

@@ -90,7 +90,7 @@ def test_each_of_many_streams_gets_its_own_answer(tmp_path: Path) -> None:
         received = await asyncio.gather(*streams)
         assert [answer.text for answer in received] == list(answers.values())
 
-    with_gateway(tmp_path, FakeDense(lambda submit: ids(answers[submit.request_id])), test)
+    with_gateway(tmp_path, FakeDense(lambda submit: ids(answers[submit.spec.request_id])), test)
 
 
 def test_eos_ends_the_answer_and_is_not_part_of_its_text(tmp_path: Path) -> None:

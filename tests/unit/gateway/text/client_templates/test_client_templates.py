@@ -59,7 +59,7 @@ def test_a_template_of_the_request_takes_the_place_of_the_models(tmp_path: Path,
         assert REFERENCE.decode(tokens, clean_up_tokenization_spaces=False) == expected
         response = await client.post(CHATS, json={**body, "max_tokens": 1})
         assert response.status_code == 200, response.text
-        assert list(dense.submits[0].prompt_token_ids) == tokens
+        assert list(dense.submits[0].spec.prompt_token_ids) == tokens
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test, **ON)

@@ -1,0 +1,143 @@
+"""`SequenceSpec`: what was asked for of one sequence. It is written once, by the gateway; everybody else holds it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.beams.options import BeamSearchOptions, decode_beam_search, encode_beam_search
+from services.common.sampling_messages import decode_sampling, encode_sampling
+from services.common.sampling_params import SamplingParams
+from services.lora.adapter import Adapter, decode_adapter, encode_adapter
+from services.pb import sequence_pb2
+
+
+class TokenReport(enum.IntEnum):
+    """What a sequence reports of each token that it computes; the numbers are those of `protos/sampling.proto`."""
+
+    NONE = 0
+    CONTEXT_LOGITS = 1  # of tokens of the prompt: the logits of the next token
+    HIDDEN_STATES = 2  # its last hidden state, after the final norm
+    PROGRESS = 3  # of tokens of the prompt: only that they are computed
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether tokens in the prefix cache must be computed all the same."""
+        return self in (TokenReport.CONTEXT_LOGITS, TokenReport.HIDDEN_STATES)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTableRef:
+    """Vectors in place of the embeddings of tokens: token id `first_token_id + i` of the prompt stands for row i."""
+
+    hash: str  # of everything else and of the values, hexadecimal
+    num_rows: int
+    hidden_size: int  # numbers in a row
+    dtype: str  # of the values: float32, float16 or bfloat16
+    first_token_id: int  # the number of token ids of the model's vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One prompt and how to answer it. It never changes, so journal, scheduler and runner hold the same object.
+
+    The list of prompt tokens belongs to it.
+    """
+
+    request_id: str  # of the client's request, for messages and logs
+    prompt_token_ids: Sequence[int]  # at least one
+    sampling: SamplingParams
+    max_tokens: int  # output tokens, at least 1
+    stop_token_ids: tuple[int, ...] = ()  # ascending; the sequence ends when one of them is sampled
+    cache_salt: str = ""  # only sequences of equal salt share blocks
+    num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
+    num_prompt_logprobs: int | None = None  # the same for prompt tokens, whose logits must all be computed then
+    token_report: TokenReport = TokenReport.NONE  # what is reported of each token
+    return_generation_logits: bool = False  # report the logits from which each output token was sampled
+    priority: int = 0  # lower numbers go first
+    tenant: int = 0  # number of the API key; tenants share evenly
+    client: int = 0  # number of the client's address; the clients of a tenant share evenly
+    traceparent: str = ""  # W3C trace context of the gateway's span; empty without tracing
+    adapter: Adapter | None = None  # computes all its tokens; None: the model alone
+    prompt_table: PromptTableRef | None = None  # vectors for some of its prompt tokens; None: it has tokens only
+    beam_search: BeamSearchOptions | None = None  # None: its tokens are sampled
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def prefix_key(self) -> bytes:
+        """What sequences that share blocks have in common besides their tokens: salt, adapter, and prompt table."""
+        key = self.cache_salt.encode()
+        # No text in UTF-8 has these bytes, and the hashes have fixed lengths: equal keys mean that all three are equal.
+        if self.adapter is not None:
+            key = b"\xff" + bytes.fromhex(self.adapter.hash) + key
+        if self.prompt_table is not None:
+            key = b"\xfe" + bytes.fromhex(self.prompt_table.hash) + key
+        return key
+
+
+def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
+    """The message. A long prompt takes a millisecond."""
+    table, beams = spec.prompt_table, spec.beam_search
+    return sequence_pb2.SequenceSpec(
+        request_id=spec.request_id,
+        prompt_token_ids=spec.prompt_token_ids,
+        sampling=encode_sampling(spec.sampling),
+        max_tokens=spec.max_tokens,
+        stop_token_ids=spec.stop_token_ids,
+        cache_salt=spec.cache_salt,
+        num_logprobs=spec.num_logprobs,
+        num_prompt_logprobs=spec.num_prompt_logprobs,
+        token_report=spec.token_report,
+        return_generation_logits=spec.return_generation_logits,
+        priority=spec.priority,
+        tenant=spec.tenant,
+        client=spec.client,
+        traceparent=spec.traceparent,
+        adapter=encode_adapter(spec.adapter),
+        prompt_table=table
+        and sequence_pb2.PromptTable(
+            hash=table.hash,
+            num_rows=table.num_rows,
+            hidden_size=table.hidden_size,
+            dtype=table.dtype,
+            first_token_id=table.first_token_id,
+        ),
+        beam_search=beams
+        and sequence_pb2.BeamSearchSpec(
+            num_beams=beams.num_beams, num_answers=beams.num_answers, options=encode_beam_search(beams)
+        ),
+    )
+
+
+def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
+    """The spec of a message, which the gateway has validated. Raises `InvalidRequest` for what no gateway writes."""
+    table, beams = message.prompt_table, message.beam_search
+    return SequenceSpec(
+        request_id=message.request_id,
+        prompt_token_ids=list(message.prompt_token_ids),
+        sampling=decode_sampling(message.sampling),
+        max_tokens=message.max_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        cache_salt=message.cache_salt,
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        token_report=TokenReport(message.token_report),
+        return_generation_logits=message.return_generation_logits,
+        priority=message.priority,
+        tenant=message.tenant,
+        client=message.client,
+        traceparent=message.traceparent,
+        adapter=decode_adapter(message.adapter),
+        prompt_table=PromptTableRef(
+            table.hash, table.num_rows, table.hidden_size, table.dtype, table.first_token_id
+        )
+        if message.HasField("prompt_table")
+        else None,
+        beam_search=decode_beam_search(beams.options, beams.num_beams, beams.num_answers)
+        if message.HasField("beam_search")
+        else None,
+    )
