@@ -14,14 +14,14 @@ from services.common.errors import CapacityError
 DIGEST_SIZE_BYTES = 16
 
 
-def root_digest(weights_hash: bytes, cache_salt: bytes, rope_len: int | None = None) -> bytes:
+def root_digest(weights_hash: bytes, prefix_key: bytes, rope_len: int | None = None) -> bytes:
     """The parent digest of a sequence's first block: sequences with different roots never share a block.
 
     `rope_len` is given only if the keys depend on the length of the prompt.
     """
     digest = blake2b(digest_size=DIGEST_SIZE_BYTES)
     suffix = b"" if rope_len is None else rope_len.to_bytes(8, "little")
-    for part in (weights_hash, cache_salt, suffix):
+    for part in (weights_hash, prefix_key, suffix):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 

@@ -104,7 +104,7 @@ class KVCache:
         seq_id: int,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        cache_salt: bytes = b"",
+        prefix_key: bytes = b"",
         ignores_prefix_cache: bool = False,
     ) -> OpenResult:
         """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
@@ -120,7 +120,7 @@ class KVCache:
                 f" 1 to max_model_len {self.max_model_len} are possible"
             )
         ids = array("I", token_ids)
-        root = self._root(num_prompt_tokens, cache_salt)
+        root = self._root(num_prompt_tokens, prefix_key)
         num_pinned = num_freed = 0
         sequence = self._sequences.get(seq_id)
         if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids):
@@ -246,10 +246,10 @@ class KVCache:
 
     # Opening a sequence
 
-    def _root(self, num_prompt_tokens: int, cache_salt: bytes) -> bytes:
+    def _root(self, num_prompt_tokens: int, prefix_key: bytes) -> bytes:
         beyond = self._length_dependent_beyond
         is_length_dependent = beyond is not None and num_prompt_tokens > beyond
-        return root_digest(self._weights_hash, cache_salt, num_prompt_tokens if is_length_dependent else None)
+        return root_digest(self._weights_hash, prefix_key, num_prompt_tokens if is_length_dependent else None)
 
     def _new_sequence(self, root: bytes, token_ids: array[int]) -> CachedSequence:
         if self._rows.num_to_add:

@@ -27,8 +27,8 @@ def run(cache: KVCache, *entries: tuple[int, int, int], **options: object) -> in
     return step.num_freed_blocks
 
 
-def prefill(cache: KVCache, seq_id: int, token_ids: list[int], cache_salt: bytes = b"") -> OpenResult:
-    result = cache.open_sequence(seq_id, token_ids, len(token_ids), cache_salt)
+def prefill(cache: KVCache, seq_id: int, token_ids: list[int], prefix_key: bytes = b"") -> OpenResult:
+    result = cache.open_sequence(seq_id, token_ids, len(token_ids), prefix_key)
     run(cache, (seq_id, len(token_ids) - result.num_cached_tokens, result.num_cached_tokens))
     return result
 
