@@ -15,6 +15,7 @@ from services.rpc.server import run_service, serve  # noqa: E402
 
 
 def main() -> None:
+    """Runs the attention worker until it is asked to stop. Reads its command line."""
     config, options = parse_service_args("services.attn_worker", sys.argv[1:])
     configure_logs(config.log, "attn_worker", options.error_file)
     with importing():

@@ -18,6 +18,7 @@ def _is_host_and_port(address: str) -> bool:
 
 
 def check_address(address: str) -> str:
+    """The address, which is unix:PATH or HOST:PORT. Raises `ValueError` if it is neither."""
     is_valid = bool(address.removeprefix("unix:")) if address.startswith("unix:") else _is_host_and_port(address)
     if not is_valid:
         raise ValueError(f"must be unix:PATH or HOST:PORT, with a port from 0 to {MAX_PORT}")
@@ -25,6 +26,7 @@ def check_address(address: str) -> str:
 
 
 def check_tcp_address(address: str) -> str:
+    """The address, which is HOST:PORT. Raises `ValueError` if it is not."""
     if address.startswith("unix:") or not _is_host_and_port(address):
         raise ValueError(f"must be HOST:PORT, with a port from 0 to {MAX_PORT}")
     return address
@@ -42,6 +44,7 @@ def check_target(address: str) -> str:
 
 
 def check_proxy(proxy: str) -> str:
+    """A proxy whose headers are believed: "unix", or an IP address or network. Raises `ValueError`."""
     if proxy != "unix":
         ipaddress.ip_network(proxy)  # its ValueError says what is wrong
     return proxy

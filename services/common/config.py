@@ -47,6 +47,8 @@ MessageBytes = Annotated[int, Field(ge=1, le=MAX_MESSAGE_BYTES)]
 
 
 class Section(pydantic.BaseModel):
+    """A section of the configuration: values that cannot be changed, without unknown keys."""
+
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 

@@ -16,6 +16,7 @@ from services.rpc.server import run_service, serve  # noqa: E402
 
 
 def main() -> None:
+    """Runs one gateway process until it is asked to stop, or has drained. Reads its command line."""
     config, options = parse_service_args("services.gateway", sys.argv[1:])
     configure_logs(config.log, "gateway", options.error_file)
     with importing():

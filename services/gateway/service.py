@@ -28,7 +28,6 @@ from services.gateway.link.journal import Journal
 from services.gateway.link.siblings import Siblings
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.metrics.loop_delay import measure_loop_delay
 from services.gateway.metrics.pool_metrics import PoolMetrics
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds import PromptEmbeds
@@ -53,6 +52,7 @@ SERVICE_NAMES = [SERVICE_NAME, TRITON_SERVICE_NAME]
 MAX_INT = 2**31 - 1
 SWITCH_INTERVAL_S = 0.001  # after which a thread gives the event loop the interpreter lock; Python's default is 5 ms
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
+_LOOP_DELAY_INTERVAL_S = 0.02
 
 
 class Gateway:
@@ -125,7 +125,7 @@ class Gateway:
             self._access.run(),
             progress.run(),
             Watchdog("gateway", progress.progress, self._note_stall, stall_timeout_s).run(),
-            measure_loop_delay(self._metrics),
+            _measure_loop_delay(self._metrics),
             self._announce(),
         )
 
@@ -263,3 +263,12 @@ class Gateway:
 def _milliseconds(seconds: float) -> int:
     """Milliseconds for gRPC, which uses 32 bits and treats the largest value as no limit."""
     return min(int(1e3 * seconds), MAX_INT)
+
+
+async def _measure_loop_delay(metrics: GatewayMetrics) -> None:
+    """Records how late each of many short sleeps ends, until cancelled: meanwhile no stream gets its tokens."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _LOOP_DELAY_INTERVAL_S
+        await asyncio.sleep(_LOOP_DELAY_INTERVAL_S)
+        metrics.on_loop_delay(max(0.0, loop.time() - due))

@@ -22,6 +22,7 @@ from services.rpc.server import run_service, serve
 
 
 def main() -> None:
+    """Runs the launcher, or with `ctl` as its first argument a command for a running one."""
     if sys.argv[1:2] == ["ctl"]:
         sys.exit(ctl.main(sys.argv[2:]))
     config, arguments = parse_args(sys.argv[1:])

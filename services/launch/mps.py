@@ -148,6 +148,7 @@ async def serve(daemon: MpsDaemon) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the daemon, or checks one; `argv` without the name of the program. Ends the process."""
     parser = argparse.ArgumentParser(prog="services.launch.mps", description="Runs the MPS daemon until SIGTERM.")
     parser.add_argument("--directory", type=Path, required=True, help="for pipes and logs; the same for all clients")
     parser.add_argument("--check", action="store_true", help="only check whether one answers: status 0 or 1")

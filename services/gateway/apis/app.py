@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 from fastapi import FastAPI
+from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.gateway import __version__
@@ -18,7 +25,6 @@ from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.routes import responses_routes
 from services.gateway.apis.responses.stored_routes import stored_response_routes
 from services.gateway.apis.server.adapter_routes import adapter_routes
-from services.gateway.apis.server.metrics_routes import metrics_routes
 from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.sglang.routes import generate_routes
@@ -27,9 +33,7 @@ from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
-from services.gateway.http.document import add_document
-from services.gateway.http.errors import add_error_handlers
-from services.gateway.http.head_requests import HeadRequests
+from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
 from services.gateway.link.worker_load import WorkerLoad
 
 DIALECTS = (TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's
@@ -58,12 +62,11 @@ def build_app(
     app.include_router(stored_response_routes(service, section, store))
     app.include_router(token_routes(service, section))
     app.include_router(model_routes(service))
-    app.include_router(server_routes(service))
+    app.include_router(server_routes(service, registry))
     app.include_router(adapter_routes(service, section))
     app.include_router(triton_routes(triton, section))
-    app.include_router(metrics_routes(registry))
     app.include_router(page_routes(service, worker_load))
-    add_document(app, DIALECTS)
+    _add_document(app, DIALECTS)
     return app
 
 
@@ -73,3 +76,43 @@ def _response_store(section: GatewaySection) -> ResponseStore | None:
     return ResponseStore(
         section.max_stored_responses, section.max_stored_response_bytes, section.max_all_stored_response_bytes
     )
+
+
+class HeadRequests:
+    """An ASGI middleware that answers HEAD wherever GET is answered (RFC 9110, section 9.3.2): many probes send it.
+
+    The application sees a GET; uvicorn, which knows the real method, sends no body.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+def _add_document(app: FastAPI, dialects: Sequence[Dialect]) -> None:
+    """Adds /openapi.json. Making it takes a quarter of a second, in a thread, for the first reader."""
+    lock = asyncio.Lock()
+    body: bytes | None = None
+
+    async def openapi_document(request: Request) -> Response:
+        nonlocal body
+        async with lock:
+            if body is None:
+                body = await asyncio.to_thread(_make_document, app, dialects)
+        return Response(body, media_type="application/json")
+
+    app.add_route("/openapi.json", openapi_document, include_in_schema=False)
+
+
+def _make_document(app: FastAPI, dialects: Sequence[Dialect]) -> bytes:
+    document = app.openapi()
+    document["components"]["schemas"].update(error_schemas(dialects))
+    for path in document["paths"].values():
+        for operation in path.values():
+            # FastAPI documents a 422 for invalid bodies: this server answers with a 400.
+            operation["responses"].pop("422", None)
+    return to_json(document)

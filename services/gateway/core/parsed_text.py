@@ -29,7 +29,7 @@ class ParsedPiece:
 
 
 class ParsedText:
-    """Like `TextBuilder`, with parsers. Stop strings end the content only: not reasoning, not a call.
+    """Like the text of other answers, with parsers. Stop strings end the content only: not reasoning, not a call.
 
     Works token by token, to count the tokens of the reasoning and to end the answer at the right one.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.common.errors import ConfigError
@@ -21,7 +21,6 @@ from services.gateway.http.envelope import Envelope
 from services.gateway.http.errors import Dialect
 from services.gateway.http.host_check import HostCheck
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
-from services.gateway.http.root_path import RootPath
 from services.rpc.server import check_socket_free
 from services.rpc.tls import TlsFiles, warn_if_exposed
 
@@ -50,7 +49,7 @@ class HttpServer:
         self._socket: socket.socket | None = None
         checked = CrossOrigin(Envelope(app, HostCheck(section), section.max_body_bytes, dialects), section.cors_origins)
         config = uvicorn.Config(
-            RootPath(checked, section.root_path),
+            _RootPath(checked, section.root_path),
             http=_protocol_of(section),
             ws="none",
             lifespan="off",
@@ -124,6 +123,23 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to the service, which stops this server itself."""
         yield
+
+
+class _RootPath:
+    """Lets every route have a prefix, for a proxy that passes its own prefix on. The outermost ASGI middleware.
+
+    All others see paths without the prefix; a path that has none stays as it is.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
+        await self._app(scope, receive, send)
 
 
 def bind(address: str, *, shares_port: bool = False) -> socket.socket:

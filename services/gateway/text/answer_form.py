@@ -13,8 +13,8 @@ from services.common.errors import InvalidRequest
 from services.common.sampling_params import ReasoningLimit
 from services.common.structured_output import Constraint, StructuredOutput
 from services.gateway.text.chat_template import Chat
-from services.gateway.text.harmony.forms import harmony_format
-from services.gateway.text.harmony.markers import ANSWER_ENDS
+from services.gateway.text.harmony.markers import ANSWER_ENDS, CHANNEL, MESSAGE, START
+from services.gateway.text.harmony.markers import END as MESSAGE_END
 from services.gateway.text.harmony.parser import Beginning as HarmonyBeginning
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
@@ -25,6 +25,8 @@ from services.grammar.form_error import FormError
 TOOLS = "tools"  # the field that a form of calls comes from
 MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the reasoning
 _TEXT = {"type": "any_text"}
+_ANALYSIS = {"type": "const_string", "value": f"{CHANNEL}analysis{MESSAGE}"}
+_NEXT_HEADER = {"type": "const_string", "value": f"{MESSAGE_END}{START}assistant"}
 _SPACE = {"type": "regex", "pattern": "[ \\n]*"}
 
 
@@ -99,7 +101,7 @@ def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredO
         form = _either(own, None)
     else:
         final = None if parsing.tools.is_demanded else own or _TEXT
-        form = harmony_format(parsing.harmony, [] if calls is None else calls["tags"], final)
+        form = _harmony_format(parsing.harmony, [] if calls is None else calls["tags"], final)
     tag = {"type": "structural_tag", "format": form}
     field_name = TOOLS if given is None else given.field_name
     result = StructuredOutput(Constraint.STRUCTURAL_TAG, to_json(tag).decode(), field_name=field_name)
@@ -137,6 +139,25 @@ def _after_reasoning(form: dict[str, Any], beginning: Beginning | None) -> dict[
         begin = {"type": "const_string", "value": BEGIN}
         return {"type": "or", "elements": [form, {"type": "sequence", "elements": [begin, _TEXT, end, _SPACE, form]}]}
     return form
+
+
+def _harmony_format(
+    beginning: HarmonyBeginning, calls: list[dict[str, Any]], final: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The format of structural tags of a whole answer in Harmony; `beginning` is `HEADER` or `MESSAGE`.
+
+    `calls`: the tags of calls that the answer may be, by `form_of_calls`. `final`: the format of the final message that
+    it may be instead; None: it may be none. The final channel has the form, reasoning before it is free.
+    """
+    tags = list(calls)
+    if final is not None:
+        tags.append({"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": final, "end": ""})
+    answer = {"type": "or", "elements": tags}
+    thought_first = {"type": "sequence", "elements": [_ANALYSIS, _TEXT, _NEXT_HEADER, answer]}
+    whole = {"type": "or", "elements": [*tags, thought_first]}
+    if beginning is HarmonyBeginning.HEADER:
+        return whole
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": f"{START}assistant"}, whole]}
 
 
 def _as_format(form: StructuredOutput) -> dict[str, Any]:

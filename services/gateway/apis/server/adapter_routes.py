@@ -1,16 +1,31 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter: which adapters are served."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: which adapters are served, as in vLLM."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
+from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from services.common.config import GatewaySection
-from services.gateway.apis.server.adapter_schema import LoadAdapterBody, UnloadAdapterBody
+from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
+
+
+class LoadAdapterBody(RequestModel):
+    """The adapter to load."""
+
+    lora_name: str = Field("", description="Its name, which requests give as their model")
+    lora_path: str = Field("", description="Its directory, absolute or relative to gateway.lora_directory")
+    load_inplace: bool | None = Field(None, description="Replace an adapter of this name; default: false")
+
+
+class UnloadAdapterBody(RequestModel):
+    """The adapter to unload."""
+
+    lora_name: str = Field("", description="Its name")
 
 
 def adapter_routes(service: RequestService, section: GatewaySection) -> APIRouter:

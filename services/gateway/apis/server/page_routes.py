@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from fastapi.responses import Response
+from typing_extensions import TypedDict
 
 from services.gateway.apis.server.page import load_page
-from services.gateway.apis.server.stats import Stats
 from services.gateway.core.request_service import RequestService
-from services.gateway.link.worker_load import WorkerLoad
+from services.gateway.link.worker_load import CacheLoad, RequestLoad, WorkerLoad
+
+
+class Stats(TypedDict):
+    """The current figures, at most a second old."""
+
+    model: str
+    unready_reason: str | None
+    requests: RequestLoad | None
+    kv_cache: CacheLoad | None
 
 
 def page_routes(service: RequestService, worker_load: WorkerLoad) -> APIRouter:

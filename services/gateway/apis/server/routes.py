@@ -1,19 +1,49 @@
-"""Information about the server: /live, /health, /ready, /ping, /load, /version."""
+"""Information about the server: /live, /health, /ready, /ping, /load, /version, /metrics."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NotRequired
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from typing_extensions import TypedDict
 
 from services.gateway import __version__
-from services.gateway.apis.server.schema import Health, Live, Load, Version
 from services.gateway.core.request_service import RequestService
 
 
-def server_routes(service: RequestService) -> APIRouter:
-    """The routes with information about one gateway."""
+class Live(TypedDict):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class Health(TypedDict):
+    """Whether requests can run; if not, `reason` says why."""
+
+    status: Literal["ok", "unavailable"]
+    reason: NotRequired[str]
+
+
+class Load(TypedDict):
+    """Requests that one gateway process has accepted and not answered completely, those that wait included."""
+
+    server_load: int
+
+
+class Version(TypedDict):
+    """The version of the server."""
+
+    version: str
+
+
+def server_routes(service: RequestService, registry: CollectorRegistry) -> APIRouter:
+    """The routes with information about one gateway process.
+
+    With several processes at one port, Prometheus scrapes `gateway.metrics_address` instead of `/metrics`.
+    """
     router = APIRouter(tags=["Server"])
     health_answers: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
 
@@ -43,5 +73,15 @@ def server_routes(service: RequestService) -> APIRouter:
     async def version() -> Version:
         """The version of the server."""
         return {"version": __version__}
+
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The metrics"}},
+    )
+    def metrics(request: Request) -> Response:  # not a coroutine, so it runs in a thread
+        """Prometheus metrics, as text."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), media_type=content_type)
 
     return router

@@ -6,10 +6,11 @@ what cannot be understood is content.
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from services.gateway.text.deltas import Delta, ReasoningDelta
-from services.gateway.text.harmony.header import Header, read_header
 from services.gateway.text.harmony.markers import CHANNEL, CONSTRAIN, MESSAGE, START
 from services.gateway.text.tools.call_writer import CallWriter
 from services.gateway.text.tools.json_call import NAME, JsonArguments, MalformedCall
@@ -17,6 +18,10 @@ from services.gateway.text.tools.json_call import NAME, JsonArguments, Malformed
 MAX_HEADER_CHARACTERS = 512  # with markers; text that is longer is no header
 TOOL_PREFIX = "functions."
 _RECIPIENT = "to="
+_ROLE = re.compile(r"\s*[^\s<]{0,80}")
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*([A-Za-z_]{{0,32}})")
+_TO = re.compile(r"to=([^\s<]{1,80})")
+_CONTENT_TYPE = re.compile(rf"{re.escape(CONSTRAIN)}\s*[A-Za-z_]{{0,32}}")
 _SEPARATOR = "\n"  # between two messages of one kind, which are one text for the client
 
 
@@ -34,6 +39,18 @@ class _State(Enum):
     CONTENT = auto()
     REASONING = auto()
     CALL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What a header says: `assistant<|channel|>commentary to=functions.f <|constrain|>json`.
+
+    `rest` is text in it that has no meaning there, as where <|message|> was left out.
+    """
+
+    channel: str  # empty: none
+    recipient: str  # of a call, such as "functions.f"; empty: none
+    rest: str
 
 
 class HarmonyParser:
@@ -81,9 +98,9 @@ class HarmonyParser:
             self._header += marker
             self._check_header()
         elif self._state is _State.HEADER and marker == MESSAGE:
-            self._begin(read_header(self._header, self._has_role))
+            self._begin(_read_header(self._header, self._has_role))
         elif self._state is _State.BETWEEN and marker == MESSAGE:
-            self._begin(Header("", "", ""))
+            self._begin(_Header("", "", ""))
         elif marker == START:
             self._end_message()
             self._state, self._header, self._has_role = _State.HEADER, "", True
@@ -97,7 +114,7 @@ class HarmonyParser:
         match self._state:
             case _State.BETWEEN:
                 if text := text.lstrip():  # no message began
-                    self._begin(Header("", "", ""))
+                    self._begin(_Header("", "", ""))
                     self._write(text)
             case _State.HEADER:
                 room = MAX_HEADER_CHARACTERS + 1 - len(self._header)
@@ -119,14 +136,14 @@ class HarmonyParser:
 
     def _give_up_header(self) -> None:
         """The header is none: begins a message with the text in it that has no meaning there."""
-        header = read_header(self._header, self._has_role)
+        header = _read_header(self._header, self._has_role)
         is_text = not self._has_role and CHANNEL not in self._header and CONSTRAIN not in self._header
         shown = self._header if is_text else header.rest
-        self._begin(Header(header.channel, "", ""))
+        self._begin(_Header(header.channel, "", ""))
         if shown.strip():
             self._write(shown)
 
-    def _begin(self, header: Header) -> None:
+    def _begin(self, header: _Header) -> None:
         """Begins the content of a message."""
         name = header.recipient.removeprefix(TOOL_PREFIX)
         self._is_at_start = True
@@ -197,3 +214,12 @@ class HarmonyParser:
     def _take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas + self._writer.take(), []
         return deltas
+
+
+def _read_header(text: str, has_role: bool) -> _Header:
+    """Reads what stands between <|start|> and <|message|>; `has_role`: it begins with a role."""
+    channel, recipient = _CHANNEL.search(text), _TO.search(text)
+    rest = _CONTENT_TYPE.sub(" ", _TO.sub(" ", _CHANNEL.sub(" ", text)))
+    if has_role:
+        rest = _ROLE.sub("", rest, count=1)
+    return _Header(channel[1] if channel else "", recipient[1] if recipient else "", rest.strip())
