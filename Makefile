@@ -21,8 +21,8 @@ run: setup
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
 # Processes that take files of tests from one queue, those that take long first: one more than cores, for tests often wait.
 QUEUE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
-# These measure delays and memory under attack, or look into the shared memory of the whole machine.
-ALONE := tests/integration/hostile tests/unit/channel
+# These measure delays and memory under attack.
+ALONE := tests/integration/hostile
 
 test: setup
 	$(RUN) -m ruff check .

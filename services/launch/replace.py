@@ -36,7 +36,7 @@ ROLE = "dense_worker"
 SECTIONS = ("dense", "model")  # sections of the config that may differ
 RESERVED = "dense.address"  # the launcher's own
 POLL_S = 0.02
-ERROR_GRACE_S = 3.0  # for a failing worker to end, so that its own error can be reported
+ERROR_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,10 @@ class Replacement:
 
 
 class DenseReplacer:
-    """One replacement at a time. `make_child(name, role, config, options)` makes the new one; `children` change."""
+    """One replacement at a time. `make_child(name, role, config, options)` makes the new one; `children` change.
+
+    After a call to the new worker fails, the worker gets `error_grace_s` to end, so that its own error can be reported.
+    """
 
     def __init__(
         self,
@@ -58,11 +61,13 @@ class DenseReplacer:
         dense_address: DenseAddress,
         attention_address: str,
         make_child: Callable[[str, str, Config, ChildOptions], Child],
+        error_grace_s: float = ERROR_GRACE_S,
     ) -> None:
         self._children = children
         self._dense_address = dense_address
         self._attention_address = attention_address
         self._make_child = make_child
+        self._error_grace_s = error_grace_s
         self._task: asyncio.Task[Any] | None = None  # the running replacement
         self._num_started = 0
 
@@ -131,7 +136,7 @@ class DenseReplacer:
         timeout_s = new.config.launch.start_timeout_s
         try:
             async with _dense_stub(old) as old_stub, _dense_stub(new) as new_stub:
-                loaded = await _or_end(_wait_loaded(new_stub, timeout_s), new, watcher)
+                loaded = await self._or_end(_wait_loaded(new_stub, timeout_s), new, watcher)
                 present = await _present_status(old, old_stub)
                 _check_weights(present.weights_hash, loaded.weights_hash, drops_caches=drops_caches)
                 pause_ms, backend = await self._switch(old, old_stub, new, new_stub, watcher)
@@ -171,9 +176,9 @@ class DenseReplacer:
                 await old_stub.Leave(dense_pb2.LeaveRequest(), timeout=timeout_s)
             take_over = new_stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
             with _names_limit(f"the new dense worker, process {new.pid}, has not taken over", timeout_s, keys):
-                await _or_end(take_over, new, watcher)
+                await self._or_end(take_over, new, watcher)
             pause_ms = 1e3 * (time.monotonic() - begin)
-            info = await _or_end(self._check_service(new, new_stub), new, watcher)
+            info = await self._or_end(self._check_service(new, new_stub), new, watcher)
         except BaseException:
             self._dense_address.point_to(old.config.dense.address)
             await _end(new, watcher)  # before the old one attaches, since they would replace each other
@@ -196,6 +201,22 @@ class DenseReplacer:
                     raise PeerError(f"the new dense worker has completed no step within {timeout_s:g} s")
         with _names_limit(f"the new dense worker, process {new.pid}, has not answered", timeout_s):
             return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
+
+    async def _or_end(
+        self, work: Coroutine[Any, Any, Any] | grpc.aio.UnaryUnaryCall, new: Child, watcher: asyncio.Task[None]
+    ) -> Any:
+        """The result of `work`. If the new worker ends first, raises the worker's last error."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | PeerError):
+                return task.result()
+            await asyncio.wait([watcher], timeout=self._error_grace_s)
+            if watcher.done():
+                raise PeerError(f"the new dense worker ended: {new.last_end}") from watcher.exception()
+            return await task
+        finally:
+            task.cancel()
 
     async def _bring_back(self, old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
         old.undo_retire()
@@ -251,23 +272,6 @@ def _check_weights(present: str, loaded: str, *, drops_caches: bool) -> None:
             "present ones are of no use to it. --drop-caches replaces them all the same; requests under way then fail. "
             "--keep-caches goes on with them, for another precision of the same model"
         )
-
-
-async def _or_end(
-    work: Coroutine[Any, Any, Any] | grpc.aio.UnaryUnaryCall, new: Child, watcher: asyncio.Task[None]
-) -> Any:
-    """The result of `work`. If the new worker ends first, raises the worker's last error."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
-        if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | PeerError):
-            return task.result()
-        await asyncio.wait([watcher], timeout=ERROR_GRACE_S)
-        if watcher.done():
-            raise PeerError(f"the new dense worker ended: {new.last_end}") from watcher.exception()
-        return await task
-    finally:
-        task.cancel()
 
 
 async def _end(child: Child, watcher: asyncio.Task[None]) -> None:

@@ -17,6 +17,7 @@ from services.launch.service_configs import with_dense_address
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
 State = dense_pb2.DenseStatus
+ERROR_GRACE_S = 0.1
 
 
 class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
@@ -158,7 +159,7 @@ class World:
         self._server = grpc.aio.server()
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(self.attention, self._server)
         self._server.add_insecure_port(attention_address)
-        self.replacer = DenseReplacer(self.children, dense_address, attention_address, make_child)
+        self.replacer = DenseReplacer(self.children, dense_address, attention_address, make_child, ERROR_GRACE_S)
         prepare(self)
 
     @property

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.shm_cleanup import NAME_PREFIX
+from tests.support import cluster
 from tests.support.cluster import assert_nothing_left, stale_regions
 
 EPOCH = "00000000deadbeef"
 
 
 @pytest.fixture
-def region() -> Iterator[Path]:
-    """A region such as a killed attention worker leaves: nobody holds its lock."""
-    path = SHM_DIR / f"{NAME_PREFIX}{EPOCH}-1-0"
+def region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A region such as a killed attention worker leaves: nobody holds its lock. No other cluster can remove it."""
+    monkeypatch.setattr(cluster, "SHM_DIR", tmp_path)
+    path = tmp_path / f"{NAME_PREFIX}{EPOCH}-1-0"
     path.write_bytes(b"left")
-    yield path
-    path.unlink(missing_ok=True)
+    return path
 
 
 def test_a_region_to_which_a_logged_dense_worker_attached_counts_as_left(region: Path) -> None:
-    others = stale_regions() - {region}
+    assert stale_regions() == {region}
     with pytest.raises(AssertionError, match=EPOCH):
-        assert_nothing_left(others, f"level=info event=attached epoch={EPOCH} num_blocks=7\n")
-    assert_nothing_left(others | {region}, f"level=info event=attached epoch={EPOCH} num_blocks=7\n")
+        assert_nothing_left(set(), f"level=info event=attached epoch={EPOCH} num_blocks=7\n")
+    assert_nothing_left({region}, f"level=info event=attached epoch={EPOCH} num_blocks=7\n")
 
 
 def test_a_region_of_another_cluster_may_disappear_later(region: Path) -> None:
-    others = stale_regions() - {region}
     threading.Timer(0.2, region.unlink).start()
-    assert_nothing_left(others, "level=info event=attached epoch=0000000012345678 num_blocks=7\n")
+    assert_nothing_left(set(), "level=info event=attached epoch=0000000012345678 num_blocks=7\n")
     assert not region.exists()
 
 
 def test_a_region_that_nobody_removes_counts_as_left(region: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.cluster.STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cluster, "STOP_TIMEOUT_S", 0.2)
     with pytest.raises(AssertionError, match=EPOCH):
-        assert_nothing_left(stale_regions() - {region}, "")
+        assert_nothing_left(set(), "")

@@ -29,6 +29,7 @@ from services.channel import ChannelSpec, Flag
 from services.channel.shm import ShmChannel
 spec = ChannelSpec(8, 12, 4, torch.bfloat16)
 channel = ShmChannel.map(sys.argv[1].encode(), spec, int(sys.argv[2]), 1, 20.0)
+print("ready", flush=True)
 for step in range(int(sys.argv[3])):
     channel.wait(Flag.QKV_READY)
     channel.attn_out[:] = channel.qkv[:, :4] + channel.qkv[:, 4:8]
@@ -51,15 +52,17 @@ def map_peer(owner: ShmChannel, wait_timeout_s: float = 20.0) -> ShmChannel:
 
 def test_another_process_sees_what_was_written_before_each_signal(owner: ShmChannel) -> None:
     num_steps = 300
-    peer = subprocess.Popen([sys.executable, "-c", PEER, owner.handle.decode(), str(EPOCH), str(num_steps)])
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(num_steps):
-        owner.qkv.copy_(torch.randint(-100, 100, (8, 12), generator=generator))
-        expected = owner.qkv[:, :4] + owner.qkv[:, 4:8]
-        owner.signal(Flag.QKV_READY)
-        owner.wait(Flag.ATTENTION_READY)
-        assert torch.equal(owner.attn_out, expected)
-    assert peer.wait(20) == 0
+    command = [sys.executable, "-c", PEER, owner.handle.decode(), str(EPOCH), str(num_steps)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdout is not None and peer.stdout.readline() == "ready\n"
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(num_steps):
+            owner.qkv.copy_(torch.randint(-100, 100, (8, 12), generator=generator))
+            expected = owner.qkv[:, :4] + owner.qkv[:, 4:8]
+            owner.signal(Flag.QKV_READY)
+            owner.wait(Flag.ATTENTION_READY)
+            assert torch.equal(owner.attn_out, expected)
+        assert peer.wait(20) == 0
 
 
 def test_the_two_tensors_do_not_overlap(owner: ShmChannel) -> None:
@@ -140,25 +143,37 @@ def test_too_little_shared_memory_is_an_error_with_its_size() -> None:
     assert not list(SHM_DIR.glob(f"*{EPOCH:016x}-7*")), "the failed region was left behind"
 
 
-def test_only_regions_of_dead_processes_are_removed(owner: ShmChannel) -> None:
+@pytest.fixture
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of shared memory in the test: a cleanup finds no regions of other tests there."""
+    for module in (region, shm_cleanup):
+        monkeypatch.setattr(module, "SHM_DIR", tmp_path)
+    return tmp_path
+
+
+def test_only_regions_of_dead_processes_are_removed(own_directory: Path) -> None:
     code = (
         "import sys, time, torch\n"
-        "from services.channel import ChannelSpec\n"
+        "from pathlib import Path\n"
+        "from services.channel import ChannelSpec, region\n"
         "from services.channel.shm import ShmChannel\n"
+        "region.SHM_DIR = Path(sys.argv[1])\n"
         f"c = ShmChannel.create(ChannelSpec(8, 12, 4, torch.bfloat16), {EPOCH}, 2, 0, 1.0)\n"
         "print(c.handle.decode(), flush=True)\n"
         "time.sleep(60)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    owner = ShmChannel.create(SPEC, EPOCH, 1, 0, wait_timeout_s=20.0)
+    command = [sys.executable, "-c", code, str(own_directory)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     name = process.stdout.readline().strip()
-    assert name not in remove_stale_regions(), "its creator lives"
+    assert remove_stale_regions() == [], "both creators live"
     process.kill()
     process.wait()
     process.stdout.close()
-    removed = remove_stale_regions()
-    assert name in removed and owner.handle.decode() not in removed
-    assert not (SHM_DIR / name).exists()
+    assert remove_stale_regions() == [name]
+    assert [path.name for path in own_directory.iterdir()] == [owner.handle.decode()]
+    owner.close()
 
 
 def test_a_waiting_thread_lets_other_threads_run(owner: ShmChannel) -> None:
@@ -175,10 +190,8 @@ def test_a_waiting_thread_lets_other_threads_run(owner: ShmChannel) -> None:
 
 
 def test_the_cleanup_tolerates_a_region_that_its_owner_just_removes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (region, shm_cleanup):
-        monkeypatch.setattr(module, "SHM_DIR", tmp_path)
     channel = ShmChannel.create(SPEC, EPOCH, 3, 0, wait_timeout_s=20.0)
     real_flock = fcntl.flock
 
@@ -188,7 +201,7 @@ def test_the_cleanup_tolerates_a_region_that_its_owner_just_removes(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     remove_stale_regions()
-    assert not list(tmp_path.iterdir())
+    assert not list(own_directory.iterdir())
 
 
 @pytest.mark.parametrize(("yield_s", "least", "most"), [(10e-6, 50, 150), (600e-6, 1, 1)], ids=["free", "contended"])
