@@ -21,8 +21,8 @@ run: setup
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
 # Processes that take files of tests from one queue, those that take long first: one more than cores, for tests often wait.
 QUEUE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
-# These measure delays and memory under attack.
-ALONE := tests/integration/hostile
+# These measure how long others wait during an attack, and memory.
+ALONE := tests/integration/hostile/delays
 
 test: setup
 	$(RUN) -m ruff check .
