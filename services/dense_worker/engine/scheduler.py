@@ -14,12 +14,10 @@ from itertools import compress
 import numpy as np
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
-from services.dense_worker.engine.beams.beam_blocks import check_beams
 from services.dense_worker.engine.decode_rows import PlannedRows
 from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.planning.siblings import Siblings
 from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
@@ -27,6 +25,8 @@ from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, Publish
 from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.beams.beam_blocks import check_beams
+from services.dense_worker.features.parallel.parallel_answers import Siblings
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from services.common.errors import TwostrokeError
-from services.dense_worker.engine.beams.beam_group import BeamGroup
-from services.dense_worker.engine.beams.search import Hypothesis, SearchStep
 from services.dense_worker.engine.fairness.flows import Flow
+from services.dense_worker.features.beams.beam_group import BeamGroup
+from services.dense_worker.features.beams.search import Hypothesis, SearchStep
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, SequenceSpec, TokenReport

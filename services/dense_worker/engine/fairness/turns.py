@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.dense_worker.engine.beams.beam_blocks import blocks_to_promise
 from services.dense_worker.engine.fairness.victims import choose_victims
-from services.dense_worker.engine.planning.siblings import Siblings
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.beams.beam_blocks import blocks_to_promise
+from services.dense_worker.features.parallel.parallel_answers import Siblings
 
 
 class Turns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.dense_worker.engine.beams.beam_blocks import take_beam_blocks
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
 from services.dense_worker.engine.fairness.step_shares import (
     Prefill,
@@ -17,11 +16,12 @@ from services.dense_worker.engine.fairness.step_shares import (
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
-from services.dense_worker.engine.planning.siblings import Siblings, is_source
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.beams.beam_blocks import take_beam_blocks
+from services.dense_worker.features.parallel.parallel_answers import Siblings, is_source
 
 
 class StepPlanner:

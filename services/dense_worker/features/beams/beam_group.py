@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from services.common.beams.options import BeamSearchOptions
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis, SearchState, SearchStep
+from services.dense_worker.features.beams.search import BeamSearch, Hypothesis, SearchState, SearchStep
 
 
 class BeamRow(NamedTuple):

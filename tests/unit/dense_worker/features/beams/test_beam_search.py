@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis
+from services.dense_worker.features.beams.search import BeamSearch, Hypothesis
 
 VOCAB_SIZE = 60
 MAX_TOKENS = 10

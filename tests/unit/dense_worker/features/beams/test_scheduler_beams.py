@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.engine.beams.beam_group import BeamGroup
-from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.features.beams.beam_group import BeamGroup
+from services.dense_worker.features.beams.search import BeamSearch, Hypothesis
 from services.step import PlanAccepted, StepPlan, StepResult
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples

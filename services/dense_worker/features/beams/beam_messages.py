@@ -6,9 +6,9 @@ import math
 
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs, decode_logprobs, encode_logprobs
-from services.dense_worker.engine.beams.beam_group import BeamGroup
-from services.dense_worker.engine.beams.search import Beam, Hypothesis, SearchState
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
+from services.dense_worker.features.beams.beam_group import BeamGroup
+from services.dense_worker.features.beams.search import Beam, Hypothesis, SearchState
 from services.pb import dense_pb2
 
 _NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are not reported

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.errors import InvalidRequest
-from services.dense_worker.beam_messages import add_beams, encode_search_step
-from services.dense_worker.engine.beams.beam_group import BeamGroup
-from services.dense_worker.engine.beams.search import BeamSearch, SearchState
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.features.beams.beam_group import BeamGroup
+from services.dense_worker.features.beams.beam_messages import add_beams, encode_search_step
+from services.dense_worker.features.beams.search import BeamSearch, SearchState
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.beams.test_scheduler_beams import (
+from tests.unit.dense_worker.engine.test_scheduler import make_sequence, new_session
+from tests.unit.dense_worker.features.beams.test_scheduler_beams import (
     NUM_TOKENS,
     BeamCluster,
     expected_hypotheses,
     logprobs_after,
     make_search,
 )
-from tests.unit.dense_worker.engine.test_scheduler import make_sequence, new_session
 
 
 class LossyCluster(BeamCluster):
