@@ -24,6 +24,7 @@ from services.dense_worker.engine.speculation.choose_source import make_draft_so
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.lora.loader import AdapterLoader
 from services.dense_worker.metrics import DenseMetrics
@@ -161,6 +162,7 @@ class DenseWorker:
             observers=observers if drafts is None else [*observers, drafts],
             drafts=drafts,
             adapters=self._adapter_slots(),
+            forks=make_fork_policy(model.resolved.config),
         )
         self._metrics.watch(lambda: engine.counts)
         self._watchdog = Watchdog(
@@ -238,5 +240,4 @@ def scheduler_limits(config: Config, model: ResolvedModel) -> SchedulerLimits:
         policy=scheduler.policy,
         max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
         priority_ageing_s=scheduler.priority_ageing_s,
-        can_fork_prompts=not model.config.gated_delta_layers,
     )

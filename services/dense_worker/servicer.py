@@ -23,7 +23,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.features.beams.beam_messages import add_beams, encode_answers, encode_search_step
+from services.dense_worker.features.beams.add_beams import add_beams
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompts.table_loader import ReceivedTable, TableLoader
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -316,7 +316,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
 
 
 def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
-    """The sequence of a gateway's message, which the gateway has validated; without beams: see `add_beams`.
+    """The sequence of a gateway's message, which the gateway has validated; without what has to be prepared.
 
     stream: the number of the stream by which it came
     """
@@ -364,8 +364,6 @@ def encode_logits(logits: Logits) -> list[dense_pb2.Logits]:
 
 def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:
     seq_id = output.sequence.seq_id
-    if output.search_step is not None:
-        message.searches.append(encode_search_step(output))
     for token_id in output.token_ids:
         message.seq_ids.append(seq_id)
         message.token_ids.append(token_id)
@@ -373,8 +371,10 @@ def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: Seq
         message.logprobs.add(seq_id=seq_id, token=encode_logprobs(value))
     if output.finish_reason is not None:
         reason = _REASONS[output.finish_reason]
-        end = message.ended.add(seq_id=seq_id, reason=reason, answers=encode_answers(output))
+        end = message.ended.add(seq_id=seq_id, reason=reason)
         if output.error is not None:
             end.status_code = output.error.status_code.value[0]
             end.message = str(output.error)
             end.param = output.error.param or ""
+    if output.report is not None:
+        output.report.add_to(message)

@@ -25,7 +25,7 @@ class NewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids", "fork_parents", "fork_children", "fork_positions", "drops_blocks", "chosen_seq_ids", "chosen_token_ids")
+    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "sampled_seq_ids", "sampled_token_ids", "fork_parents", "fork_children", "fork_positions", "drops_blocks", "forced_seq_ids", "forced_token_ids")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -36,14 +36,14 @@ class StepPlan(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
-    CONFIRMED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
-    CONFIRMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FORK_PARENTS_FIELD_NUMBER: _ClassVar[int]
     FORK_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     FORK_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     DROPS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CHOSEN_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
-    CHOSEN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     lane: int
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -54,12 +54,12 @@ class StepPlan(_message.Message):
     num_drafts: _containers.RepeatedScalarFieldContainer[int]
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     close_seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    confirmed_seq_ids: bytes
-    confirmed_token_ids: bytes
+    sampled_seq_ids: bytes
+    sampled_token_ids: bytes
     fork_parents: _containers.RepeatedScalarFieldContainer[int]
     fork_children: _containers.RepeatedScalarFieldContainer[int]
     fork_positions: _containers.RepeatedScalarFieldContainer[int]
     drops_blocks: bool
-    chosen_seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    chosen_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_logits: _Optional[bytes] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[bytes] = ..., confirmed_token_ids: _Optional[bytes] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., drops_blocks: _Optional[bool] = ..., chosen_seq_ids: _Optional[_Iterable[int]] = ..., chosen_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    forced_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    forced_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_logits: _Optional[bytes] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., sampled_seq_ids: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., drops_blocks: _Optional[bool] = ..., forced_seq_ids: _Optional[_Iterable[int]] = ..., forced_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

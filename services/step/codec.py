@@ -18,7 +18,7 @@ _SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<i8")
 
 def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
     """The plan as a message, its entries and tokens as columns."""
-    entries, confirmed = plan.entries, plan.confirmed
+    entries, sampled = plan.entries, plan.sampled
     drafts = [entries.drafts.get(index, ()) for index in range(len(entries))] if entries.drafts else ()
     return step_pb2.StepPlan(
         step_id=plan.step_id,
@@ -31,14 +31,14 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         num_drafts=map(len, drafts),
         draft_token_ids=itertools.chain.from_iterable(drafts),
         close_seq_ids=plan.close_seq_ids,
-        confirmed_seq_ids=_encode_column(confirmed.seq_ids, _SEQ_ID),
-        confirmed_token_ids=_encode_column(confirmed.token_ids, _COUNT),
+        sampled_seq_ids=_encode_column(sampled.seq_ids, _SEQ_ID),
+        sampled_token_ids=_encode_column(sampled.token_ids, _COUNT),
         fork_parents=[fork.parent_seq_id for fork in plan.forks],
         fork_children=[fork.child_seq_id for fork in plan.forks],
         fork_positions=[fork.position for fork in plan.forks],
         drops_blocks=plan.drops_blocks,
-        chosen_seq_ids=[seq_id for seq_id, _ in plan.chosen],
-        chosen_token_ids=[token_id for _, token_id in plan.chosen],
+        forced_seq_ids=[seq_id for seq_id, _ in plan.forced],
+        forced_token_ids=[token_id for _, token_id in plan.forced],
     )
 
 
@@ -52,25 +52,25 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
         _decode_column(message, "num_logits", _COUNT),
         _decode_drafts(message) if message.num_drafts else {},
     )
-    confirmed = TokenColumns(
-        _decode_column(message, "confirmed_seq_ids", _SEQ_ID),
-        _decode_column(message, "confirmed_token_ids", _COUNT),
+    sampled = TokenColumns(
+        _decode_column(message, "sampled_seq_ids", _SEQ_ID),
+        _decode_column(message, "sampled_token_ids", _COUNT),
     )
     columns = [entries.seq_ids, entries.positions, entries.num_tokens, entries.num_logits]
     if message.num_drafts:
         columns.append(message.num_drafts)
     _check_lengths(message, "entries", columns)
-    _check_lengths(message, "confirmed tokens", (confirmed.seq_ids, confirmed.token_ids))
-    _check_lengths(message, "chosen tokens", (message.chosen_seq_ids, message.chosen_token_ids))
+    _check_lengths(message, "sampled tokens", (sampled.seq_ids, sampled.token_ids))
+    _check_lengths(message, "forced tokens", (message.forced_seq_ids, message.forced_token_ids))
     _check_lengths(message, "forks", forks)
     return StepPlan(
         step_id=message.step_id,
         entries=entries,
         close_seq_ids=tuple(message.close_seq_ids),
-        confirmed=confirmed,
+        sampled=sampled,
         forks=tuple(itertools.starmap(Fork, zip(*forks, strict=True))),
         new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
-        chosen=tuple(zip(message.chosen_seq_ids, message.chosen_token_ids, strict=True)),
+        forced=tuple(zip(message.forced_seq_ids, message.forced_token_ids, strict=True)),
         lane=message.lane,
         drops_blocks=message.drops_blocks,
     )

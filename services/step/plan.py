@@ -117,7 +117,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step does: open sequences, confirm tokens, close, fork, add chosen tokens, run `entries` in batch order.
+    """What a step does: open, add sampled tokens, close, fork, add forced tokens, run `entries` in batch order.
 
     Openings may be sent ahead, in a plan that has the number of the next step and nothing else.
     """
@@ -125,11 +125,11 @@ class StepPlan:
     step_id: int  # ascending
     entries: PlanEntries = field(default_factory=lambda: NO_ENTRIES)
     close_seq_ids: tuple[int, ...] = ()
-    confirmed: TokenColumns = field(default_factory=lambda: NO_TOKENS)  # that became known since the last plan
+    sampled: TokenColumns = field(default_factory=lambda: NO_TOKENS)  # that became known since the last plan
     forks: tuple[Fork, ...] = ()
     new_sequences: tuple[NewSequence, ...] = ()
-    # (seq_id, token_id): the next token of a beam, or the last one of the prompt of a forked answer
-    chosen: tuple[tuple[int, int], ...] = ()
+    # (seq_id, token_id): tokens that no step has sampled for the sequence, which is mostly one that is forked
+    forced: tuple[tuple[int, int], ...] = ()
     lane: int = 0
     drops_blocks: bool = False  # entries drop the blocks that a window has left behind
 

@@ -13,10 +13,10 @@ from services.step import Fork, PlanEntries, PlanEntry, StepPlan, TokenColumns
 def make_plan(
     entries: Iterable[tuple[int, int, int]] = (),
     close_seq_ids: Iterable[int] = (),
-    confirmed: Iterable[tuple[int, int]] = (),
+    sampled: Iterable[tuple[int, int]] = (),
     forks: Iterable[tuple[int, int, int]] = (),
     drafts: dict[int, tuple[int, ...]] | None = None,
-    chosen: Iterable[tuple[int, int]] = (),
+    forced: Iterable[tuple[int, int]] = (),
 ) -> StepPlan:
     """A plan of step 1. `entries`: (seq_id, num_tokens, position). `drafts`: the last tokens of an entry, by seq_id.
 
@@ -30,9 +30,9 @@ def make_plan(
         1,
         PlanEntries.of(planned),
         tuple(close_seq_ids),
-        TokenColumns.of(confirmed),
+        TokenColumns.of(sampled),
         tuple(Fork(*fork) for fork in forks),
-        chosen=tuple(chosen),
+        forced=tuple(forced),
     )
 
 

@@ -154,13 +154,13 @@ class KVCache:
                 f"a step has {entry.num_tokens} tokens of sequence {entry.seq_id}, 1 to {self.max_model_len} are"
                 " possible"
             )
-        self._add_tokens(plan.confirmed)
+        self._add_tokens(plan.sampled)
         num_freed = self.close_sequences(plan.close_seq_ids)
         for group in self._groups:
             group.evict(self._rows)
         errors: dict[int, TwostrokeError] = {}
         forks = [self._fork(fork, errors) for fork in plan.forks]
-        self._add_tokens(plan.chosen)
+        self._add_tokens(plan.forced)
 
         seq_ids, num_tokens, positions = entries.seq_ids.tolist(), entries.num_tokens, entries.positions
         lengths = positions + num_tokens

@@ -12,6 +12,7 @@ still being sent, so the count here is never above the true one:
 from __future__ import annotations
 
 from services.common.kv_cache.retention import Retention
+from services.dense_worker.engine.sequence_counts import SequenceCounts
 
 
 class BlockLedger:
@@ -55,6 +56,16 @@ class BlockLedger:
         """Removes blocks from the free pool."""
         assert num_blocks <= self.num_free_blocks, (num_blocks, self.num_free_blocks)
         self.num_free_blocks -= num_blocks
+
+    def take_for(self, counts: SequenceCounts, num_blocks: int) -> bool:
+        """Takes blocks for a sequence, those first that are reserved for it. False: there are too few, it took none."""
+        num_reserved = min(num_blocks, counts.num_reserved_blocks)
+        if num_blocks - num_reserved > self.num_available_blocks:
+            return False
+        self.unreserve(num_reserved)
+        self.take(num_blocks)
+        counts.num_reserved_blocks -= num_reserved
+        return True
 
     def give_back(self, num_blocks: int) -> None:
         """Adds blocks to the free pool that the attention worker reports as free."""

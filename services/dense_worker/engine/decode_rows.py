@@ -1,6 +1,6 @@
 """`DecodeRows`: running sequences that need one token in each step and nothing else, as arrays. Part of the scheduler.
 
-Nearly all sequences of nearly all steps are such. They have no beams, drafts, log-probabilities, or windows behind
+Nearly all sequences of nearly all steps are such. They have no row policy, drafts, log-probabilities, or windows behind
 which blocks are dropped, and their first token is known. A step advances all of them by a few operations on arrays. A
 sequence leaves before anything else happens to it. While it is here, its counts are here and nowhere else.
 """
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from services.dense_worker.engine.sequence import Sequence, SequenceCounts
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.sequence_counts import SequenceCounts
 
 if TYPE_CHECKING:
     from services.dense_worker.engine.block_ledger import BlockLedger

@@ -83,9 +83,9 @@ def may_have_drafts(sequence: Sequence) -> bool:
     """Whether the options of a sequence allow drafts.
 
     Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft. A
-    prompt with vectors has token ids that no output can have. The tokens of beams are not sampled.
+    prompt with vectors has token ids that no output can have. Tokens are not sampled where there is a row policy.
     """
-    if sequence.prompt_table is not None or sequence.beams is not None:
+    if sequence.prompt_table is not None or sequence.policy is not None:
         return False
     return not sequence.spec.sampling.depends_on_output
 

@@ -29,6 +29,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
@@ -60,8 +61,9 @@ class Engine:
         observers: SequenceOf[EngineObserver] = (),
         drafts: DraftSource | None = None,
         adapters: AdapterSlots | None = None,
+        forks: ForkPolicy | None = None,
     ) -> None:
-        self._scheduler = Scheduler(limits, drafts, adapters)
+        self._scheduler = Scheduler(limits, drafts, adapters, forks)
         self._drafts = drafts
         self._runner = runner
         self._attention = attention
@@ -174,7 +176,7 @@ class Engine:
             self._has_run_suspect = False
             time.sleep(_AFTER_SUSPECT_S)
         for each in admitted:
-            if each in session.joining:  # a later plan forks it
+            if each in session.to_fork:  # a later plan forks it
                 self._runner.open(each.describe_to_runner())
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))

@@ -19,4 +19,3 @@ class SchedulerLimits:
     policy: Policy
     max_num_waiting_tokens: int = 10_000_000
     priority_ageing_s: float = 1.0
-    can_fork_prompts: bool = True  # before their last token; models with gated delta layers have no state there

@@ -21,10 +21,10 @@ class Residency:
     def wait(self, sequence: Sequence) -> None:
         """A sequence waits, for the first time or again."""
         self._waiting.push(sequence, is_parked=not self._adapters.is_ready(sequence))
-        if sequence.beams is not None:
-            sequence.beams.leave_cache()
-            held = self._session.held_blocks.keys() - {sequence.seq_id}  # beams from before the attachment
-            self._session.close_held(held & set(sequence.beams.seq_ids))
+        if sequence.policy is not None:
+            sequence.policy.leave_cache()
+            held = self._session.held_blocks.keys() - {sequence.seq_id}  # rows from before the attachment
+            self._session.close_held(held & set(sequence.policy.seq_ids))
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence is in the KV cache, or will be forked into it: steps may run it."""

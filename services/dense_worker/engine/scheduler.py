@@ -25,8 +25,8 @@ from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, Publish
 from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue
-from services.dense_worker.features.beams.beam_blocks import check_beams
-from services.dense_worker.features.parallel.parallel_answers import Siblings
+from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
+from services.dense_worker.features.row_policy import RowPolicy
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns
 
@@ -46,7 +46,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, drafts: DraftSource | None = None, adapters: AdapterSlots | None = None
+        self,
+        limits: SchedulerLimits,
+        drafts: DraftSource | None = None,
+        adapters: AdapterSlots | None = None,
+        forks: ForkPolicy | None = None,
     ) -> None:
         self.limits = limits
         self.session = Session(NO_ATTACHMENT)  # until the first attachment
@@ -56,7 +60,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self._suspects = Suspects()
-        self._siblings = Siblings(can_join=limits.can_fork_prompts)
+        self._forks = forks or NoForks()
         self._next_step_id = 1
         self._num_past_preemptions = 0  # in earlier attachments
         self._begin_parts()
@@ -77,8 +81,8 @@ class Scheduler:
         """
         if self._drafts is None:
             return False
-        session = self.session  # siblings of a prompt are forked before the sequence that computes it can end
-        most = 0 if session.joining else self.limits.max_num_seqs - len(session.running)
+        session = self.session  # forks come first, before the sequence from which they are can end
+        most = 0 if session.to_fork else self.limits.max_num_seqs - len(session.running)
         return self._drafts.waits(session.running, most)
 
     @property
@@ -121,8 +125,8 @@ class Scheduler:
                 f"together {num_tokens}; max_model_len is {self.limits.max_model_len}"
             )
         ledger = self.session.ledger
-        if sequence.beams is not None:
-            check_beams(sequence, ledger, self.limits)
+        if sequence.policy is not None:
+            sequence.policy.check(ledger, self.limits)
         num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
         if num_blocks > ledger.num_blocks:
             raise CapacityError(
@@ -132,7 +136,7 @@ class Scheduler:
         self._waiting.admit(sequence)
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
-        self._siblings.add(sequence)
+        self._forks.add(sequence)
         self._residency.wait(sequence)
 
     def cancel(self, seq_id: int) -> None:
@@ -167,7 +171,7 @@ class Scheduler:
     def next_to_open(self) -> list[Sequence]:
         """Chooses the sequences, in order, that fit now. Reserves their blocks and makes them OPENING.
 
-        Those that join a sibling are RUNNING at once, because nobody has to open them.
+        Those that will be forked are RUNNING at once, because nobody has to open them.
         A client that holds less than its share may take places and blocks from others: then sequences are preempted.
         Sequences that already hold blocks, from before the attachment, come before others: only they can use these
         blocks, and the others may need the space. Suspects come before all, one at a time.
@@ -185,8 +189,9 @@ class Scheduler:
             sequence.num_reserved_blocks = self._turns.blocks_to_reserve(sequence)
             session.ledger.reserve(sequence.num_reserved_blocks)
             chosen.append(sequence)
-            if (source := self._siblings.source_of(sequence, session)) is not None:
-                self._join(sequence, source)
+            if self._forks.takes(sequence, session):
+                self._waiting.note_opened(sequence)
+                self._residency.enter(sequence)
                 continue
             sequence.status = SequenceStatus.OPENING
             known = sequence.describe_to_runner()
@@ -233,16 +238,16 @@ class Scheduler:
     def schedule(self) -> PublishedPlan | None:
         """Plans the next step; None if there is no work. A plan without entries only closes sequences."""
         session, step = self.session, self._planner.plan_step(self._suspects.active())
-        if step is None or not (step.has_entries or session.to_close or session.dead_beams):
+        if step is None or not (step.has_entries or session.to_close or session.dead_rows):
             return None
         plan = StepPlan(
             self._next_step_id,
             step.all_entries(),
-            (*session.to_close, *session.dead_beams),
-            session.take_confirmed(),
+            (*session.to_close, *session.dead_rows),
+            session.take_sampled(),
             tuple(step.forks),
             session.take_openings(),
-            tuple(step.chosen),
+            tuple(step.forced),
             drops_blocks=step.drops_blocks,
         )
         self._residency.last_step_id = self._next_step_id
@@ -259,7 +264,7 @@ class Scheduler:
         session, errors = self.session, answer.errors or {}
         published = session.accept(answer)
         if session.num_running_rows > len(session.running):
-            self._turns.reserve_for_beams()
+            self._turns.reserve_for_rows()
         outputs = []
         if published.plan.drops_blocks:
             for sequence, _, has_dropped in published.entries:
@@ -278,21 +283,21 @@ class Scheduler:
         if not published.plan.frees_blocks:
             self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
         outputs: list[SequenceOutput] = []
-        confirmed: list[tuple[int, int]] = []  # of sequences without a row
-        decoded = self._append_rows(published.decodes.rows, result, outputs, confirmed)
-        previous = None  # the sequence of the entry before, which has several if these are beams
+        sampled: list[tuple[int, int]] = []  # of sequences without a row
+        decoded = self._append_rows(published.decodes.rows, result, outputs, sampled)
+        previous = None  # the sequence of the entry before, which has several if it has a row policy
         rows = result.token_ids.rows(len(published.decodes.positions)) if published.entries else ()
         for (sequence, _, _), token_ids in zip(published.entries, rows, strict=True):
             if token_ids and sequence is not previous:
-                if sequence.beams is None:
-                    output = self._append(sequence, token_ids, result, confirmed)
+                if sequence.policy is None:
+                    output = self._append(sequence, token_ids, result, sampled)
                 else:
-                    output = self._advance_beams(sequence, result)
+                    output = self._advance(sequence, sequence.policy, result)
                 if output is not None:
                     outputs.append(output)
             previous = sequence
-        if confirmed:
-            self.session.confirmed.append(TokenColumns.of(confirmed))
+        if sampled:
+            self.session.sampled.append(TokenColumns.of(sampled))
         return StepOutputs(decoded, outputs)
 
     def _append_rows(
@@ -300,7 +305,7 @@ class Scheduler:
         planned: PlannedRows,
         result: StepResult,
         outputs: list[SequenceOutput],
-        confirmed: list[tuple[int, int]],
+        sampled: list[tuple[int, int]],
     ) -> DecodedTokens:
         """Appends the tokens of a step's rows, and returns those of rows that go on. The others become `outputs`."""
         num_rows, rows = len(planned.slots), self.session.rows
@@ -316,14 +321,14 @@ class Scheduler:
             rows.append(planned.slots, planned.outputs, tokens)
         else:
             for index in np.flatnonzero(may_end).tolist():
-                output = self._append(planned.sequences[index], (tokens[index],), result, confirmed)
+                output = self._append(planned.sequences[index], (tokens[index],), result, sampled)
                 if output is not None:
                     outputs.append(output)
             goes_on = ~may_end
             decoded = DecodedTokens(*(column[goes_on] for column in decoded))
             rows.append(planned.slots[goes_on], compress(planned.outputs, goes_on.tolist()), decoded.token_ids.tolist())
         if len(decoded.token_ids):
-            self.session.confirmed.append(TokenColumns(decoded.seq_ids, decoded.token_ids))
+            self.session.sampled.append(TokenColumns(decoded.seq_ids, decoded.token_ids))
         return decoded
 
     def _append(
@@ -331,9 +336,9 @@ class Scheduler:
         sequence: Sequence,
         token_ids: SequenceOf[int],
         result: StepResult,
-        confirmed: list[tuple[int, int]],
+        sampled: list[tuple[int, int]],
     ) -> SequenceOutput | None:
-        """Appends the tokens of one sequence, and adds those that are known now to `confirmed`."""
+        """Appends the tokens of one sequence, and adds those that are known now to `sampled`."""
         if sequence.slot is not None:
             self.session.leave_row(sequence)
         sequence.num_pending_tokens -= 1
@@ -352,25 +357,25 @@ class Scheduler:
             return SequenceOutput(sequence, sequence.output_token_ids[first:], finish_reason)
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
-            confirmed += [(sequence.seq_id, token_id) for token_id in token_ids]
+            sampled += [(sequence.seq_id, token_id) for token_id in token_ids]
             if self._drafts is None and sequence.is_plain and self.session.ledger.retention.window is None:
                 self.session.enter_row(sequence)
         return SequenceOutput(sequence, token_ids, None)
 
-    def _advance_beams(self, sequence: Sequence, result: StepResult) -> SequenceOutput | None:
-        beams = sequence.beams
-        assert beams is not None, "only a search has beams"
+    def _advance(self, sequence: Sequence, policy: RowPolicy, result: StepResult) -> SequenceOutput | None:
+        """Lets a row policy choose how the rows of its sequence go on."""
         sequence.num_pending_tokens -= 1
         if sequence.status is not SequenceStatus.RUNNING:
-            return None  # it has ended, or has left the cache: the same beams are computed again
-        step, dead = beams.advance(result.logprobs)
+            return None  # it has ended, or has left the cache: the same rows are computed again
+        advanced = policy.advance(result.logprobs)
         self._suspects.clear(sequence)
-        sequence.output_token_ids[:] = beams.best_token_ids
-        if beams.is_done:
+        sequence.output_token_ids[:] = advanced.output_token_ids
+        if advanced.is_done:
             self._finish(sequence)
-            return SequenceOutput(sequence, (), FinishReason.STOP, hypotheses=beams.hypotheses)
-        self.session.dead_beams += dead
-        return SequenceOutput(sequence, (), None, search_step=step)
+        else:
+            self.session.dead_rows += advanced.dead_seq_ids
+        finish_reason = FinishReason.STOP if advanced.is_done else None
+        return SequenceOutput(sequence, (), finish_reason, report=advanced.report)
 
     def close_unclaimed(self, gateway: int | None = None) -> None:
         """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""
@@ -387,28 +392,21 @@ class Scheduler:
             self._waiting,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
-            self._siblings,
+            self._forks,
             self._residency,
             is_guaranteed=limits.policy == "guaranteed_no_evict",
         )
-        self._planner = StepPlanner(session, self._waiting, limits, self._drafts, self._siblings, self._residency)
+        self._planner = StepPlanner(session, self._waiting, limits, self._drafts, self._forks, self._residency)
 
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
         return suspect if suspect is None or self._adapters.is_ready(suspect) else None
 
-    def _join(self, sequence: Sequence, source: Sequence) -> None:
-        """Makes a sequence RUNNING that will be forked at the last token of its prompt."""
-        sequence.num_computed_tokens = sequence.num_prompt_tokens - 1
-        self._waiting.note_opened(sequence)
-        self.session.joining[sequence] = source
-        self._residency.enter(sequence)
-
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
-        self._siblings.remove(sequence)
+        self._forks.remove(sequence)
         if self._drafts is not None:
             self._drafts.finish(sequence)
         if status is SequenceStatus.RUNNING:
@@ -430,6 +428,6 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
-        self._siblings.remove(sequence)
+        self._forks.remove(sequence)
         self._waiting.forget(sequence)
         return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))

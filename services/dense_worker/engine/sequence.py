@@ -6,19 +6,19 @@ import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.errors import TwostrokeError
 from services.dense_worker.engine.fairness.flows import Flow
-from services.dense_worker.features.beams.beam_group import BeamGroup
-from services.dense_worker.features.beams.search import Hypothesis, SearchStep
+from services.dense_worker.engine.sequence_counts import SequenceCounts
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, SequenceSpec, TokenReport
 
-if TYPE_CHECKING:  # they need numpy and torch
+if TYPE_CHECKING:  # they need numpy, torch and protobuf
     from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
     from services.dense_worker.engine.speculation.predictor import Predictor
+    from services.dense_worker.features.row_policy import OutputReport, RowPolicy
     from services.dense_worker.prompts.loaded_table import LoadedTable
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
@@ -41,17 +41,6 @@ class FinishReason(enum.Enum):
     ERROR = enum.auto()
 
 
-@dataclass(slots=True)
-class SequenceCounts:
-    """What changes with each token of a sequence."""
-
-    num_computed_tokens: int = 0
-    num_pending_tokens: int = 0
-    num_blocks: int = 0  # blocks that it holds after all published plans have run
-    num_reserved_blocks: int = 0  # blocks promised to it but not allocated yet
-    slot: ClassVar[None] = None  # it has no row of `DecodeRows`
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The tokens of a request and how many are computed. Owned by the scheduler, on the engine thread.
@@ -65,7 +54,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     reports_prompt_logprobs: bool = False  # the spec asks for them, and they have not all been reported
     token_report: TokenReport = TokenReport.NONE  # as in the spec; NONE after the prompt, if it is of the prompt only
-    # Names all answers to its prompt: sequences with the same prompt, salt, adapter and table. 0: it has no siblings.
+    # Names all sequences with the same prompt, salt, adapter and table: they may be forked from each other. 0: only it.
     group_id: int = 0
     prompt_table: LoadedTable | None = None  # the vectors of `spec.prompt_table`
     stream: int = 0  # number of the gateway's stream by which it came
@@ -75,8 +64,7 @@ class Sequence:
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
     grammar: GrammarMatcher | None = None  # of `spec.sampling.structured_output`; the runner moves it
     predictor: Predictor | HeadPredictor | None = None  # of its next tokens; the source of drafts makes it if needed
-    # The beams of a search; None: its tokens are sampled. The output tokens of a search are those of its best beam.
-    beams: BeamGroup | None = None
+    policy: RowPolicy | None = None  # None: it is one row, whose tokens are sampled
 
     status: SequenceStatus = SequenceStatus.WAITING
     adapter_slot: int | None = None  # where its adapter is; None while it is not in the cache
@@ -145,14 +133,14 @@ class Sequence:
         return None if form is None else form.field_name
 
     @property
-    def num_beams(self) -> int:
+    def num_rows(self) -> int:
         """Rows that it has in a step that samples tokens."""
-        return 1 if self.beams is None else self.beams.options.num_beams
+        return 1 if self.policy is None else self.policy.num_rows
 
     @property
     def open_seq_ids(self) -> Iterable[int]:
         """Its ids in the KV cache while it runs."""
-        return (self.seq_id,) if self.beams is None else self.beams.open_seq_ids
+        return (self.seq_id,) if self.policy is None else self.policy.open_seq_ids
 
     @property
     def has_started(self) -> bool:
@@ -180,7 +168,7 @@ class Sequence:
     def is_plain(self) -> bool:
         """Whether a step that decodes it gets one token from it, and has nothing else to report or to do for it."""
         reports = self.spec.num_logprobs is not None or self.spec.return_generation_logits or self.token_report
-        return self.beams is None and not reports
+        return self.policy is None and not reports
 
     def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
         """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why.
@@ -200,13 +188,8 @@ class Sequence:
         self.counts = SequenceCounts(num_pending_tokens=self.num_pending_tokens)
         self.num_draft_tokens = self.num_dropped_blocks = self.num_opened_tokens = 0
 
-    @property
-    def num_tokens_before_fork(self) -> int:
-        """Its first tokens, which are computed once even if it has beams."""
-        return self.num_tokens if self.beams is None else self.num_prompt_tokens + len(self.beams.shared_token_ids)
-
     def describe(self) -> NewSequence:
-        """The sequence with its present tokens, for the KV cache; of a search, with those that all its beams share."""
+        """The sequence with its present tokens, for the KV cache; with those that all its rows share."""
         return NewSequence(
             seq_id=self.seq_id,
             request_id=self.spec.request_id,
@@ -223,17 +206,17 @@ class Sequence:
             self.seq_id,
             self.spec,
             self._token_ids_before_fork(),
-            num_logprobs=self.spec.num_logprobs if self.beams is None else self.beams.num_candidates,
+            num_logprobs=self.spec.num_logprobs if self.policy is None else self.policy.num_logprobs,
             reports_prompt_logprobs=self.reports_prompt_logprobs,
             token_report=self.token_report,
-            has_chosen_tokens=self.beams is not None,
+            has_forced_tokens=self.policy is not None,
             grammar=self.grammar,
             adapter_slot=self.adapter_slot,
             table=self.prompt_table,
         )
 
     def _token_ids_before_fork(self) -> list[int]:
-        output_token_ids = self.output_token_ids if self.beams is None else self.beams.shared_token_ids
+        output_token_ids = self.output_token_ids if self.policy is None else self.policy.shared_token_ids
         return [*self.spec.prompt_token_ids, *output_token_ids]
 
     @property
@@ -243,7 +226,7 @@ class Sequence:
 
 
 class SequenceOutput(NamedTuple):
-    """New tokens of a sequence, its end, or both. A beam search has no tokens before its end, but steps.
+    """New tokens of a sequence, its end, or both. With a row policy there are none, but a report.
 
     Each step makes one for each sequence: a tuple takes a third of the time of a frozen dataclass.
     """
@@ -252,5 +235,4 @@ class SequenceOutput(NamedTuple):
     token_ids: SequenceOf[int]
     finish_reason: FinishReason | None
     error: TwostrokeError | None = None
-    hypotheses: SequenceOf[Hypothesis] = ()  # the answers of a beam search that has ended, the best one first
-    search_step: SearchStep | None = None  # of a search that goes on
+    report: OutputReport | None = None  # of its row policy

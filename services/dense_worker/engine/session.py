@@ -53,8 +53,8 @@ class PublishedPlan:
     plan: StepPlan
     decodes: Decodes  # the plan's first entries
     entries: tuple[PlannedEntry, ...]  # aligned with the rest
-    closes_beams: bool = False  # dead ones
-    frees_blocks: bool = False  # for others, by more than dead beams
+    closes_rows: bool = False  # dead ones
+    frees_blocks: bool = False  # for others, by more than dead rows
 
     def taken_blocks(self, seq_id: int) -> Iterator[tuple[Sequence, int]]:
         """The sequence of an entry, and how many blocks it has taken; nothing if the plan has no such entry."""
@@ -107,11 +107,11 @@ class Session:
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.rows = DecodeRows()  # of those that need one token in each step and nothing else
         self.others: list[Sequence] = []  # the rest, in the same order
-        # Rows that running sequences have in a step, by tenant and client; without those that join.
+        # Rows that running sequences have in a step, by tenant and client; without `to_fork`.
         self.rows_of_client = Counter[tuple[int, int]]()
-        self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have beams
-        # Running sequences that are not in the cache yet, with the siblings from which they will be forked.
-        self.joining: dict[Sequence, Sequence] = {}
+        self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have several
+        # Running sequences that are not in the cache yet, with those from which they will be forked.
+        self.to_fork: dict[Sequence, Sequence] = {}
         self.to_open: list[NewSequence] = []  # those of the openings that no plan has
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
@@ -128,12 +128,12 @@ class Session:
         self.held_blocks = dict(attachment.held_blocks)  # by seq_id
         self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.held_blocks else None
 
-        self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead beams
-        self.dead_beams: list[int] = []  # seq_ids of beams that the next plan closes; their sequence goes on
+        self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead rows
+        self.dead_rows: list[int] = []  # seq_ids of rows that the next plan closes; their sequence goes on
         self.closing: set[int] = set()  # seq_ids that cannot be opened before the attention worker has closed them
-        self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out; without dead beams
-        self.num_burying_plans = 0  # the same for those that close dead beams
-        self.confirmed: list[TokenColumns] = []  # tokens for the next plan, in order
+        self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out; without dead rows
+        self.num_burying_plans = 0  # the same for those that close dead rows
+        self.sampled: list[TokenColumns] = []  # tokens for the next plan, in order
         self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
 
     @property
@@ -142,9 +142,9 @@ class Session:
         return bool(self.num_freeing_plans or self.to_close)
 
     @property
-    def awaits_beam_blocks(self) -> bool:
-        """Whether dead beams are being closed. Their sequences need about as many blocks again, others get none."""
-        return bool(self.num_burying_plans or self.dead_beams)
+    def awaits_dead_rows(self) -> bool:
+        """Whether dead rows are being closed. Their sequences need about as many blocks again, others get none."""
+        return bool(self.num_burying_plans or self.dead_rows)
 
     def ends_claims(self, now_s: float) -> bool:
         """Whether the time to claim sequences has passed; true once."""
@@ -174,8 +174,8 @@ class Session:
         self.request_ids[sequence.seq_id] = sequence.spec.request_id
         insert(self.running, sequence)
         insert(self.others, sequence)
-        self.num_running_rows += sequence.num_beams
-        if sequence not in self.joining:
+        self.num_running_rows += sequence.num_rows
+        if sequence not in self.to_fork:
             self._count_rows(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
@@ -184,13 +184,18 @@ class Session:
             self.leave_row(sequence)
         remove(self.running, sequence)
         remove(self.others, sequence)
-        self.num_running_rows -= sequence.num_beams
-        if sequence not in self.joining:
+        self.num_running_rows -= sequence.num_rows
+        if sequence not in self.to_fork:
             self._count_rows(sequence, -1)
+
+    def enter_cache(self, sequence: Sequence) -> None:
+        """The next plan forks a sequence of `to_fork`."""
+        del self.to_fork[sequence]
+        self._count_rows(sequence, 1)
 
     def _count_rows(self, sequence: Sequence, sign: int) -> None:
         client = sequence.spec.tenant, sequence.spec.client
-        self.rows_of_client[client] += sign * sequence.num_beams
+        self.rows_of_client[client] += sign * sequence.num_rows
         if not self.rows_of_client[client]:
             del self.rows_of_client[client]
 
@@ -210,9 +215,9 @@ class Session:
         self.to_open.clear()
         return new_sequences
 
-    def take_confirmed(self) -> TokenColumns:
+    def take_sampled(self) -> TokenColumns:
         """The tokens that became known since the last plan."""
-        chunks, self.confirmed = self.confirmed, []
+        chunks, self.sampled = self.sampled, []
         if len(chunks) == 1:
             return chunks[0]
         if not chunks:
@@ -224,12 +229,12 @@ class Session:
     def publish(self, plan: StepPlan, decodes: Decodes, entries: Iterable[PlannedEntry]) -> PublishedPlan:
         """Notes a plan with all that the session had for the next one."""
         frees_blocks = plan.drops_blocks or bool(self.to_close)
-        published = PublishedPlan(plan, decodes, tuple(entries), bool(self.dead_beams), frees_blocks)
+        published = PublishedPlan(plan, decodes, tuple(entries), bool(self.dead_rows), frees_blocks)
         self.published[plan.step_id] = published
         self.num_freeing_plans += published.frees_blocks
-        self.num_burying_plans += published.closes_beams
+        self.num_burying_plans += published.closes_rows
         self.to_close.clear()
-        self.dead_beams.clear()
+        self.dead_rows.clear()
         return published
 
     def accept(self, answer: PlanAccepted) -> PublishedPlan:
@@ -242,7 +247,7 @@ class Session:
         self.ledger.give_back(answer.num_freed_blocks)
         self.closing.difference_update(plan.close_seq_ids)
         self.num_freeing_plans -= published.frees_blocks
-        self.num_burying_plans -= published.closes_beams
+        self.num_burying_plans -= published.closes_rows
         return published
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> int | None:
@@ -252,34 +257,18 @@ class Session:
         """
         ledger, num_present = self.ledger, sequence.num_dropped_blocks + sequence.num_blocks
         num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - num_present)
-        num_reserved = min(num_blocks, sequence.num_reserved_blocks)
-        if num_blocks - num_reserved > ledger.num_available_blocks:
+        if not ledger.take_for(sequence.counts, num_blocks):
             return None
-        ledger.unreserve(num_reserved)
-        ledger.take(num_blocks)
-        sequence.num_reserved_blocks -= num_reserved
         sequence.num_blocks += num_blocks
-        return num_blocks
-
-    def share_blocks(self, source: Sequence, sequence: Sequence) -> int:
-        """Counts the blocks that a joining sequence gets by its fork, and takes the one of its next token."""
-        del self.joining[sequence]
-        self._count_rows(sequence, 1)
-        sequence.num_cached_tokens = source.num_cached_tokens
-        sequence.num_dropped_blocks = source.num_dropped_blocks
-        num_full = sequence.num_computed_tokens // self.ledger.block_size
-        sequence.num_blocks = num_full - sequence.num_dropped_blocks
-        num_blocks = self.take_blocks(sequence, 1)
-        assert num_blocks == 1, "a joining sequence has a block reserved"
         return num_blocks
 
     def drop_blocks(self, sequence: Sequence) -> bool:
         """Counts the blocks that a sequence drops in the step that is being planned; returns whether there are any.
 
-        Those that beams drop are not counted.
+        Those that the rows of a policy drop are not counted.
         """
         retention = self.ledger.retention
-        if retention.window is None or sequence.beams is not None:
+        if retention.window is None or sequence.policy is not None:
             return False
         num_dropped = retention.num_dropped_blocks(sequence.num_computed_tokens)
         num_more = num_dropped - sequence.num_dropped_blocks
@@ -295,9 +284,9 @@ class Session:
         sequence.num_reserved_blocks = 0
 
     def close(self, sequence: Sequence) -> None:
-        """A running sequence leaves the cache with the next plan, and so do its beams."""
+        """A running sequence leaves the cache with the next plan, and so do all its rows."""
         self.release_reservation(sequence)
-        self.joining.pop(sequence, None)
+        self.to_fork.pop(sequence, None)
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
         self._close_ids({sequence.seq_id, *sequence.open_seq_ids})

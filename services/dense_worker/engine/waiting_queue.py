@@ -184,7 +184,7 @@ class WaitingQueue:
         """
         num_outputs = min(sequence.spec.max_tokens - len(sequence.output_token_ids), EXPECTED_OUTPUT_TOKENS)
         sequence.num_paid_outputs = len(sequence.output_token_ids) + num_outputs
-        sequence.get_flow().choose(sequence.num_remaining_tokens + sequence.num_beams * num_outputs)
+        sequence.get_flow().choose(sequence.num_remaining_tokens + sequence.num_rows * num_outputs)
         self.remove(sequence)
 
     def note_opened(self, sequence: Sequence) -> None:
@@ -195,7 +195,7 @@ class WaitingQueue:
         """Charges for the output that there was, in place of the expected one."""
         if sequence.num_paid_outputs:
             num_outputs = len(sequence.output_token_ids) - sequence.num_paid_outputs
-            sequence.get_flow().charge(sequence.num_beams * num_outputs)
+            sequence.get_flow().charge(sequence.num_rows * num_outputs)
             sequence.num_paid_outputs = 0
 
     def heads(self, preferred_seq_ids: Collection[int]) -> Iterator[Sequence]:

@@ -22,7 +22,7 @@ class RowFeature:
     PROMPT_LOGPROBS = 4
     TOKEN_REPORT = 8  # see `services.step.TokenReport`
     GENERATION_LOGITS = 16
-    CHOSEN_TOKENS = 32  # the scheduler's, not those that are sampled
+    FORCED_TOKENS = 32  # the scheduler's, not those that are sampled
 
 
 # Those that ask for more of a step than tokens, or give it more.
@@ -79,6 +79,6 @@ def _features(sequence: KnownSequence) -> int:
         RowFeature.PROMPT_LOGPROBS: sequence.reports_prompt_logprobs,
         RowFeature.TOKEN_REPORT: bool(sequence.token_report),
         RowFeature.GENERATION_LOGITS: sequence.spec.return_generation_logits,
-        RowFeature.CHOSEN_TOKENS: sequence.has_chosen_tokens,
+        RowFeature.FORCED_TOKENS: sequence.has_forced_tokens,
     }
     return sum(feature for feature, is_present in present.items() if is_present)

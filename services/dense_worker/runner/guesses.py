@@ -144,7 +144,7 @@ class GuessingHeads:
 
 def may_have_guesses(sequence: KnownSequence) -> bool:
     """Whether drafts of it could be used, see `may_have_drafts`; those that a form forces need no model."""
-    is_plain = sequence.grammar is None and sequence.table is None and not sequence.has_chosen_tokens
+    is_plain = sequence.grammar is None and sequence.table is None and not sequence.has_forced_tokens
     return is_plain and not sequence.spec.sampling.depends_on_output
 
 

@@ -19,10 +19,10 @@ class KnownSequence:
     seq_id: int
     spec: SequenceSpec
     token_ids: list[int]  # all tokens known on the host, prompt first; `BatchRows` counts them while it has a slot
-    num_logprobs: int | None = None  # as in the spec; of a beam search, as many as it chooses from
+    num_logprobs: int | None = None  # as in the spec, or as many as its row policy chooses from
     reports_prompt_logprobs: bool = False  # asked for, and not reported yet
     token_report: TokenReport = TokenReport.NONE  # what is reported of each token
-    has_chosen_tokens: bool = False  # the scheduler's (`StepPlan.chosen`), not the sampler's
+    has_forced_tokens: bool = False  # its tokens are those of `StepPlan.forced`, not the sampler's
     grammar: GrammarMatcher | None = None  # of the form of its output, if that has one
     slot: int | None = None  # of the sampler, and its row of `BatchRows`; None until it runs
     adapter_slot: int | None = None  # where its adapter is; None if it has none

@@ -112,13 +112,13 @@ class ModelRunner:
         """Finds the sequences of a plan, after its closings and forks. Called as soon as the plan is published."""
         closed = [self._sequences.pop(seq_id) for seq_id in plan.close_seq_ids if seq_id in self._sequences]
         for fork in plan.forks:
-            if (answer := self._sequences.get(fork.child_seq_id)) is not None:
-                assert answer.slot is None, "it was opened because it has options of its own, and has not run"
-                del answer.token_ids[fork.position :]
+            if (child := self._sequences.get(fork.child_seq_id)) is not None:
+                assert child.slot is None, "it was opened because it has options of its own, and has not run"
+                del child.token_ids[fork.position :]
                 continue
             parent = self._sequences[fork.parent_seq_id]
             self._sequences[fork.child_seq_id] = parent.fork(fork.child_seq_id, fork.position)
-        for seq_id, token_id in plan.chosen:
+        for seq_id, token_id in plan.forced:
             self._rows.extend(self._sequences[seq_id], (token_id,))
         seq_ids, batch = plan.entries.seq_ids, self._batch
         is_same = batch is not None and (batch.seq_ids is seq_ids or np.array_equal(batch.seq_ids, seq_ids))

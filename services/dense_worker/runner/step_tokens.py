@@ -59,12 +59,12 @@ class PendingTokens:
     def _keep(self, tokens: RaggedTokens) -> None:
         """Appends the tokens to sequences that still have their slots, unless the scheduler chooses theirs."""
         batch, rows = self.bound.batch, self.rows
-        is_same = rows.version == batch.version and not batch.present & RowFeature.CHOSEN_TOKENS
+        is_same = rows.version == batch.version and not batch.present & RowFeature.FORCED_TOKENS
         if is_same and len(tokens.token_ids) == len(batch.slots) == np.count_nonzero(tokens.counts):
             rows.append(batch.slots, batch.token_lists, tokens.token_ids)
             return
         gets_tokens = rows.serials[batch.slots] == batch.serials
-        gets_tokens[batch.with_feature(RowFeature.CHOSEN_TOKENS)] = False
+        gets_tokens[batch.with_feature(RowFeature.FORCED_TOKENS)] = False
         has_one = tokens.counts == 1
         of_one = np.repeat(has_one, tokens.counts) if not has_one.all() else has_one
         gets_one = has_one & gets_tokens

@@ -49,10 +49,10 @@ class GpuModel(WholeModel):
         tokens: all tokens so far, by seq_id.
         """
         entries = [(seq_id, 1, len(each) - 1) for seq_id, each in tokens.items()]
-        confirmed = [(seq_id, each[-1]) for seq_id, each in tokens.items()]
+        sampled = [(seq_id, each[-1]) for seq_id, each in tokens.items()]
         if self.device.type == "cpu":
-            return torch.cat(self.step(*entries, confirmed=confirmed))
-        planned, token_ids, _ = self.prepare(entries, confirmed, NUM_ROWS)
+            return torch.cat(self.step(*entries, sampled=sampled))
+        planned, token_ids, _ = self.prepare(entries, sampled, NUM_ROWS)
         self.attention.begin_step(planned.metadata, NUM_ROWS)
         self._graph_token_ids[: len(token_ids)] = torch.tensor(token_ids)
         if self._graph is None:

@@ -92,16 +92,16 @@ class WholeModel:
     def step(
         self,
         *entries: tuple[int, int, int],
-        confirmed: Iterable[tuple[int, int]] = (),
+        sampled: Iterable[tuple[int, int]] = (),
         forks: Iterable[tuple[int, int, int]] = (),
-        chosen: Iterable[tuple[int, int]] = (),
+        forced: Iterable[tuple[int, int]] = (),
         is_lost: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Runs (seq_id, num_tokens, position) as one batch; returns each entry's logits, [num_tokens, vocab_size].
 
         `is_lost`: the step has run, but is taken back.
         """
-        planned, token_ids, given = self.prepare(entries, confirmed, forks=forks, chosen=chosen)
+        planned, token_ids, given = self.prepare(entries, sampled, forks=forks, forced=forced)
         self.attention.begin_step(planned.metadata)
         logits = self.run(torch.tensor(token_ids, device=self.device), given.gather())
         if is_lost:
@@ -114,21 +114,21 @@ class WholeModel:
     def prepare(
         self,
         entries: Iterable[tuple[int, int, int]],
-        confirmed: Iterable[tuple[int, int]],
+        sampled: Iterable[tuple[int, int]],
         num_rows: int | None = None,
         forks: Iterable[tuple[int, int, int]] = (),
-        chosen: Iterable[tuple[int, int]] = (),
+        forced: Iterable[tuple[int, int]] = (),
     ) -> tuple[PlannedStep, list[int], GivenRowsOfStep]:
         """Plans a step and prepares the dense backend for `num_rows` rows; None: as many as there are tokens.
 
-        A fork is (parent, child, position), and `chosen` are tokens behind it. Returns the cache's part of the plan,
+        A fork is (parent, child, position), and `forced` are tokens behind it. Returns the cache's part of the plan,
         and the step's token ids with the vectors that stand for some of them.
         """
         for parent, child, position in forks:
             self._token_ids[child] = self._token_ids[parent][:position]
-        for seq_id, token_id in (*confirmed, *chosen):
+        for seq_id, token_id in (*sampled, *forced):
             self._token_ids[seq_id].append(token_id)
-        plan = make_plan(entries, confirmed=confirmed, forks=forks, chosen=chosen)
+        plan = make_plan(entries, sampled=sampled, forks=forks, forced=forced)
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
         token_ids: list[int] = []

@@ -14,7 +14,7 @@ from services.common.errors import InvalidRequest
 from services.dense_worker import servicer
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.features.beams.beam_messages import add_beams
+from services.dense_worker.features.beams.add_beams import add_beams
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2, sampling_pb2

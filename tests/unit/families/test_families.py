@@ -64,11 +64,11 @@ def test_chunks_decoding_and_prefix_cache(path: Path, truth: PreTrainedModel) ->
     check_logits(second, true_logits(truth, OTHER_PROMPT)[num_cached:])
     token_ids = {1: list(PROMPT), 2: list(OTHER_PROMPT)}
     for _ in range(NUM_DECODED):
-        confirmed = [(1, int(first[-1].argmax())), (2, int(second[-1].argmax()))]
-        for seq_id, token_id in confirmed:
+        sampled = [(1, int(first[-1].argmax())), (2, int(second[-1].argmax()))]
+        for seq_id, token_id in sampled:
             token_ids[seq_id].append(token_id)
         entries = [(seq_id, 1, len(each) - 1) for seq_id, each in token_ids.items()]
-        first, second = model.step(*entries, confirmed=confirmed)
+        first, second = model.step(*entries, sampled=sampled)
     for prompt, each, last in ((PROMPT, token_ids[1], first), (OTHER_PROMPT, token_ids[2], second)):
         expected = true_logits(truth, each)
         assert each[len(prompt) :] == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -81,8 +81,8 @@ def test_decoding_goes_on_after_the_loss_of_the_weights_or_of_the_cache(path: Pa
 
     def decode(model: WholeModel, num_computed: int) -> None:
         for _ in range(NUM_DECODED):
-            confirmed = [(1, tokens[-1])] if len(tokens) > num_known else []
-            (logits,) = model.step((1, len(tokens) - num_computed, num_computed), confirmed=confirmed)
+            sampled = [(1, tokens[-1])] if len(tokens) > num_known else []
+            (logits,) = model.step((1, len(tokens) - num_computed, num_computed), sampled=sampled)
             num_computed = len(tokens)
             tokens.append(int(logits[-1].argmax()))
 

@@ -54,25 +54,25 @@ def generate(
     """
     tokens = {seq_id: list(prompt) for seq_id, prompt in prompts.items()}
     num_computed = {seq_id: model.open(seq_id, prompt) for seq_id, prompt in prompts.items()}
-    running, confirmed = set(prompts), {}
+    running, sampled = set(prompts), {}
     while running:
         entries, room = [], budget
         for seq_id in sorted(running, key=lambda seq_id: len(tokens[seq_id]) - num_computed[seq_id]):
             if num_tokens := min(len(tokens[seq_id]) - num_computed[seq_id], room):
                 entries.append((seq_id, num_tokens, num_computed[seq_id]))
                 room -= num_tokens
-        logits = model.step(*entries, confirmed=confirmed.items())
-        confirmed = {}
+        logits = model.step(*entries, sampled=sampled.items())
+        sampled = {}
         for (seq_id, num_tokens, _), rows in zip(entries, logits, strict=True):
             num_computed[seq_id] += num_tokens
             if num_computed[seq_id] < len(tokens[seq_id]):
                 continue
-            confirmed[seq_id] = int(rows[-1].argmax())
-            tokens[seq_id].append(confirmed[seq_id])
+            sampled[seq_id] = int(rows[-1].argmax())
+            tokens[seq_id].append(sampled[seq_id])
             num_answered = len(tokens[seq_id]) - len(prompts[seq_id])
             if num_answered == max_tokens[seq_id] or (seq_id, num_answered) == gives_way:
                 model.cache.close_sequences([seq_id])
-                del confirmed[seq_id]
+                del sampled[seq_id]
                 if num_answered == max_tokens[seq_id]:
                     running.remove(seq_id)
                 else:

@@ -77,14 +77,14 @@ def check_decoding(
     token_ids = {seq_id: list(tokens) for seq_id, (tokens, _) in sequences.items()}
     last = {seq_id: rows for seq_id, (_, rows) in sequences.items()}
     for step in range(3 * WINDOW):
-        confirmed = [(seq_id, int(rows[-1].argmax())) for seq_id, rows in last.items()]
-        for seq_id, token_id in confirmed:
+        sampled = [(seq_id, int(rows[-1].argmax())) for seq_id, rows in last.items()]
+        for seq_id, token_id in sampled:
             token_ids[seq_id].append(token_id)
         entries = [(seq_id, 1, len(each) - 1) for seq_id, each in token_ids.items()]
         if step % 4 == 3:  # the workers lost it
-            model.step(*entries, confirmed=confirmed, is_lost=True)
-            confirmed = []
-        last = dict(zip(token_ids, model.step(*entries, confirmed=confirmed), strict=True))
+            model.step(*entries, sampled=sampled, is_lost=True)
+            sampled = []
+        last = dict(zip(token_ids, model.step(*entries, sampled=sampled), strict=True))
     for seq_id, (tokens, _) in sequences.items():
         expected = true_logits(truth, token_ids[seq_id])
         assert token_ids[seq_id][len(tokens) :] == expected[len(tokens) - 1 : -1].argmax(-1).tolist()
@@ -120,9 +120,9 @@ def test_forks_share_both_groups_and_go_on_alone(model: WholeModel, truth: PreTr
     """As another answer to the prompt does, in front of its last token."""
     rows = compute(model, 1, PROMPT)
     position = len(PROMPT) - 1
-    confirmed, chosen = [(1, int(rows[-1].argmax()))], [(2, PROMPT[-1])]
+    sampled, forced = [(1, int(rows[-1].argmax()))], [(2, PROMPT[-1])]
     entries = (1, 1, len(PROMPT)), (2, 1, position)
-    own, forked = model.step(*entries, confirmed=confirmed, forks=[(1, 2, position)], chosen=chosen)
+    own, forked = model.step(*entries, sampled=sampled, forks=[(1, 2, position)], forced=forced)
     check_logits(forked, true_logits(truth, PROMPT)[-1:])
     tokens = [*PROMPT, int(rows[-1].argmax())]
     check_decoding(model, truth, {1: (tokens, own), 2: (PROMPT, forked)})

@@ -80,10 +80,10 @@ PLANS = st.builds(
     step_id=SEQ_IDS,
     entries=st.lists(ENTRIES, max_size=4).map(PlanEntries.of),
     close_seq_ids=st.lists(SEQ_IDS, max_size=3).map(tuple),
-    confirmed=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(TokenColumns.of),
+    sampled=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(TokenColumns.of),
     forks=st.lists(st.builds(Fork, SEQ_IDS, SEQ_IDS, COUNTS), max_size=2).map(tuple),
     new_sequences=st.lists(NEW_SEQUENCES, max_size=2).map(tuple),
-    chosen=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
+    forced=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
     lane=st.integers(0, 3),
 )
 
@@ -126,7 +126,7 @@ def test_an_acceptance_survives_the_wire(
     ("message", "words"),
     [
         (step_pb2.StepPlan(step_id=3, seq_ids=bytes(8), num_tokens=bytes(16)), "entries have 1, 0, 2, 0"),
-        (step_pb2.StepPlan(step_id=3, confirmed_seq_ids=bytes(8)), "columns of plan 3 differ in length"),
+        (step_pb2.StepPlan(step_id=3, sampled_seq_ids=bytes(8)), "columns of plan 3 differ in length"),
         (step_pb2.StepPlan(step_id=3, fork_parents=[1]), "columns of plan 3 differ in length"),
         (step_pb2.StepPlan(step_id=3, positions=bytes(13)), "positions of plan 3 has 13 bytes, no multiple of 8"),
         (

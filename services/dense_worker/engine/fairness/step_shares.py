@@ -34,7 +34,7 @@ def newcomers(num_streams: Counter[Client], sequences: Iterable[Sequence]) -> se
 
 
 def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_tokens: int) -> list[Sequence]:
-    """The sequences that get a single token, or one for each beam, in a step of `num_tokens` tokens.
+    """The sequences that get a single token, or one for each of their rows, in a step of `num_tokens` tokens.
 
     They leave up to half of the step to the prompts of clients without a running stream. The clients with the most
     streams give way, with their last streams in order. This matters only with more streams than half of the step.
@@ -48,7 +48,7 @@ def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_to
     for sequence in decodes:
         client = client_of(sequence)
         if shares[client] > 0:
-            shares[client] -= sequence.num_beams
+            shares[client] -= sequence.num_rows
             chosen.append(sequence)
     return chosen
 
@@ -131,10 +131,10 @@ def fill(levels: SequenceOf[int], wishes: SequenceOf[int], total: int) -> list[i
 
 
 def count_rows(sequences: Iterable[Sequence]) -> Counter[Client]:
-    """How many rows of a step sequences have that need a single token, or one for each beam, by client."""
+    """How many rows of a step sequences have that need a single token, or one for each of their rows, by client."""
     rows = Counter[Client]()
     for sequence in sequences:
-        rows[client_of(sequence)] += sequence.num_beams
+        rows[client_of(sequence)] += sequence.num_rows
     return rows
 
 

@@ -9,8 +9,7 @@ from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
-from services.dense_worker.features.beams.beam_blocks import blocks_to_promise
-from services.dense_worker.features.parallel.parallel_answers import Siblings
+from services.dense_worker.features.fork_policy import ForkPolicy
 
 
 class Turns:
@@ -22,7 +21,7 @@ class Turns:
         waiting: WaitingQueue,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        siblings: Siblings,
+        forks: ForkPolicy,
         residency: Residency,
         *,
         is_guaranteed: bool,
@@ -32,7 +31,7 @@ class Turns:
         self._waiting = waiting
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._siblings = siblings
+        self._forks = forks
         self._residency = residency
         self._is_guaranteed = is_guaranteed
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
@@ -60,15 +59,15 @@ class Turns:
     def blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int | None = None) -> int:
         """Blocks that it needs besides those that it holds.
 
-        By default these are those from before the attachment, or those that it will share with a sibling.
+        By default these are those from before the attachment, or those that it will share when it is forked.
         """
         session = self._session
         if num_held_blocks is None:
             num_held_blocks = session.held_blocks.get(sequence.seq_id, 0)
-            num_held_blocks = num_held_blocks or self._siblings.num_shared_blocks(sequence, session)
-        if sequence.beams is not None:
-            num_tokens = self._num_tokens(sequence)
-            return max(0, blocks_to_promise(session.ledger, sequence, num_tokens) - num_held_blocks)
+            num_held_blocks = num_held_blocks or self._forks.num_shared_blocks(sequence, session)
+        if sequence.policy is not None:
+            num_blocks = sequence.policy.blocks_to_promise(session.ledger, self._num_tokens(sequence))
+            return max(0, num_blocks - num_held_blocks)
         num_step_tokens = min(sequence.num_tokens, self._max_num_batched_tokens)
         return max(0, session.ledger.most_blocks(self._num_tokens(sequence), num_step_tokens) - num_held_blocks)
 
@@ -84,11 +83,12 @@ class Turns:
         sequence.num_reserved_blocks = max(0, wanted)
         ledger.reserve(sequence.num_reserved_blocks)
 
-    def reserve_for_beams(self) -> None:
-        """Promises searches again what dead beams have given back, so that they can go on to their end."""
+    def reserve_for_rows(self) -> None:
+        """Promises sequences with row policies again what dead rows have given back, so that they can reach their end.
+        """
         ledger = self._session.ledger
         for sequence in self._session.running:
-            if sequence.beams is not None:
+            if sequence.policy is not None:
                 num_wanted = self.blocks_to_reserve(sequence, sequence.num_blocks)
                 num_blocks = min(num_wanted - sequence.num_reserved_blocks, ledger.num_available_blocks)
                 if num_blocks > 0:
@@ -100,14 +100,14 @@ class Turns:
 
     @property
     def _num_places(self) -> int:
-        """Free places. Each beam takes one."""
-        num_opening = sum(each.sequence.num_beams for each in self._session.openings.values())
+        """Free places. Each row takes one."""
+        num_opening = sum(each.sequence.num_rows for each in self._session.openings.values())
         return self._max_num_seqs - self._session.num_running_rows - num_opening
 
     def _has_room(self, sequence: Sequence) -> bool:
         session = self._session
         return (
-            sequence.num_beams <= self._num_places
+            sequence.num_rows <= self._num_places
             and not session.is_short_of_blocks
             and self.blocks_to_reserve(sequence) <= session.ledger.num_available_blocks
         )

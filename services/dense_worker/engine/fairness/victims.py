@@ -77,14 +77,14 @@ def choose_victims(
     way, and never the very first one, so that at least that one always advances.
     """
     opening = [each.sequence for each in session.openings.values()]
-    places = Holdings([*opening, *session.joining], held_places, session.rows_of_client)
+    places = Holdings([*opening, *session.to_fork], held_places, session.rows_of_client)
     blocks: Holdings | None = None  # counted only if blocks are scarce
     num_available = 0 if session.is_short_of_blocks else session.ledger.num_available_blocks
     num_tried = 0
     for newcomer, num_blocks in newcomers:
-        num_missing, num_missing_places = num_blocks - num_available, newcomer.num_beams - num_free_places
+        num_missing, num_missing_places = num_blocks - num_available, newcomer.num_rows - num_free_places
         if num_missing_places > 0:
-            is_poor = places.may_be_poor(newcomer, newcomer.num_beams)
+            is_poor = places.may_be_poor(newcomer, newcomer.num_rows)
         else:
             blocks = blocks or Holdings([*session.running, *opening], held_blocks)
             is_poor = blocks.may_be_poor(newcomer, num_blocks)
@@ -112,7 +112,7 @@ def _victims_of(
     candidates = [each for each in reversed(session.running[1:]) if each.spec.priority >= newcomer.spec.priority]
     victims: list[Sequence] = []
     while num_missing_places > 0 or num_missing > 0:
-        holdings, amount = (places, newcomer.num_beams) if num_missing_places > 0 else (blocks, num_blocks)
+        holdings, amount = (places, newcomer.num_rows) if num_missing_places > 0 else (blocks, num_blocks)
         allowed = [each for each in candidates if holdings.may_take(newcomer, amount, each)]
         if not allowed:
             return []
@@ -146,8 +146,8 @@ def choose_victim_of_shortage(running: SequenceOf[Sequence], scheduled: Collecti
 
 
 def held_places(sequence: Sequence) -> int:
-    """Places of a step that a sequence has: one, or one for each beam."""
-    return sequence.num_beams
+    """Places of a step that a sequence has: one for each of its rows."""
+    return sequence.num_rows
 
 
 def held_blocks(sequence: Sequence) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
 from services.dense_worker.engine.decode_rows import Decodes
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PlannedEntry
+from services.dense_worker.features.row_policy import PlannedRow
 from services.step import Fork, PlanEntries, PlanEntry
 
 
 class PlanBuilder:
-    """The decode rows and the entries so far, with their forks and chosen tokens, and the rest of the step's budget."""
+    """The decode rows and the entries so far, with their forks and forced tokens, and the rest of the step's budget."""
 
     def __init__(self, num_tokens: int, num_logits: int, decodes: Decodes) -> None:
         """`decodes`: no rows"""
@@ -24,7 +26,7 @@ class PlanBuilder:
         self.planned: list[PlannedEntry] = []  # aligned with the entries
         self.seq_ids: set[int] = set()  # of the entries' sequences, and of those that are forked
         self.forks: list[Fork] = []
-        self.chosen: list[tuple[int, int]] = []  # (seq_id, token_id)
+        self.forced: list[tuple[int, int]] = []  # (seq_id, token_id)
         self.drops_blocks = False
 
     @property
@@ -75,28 +77,26 @@ class PlanBuilder:
         sequence.num_pending_tokens += num_logits > 0
         sequence.num_draft_tokens = len(drafts)
 
-    def add_fork(self, sequence: Sequence, source: Sequence, num_blocks: int, has_dropped: bool) -> None:
-        """Forks a sequence from a sibling, and adds an entry for the last token of its prompt."""
-        position = sequence.num_computed_tokens
-        self.forks.append(Fork(source.seq_id, sequence.seq_id, position))
-        self.chosen.append((sequence.seq_id, sequence.spec.prompt_token_ids[position]))
-        self.seq_ids.add(source.seq_id)
-        self.add(sequence, 1, (), 1, num_blocks, has_dropped)
+    def fork(self, parent_seq_id: int, child_seq_id: int, position: int) -> None:
+        """Adds a fork; the step needs the parent to stay open."""
+        self.forks.append(Fork(parent_seq_id, child_seq_id, position))
+        self.seq_ids.add(parent_seq_id)
 
-    def add_beams(self, sequence: Sequence, num_tokens: int, num_blocks: Iterable[int]) -> None:
-        """Adds an entry for the next tokens of each beam; `num_blocks`: blocks taken for each."""
-        assert sequence.beams is not None, "only a sequence with beams has rows"
-        rows, position = sequence.beams.rows, sequence.num_computed_tokens
-        is_last = num_tokens == sequence.num_remaining_tokens
-        for (seq_id, parent_seq_id, token_ids), num_taken in zip(rows, num_blocks, strict=True):
-            if parent_seq_id is not None:
-                self.forks.append(Fork(parent_seq_id, seq_id, position))
-            self.chosen += [(seq_id, token_id) for token_id in token_ids]
-            self.entries.append(PlanEntry(seq_id, position, num_tokens, int(is_last)))
-            self.planned.append(PlannedEntry(sequence, num_taken))
+    def force(self, seq_id: int, token_ids: Iterable[int]) -> None:
+        """Adds tokens to a sequence of the KV cache that no step has sampled for it."""
+        self.forced += [(seq_id, token_id) for token_id in token_ids]
+
+    def add_rows(self, sequence: Sequence, rows: SequenceOf[PlannedRow]) -> None:
+        """Adds the rows of a sequence that has a row policy, all with as many tokens, and their forks."""
+        num_tokens, num_logits = rows[0].entry.num_tokens, rows[0].entry.num_logits
         self.seq_ids.add(sequence.seq_id)
+        for entry, num_blocks, parent_seq_id, forced_token_ids in rows:
+            if parent_seq_id is not None:
+                self.forks.append(Fork(parent_seq_id, entry.seq_id, entry.position))
+            self.force(entry.seq_id, forced_token_ids)
+            self.entries.append(entry)
+            self.planned.append(PlannedEntry(sequence, num_blocks))
         self.num_tokens -= num_tokens * len(rows)
-        self.num_logits -= len(rows) * is_last
+        self.num_logits -= num_logits * len(rows)
         sequence.num_computed_tokens += num_tokens
-        sequence.num_pending_tokens += is_last
-        sequence.beams.note_planned()
+        sequence.num_pending_tokens += num_logits

@@ -20,8 +20,8 @@ from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
-from services.dense_worker.features.beams.beam_blocks import take_beam_blocks
-from services.dense_worker.features.parallel.parallel_answers import Siblings, is_source
+from services.dense_worker.features.fork_policy import ForkPolicy
+from services.dense_worker.features.row_policy import RowPolicy
 
 
 class StepPlanner:
@@ -37,14 +37,14 @@ class StepPlanner:
         waiting: WaitingQueue,
         limits: SchedulerLimits,
         drafts: DraftSource | None,
-        siblings: Siblings,
+        forks: ForkPolicy,
         residency: Residency,
     ) -> None:
         self._session = session
         self._waiting = waiting
         self._limits = limits
         self._drafts = drafts
-        self._siblings = siblings
+        self._forks = forks
         self._residency = residency
         self._has_given_way = False  # whether the last step was only for newcomers
 
@@ -71,7 +71,7 @@ class StepPlanner:
         if is_shared and self._has_too_many(rows, decodes, prefills, step.num_tokens):
             rows, decodes = self._limit_decodes(rows, decodes, prefills, step.num_tokens)
         if self._drafts is not None:  # steps that compute prompts have none
-            has_prompts = bool(prefills or session.joining)
+            has_prompts = bool(prefills or session.to_fork)
             self._drafts.begin_step(decodes, 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows)
         self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
         self._plan_prefills(step, prefills, is_shared=is_shared)
@@ -82,12 +82,12 @@ class StepPlanner:
         session = self._session
         decodes, prefills = list[Sequence](), list[Prefill]()
         for sequence in session.others:
-            if sequence.num_draft_tokens or sequence in session.joining:
+            if sequence.num_draft_tokens or sequence in session.to_fork:
                 continue
             if suspect is not None and sequence is not suspect:
                 continue
-            if sequence.beams is not None and sequence.num_pending_tokens:
-                continue  # the result of its last step decides which beams go on
+            if sequence.policy is not None and sequence.num_pending_tokens:
+                continue  # the result of its last step decides which rows go on
             num_remaining = sequence.num_remaining_tokens
             if num_remaining > 1:
                 prefills.append((sequence, _num_to_compute(sequence)))
@@ -131,7 +131,7 @@ class StepPlanner:
     def _plan_decodes(
         self, step: PlanBuilder, rows: np.ndarray, decodes: list[Sequence], *, is_shared: bool, may_fork: bool
     ) -> None:
-        """Adds the rows, the answers that are forked, and the other sequences that need a single token."""
+        """Adds the rows, the sequences that are forked, and the other sequences that need a single token."""
         session = self._session
         ledger = session.ledger
         lacks_block = session.rows.lacks_block(rows, ledger.block_size)
@@ -147,8 +147,9 @@ class StepPlanner:
         else:
             session.rows.grow(growing, ledger)
             step.decodes = session.rows.advance(rows, lacks_block)
-        if session.joining and may_fork:
-            self._plan_forks(step)
+        if session.to_fork and may_fork:
+            for sequence in self._forks.plan(step, session):
+                self._residency.preempt(sequence)
         if is_shared and decodes and ledger.num_available_blocks < len(decodes):
             decodes = put_largest_last(decodes)
         for sequence in decodes:
@@ -187,7 +188,7 @@ class StepPlanner:
             if len(step.decodes.positions):
                 num_planned.update(self._session.rows.num_of_client)
             shares = divide_prefills(prefills, num_planned, step.num_tokens)
-            # A search may have a share of less than one token for each beam: it needs the rest from those behind it.
+            # A share may be less than one token for each row of a sequence: it needs the rest from those behind it.
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
             num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
@@ -196,8 +197,8 @@ class StepPlanner:
 
     def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
         """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
-        if sequence.beams is not None and _has_forked(sequence):
-            self._plan_beams(step, sequence, num_tokens)
+        if sequence.policy is not None and _has_forked(sequence):
+            self._plan_rows(step, sequence, sequence.policy, num_tokens)
             return
         drafts: tuple[int, ...] = ()
         if is_last and self._drafts is not None:
@@ -212,32 +213,17 @@ class StepPlanner:
             has_dropped = self._session.drop_blocks(sequence)
             step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_dropped)
 
-    def _plan_forks(self, step: PlanBuilder) -> None:
-        """Forks the sequences whose siblings have computed the prompt. One that has lost its sibling waits again."""
-        session = self._session
-        for sequence, source in list(session.joining.items()):
-            if not is_source(source, session):
-                other = self._siblings.source_of(sequence, session)
-                if other is None:
-                    self._residency.preempt(sequence)
-                else:
-                    session.joining[sequence] = other
-            elif source.num_computed_tokens >= sequence.num_computed_tokens and min(step.num_tokens, step.num_logits):
-                num_blocks = session.share_blocks(source, sequence)
-                step.add_fork(sequence, source, num_blocks, session.drop_blocks(sequence))
+    def _plan_rows(self, step: PlanBuilder, sequence: Sequence, policy: RowPolicy, num_tokens: int) -> None:
+        """Adds all rows of a sequence that has a policy, or nothing.
 
-    def _plan_beams(self, step: PlanBuilder, sequence: Sequence, num_tokens: int) -> None:
-        """Adds as many tokens of every beam, at least one, or nothing: all beams are in the same step.
-
-        num_tokens: how many of all beams together are wanted
+        num_tokens: how many of all its rows together are wanted
         """
-        if sequence.num_beams > min(step.num_tokens, step.num_logits) or sequence.status is not SequenceStatus.RUNNING:
+        if policy.num_rows > min(step.num_tokens, step.num_logits) or sequence.status is not SequenceStatus.RUNNING:
             return
-        num_each = max(1, num_tokens // sequence.num_beams)
-        num_blocks = take_beam_blocks(self._session, sequence, num_each)
-        if num_blocks is not None:
-            step.add_beams(sequence, num_each, num_blocks)
-        elif not self._session.awaits_beam_blocks:
+        rows = policy.plan(sequence.counts, self._session.ledger, num_tokens)
+        if rows is not None:
+            step.add_rows(sequence, rows)
+        elif not self._session.awaits_dead_rows:
             self._give_up_blocks(step)
 
     def _give_up_blocks(self, step: PlanBuilder) -> None:
@@ -253,17 +239,14 @@ class StepPlanner:
 
 
 def _num_rows(sequences: list[Sequence]) -> int:
-    return sum(sequence.num_beams for sequence in sequences)
+    return sum(sequence.num_rows for sequence in sequences)
 
 
 def _has_forked(sequence: Sequence) -> bool:
-    """Whether the next step computes tokens of each beam."""
-    beams = sequence.beams
-    return bool(beams and beams.rows) and sequence.num_computed_tokens >= sequence.num_tokens_before_fork
+    """Whether the next step computes tokens of each row of a sequence that has a policy."""
+    return sequence.policy is not None and sequence.policy.has_forked(sequence.counts)
 
 
 def _num_to_compute(sequence: Sequence) -> int:
-    """How many tokens the next steps may compute of a sequence that needs more than one: those of all its beams."""
-    if _has_forked(sequence):
-        return sequence.num_beams * sequence.num_remaining_tokens
-    return sequence.num_tokens_before_fork - sequence.num_computed_tokens
+    """How many tokens the next steps may compute of a sequence that needs more than one: those of all its rows."""
+    return sequence.num_remaining_tokens if sequence.policy is None else sequence.policy.num_to_compute(sequence.counts)

@@ -1,4 +1,4 @@
-"""`Siblings`: answers to one prompt, which compute it once. Part of the scheduler.
+"""`ParallelAnswers`: answers to one prompt, which compute it once. Part of the scheduler.
 
 The first answer that is opened computes the prompt like any sequence. The others *join* it: they take their places and
 blocks, and wait. When the prompt is computed, each of them is forked at its last token, which it computes itself, with
@@ -6,24 +6,23 @@ its own sampling, in one row of a step. It shares all full blocks before that to
 
 A sequence joins only if it has none of its own keys and values to go back to and needs only the prompt's last row: it
 has no output, is not held in the cache from before the attachment, and reports nothing about its prompt. It is no
-suspect, which runs alone. Every other sequence is opened by itself; so is one whose siblings have all left the cache.
-No sequence joins in a model with gated delta layers: their states cannot be forked before the end of what is computed.
+suspect, which runs alone. Every other sequence is opened by itself; so is one if all others have left the cache. No
+sequence joins in a model with gated delta layers: their states cannot be forked before the end of what is computed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
+from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 
 
-class Siblings:
-    """All live sequences that have siblings."""
+class ParallelAnswers:
+    """All live sequences that are one of several answers. Implements `ForkPolicy`."""
 
-    def __init__(self, *, can_join: bool = True) -> None:
-        """`can_join`: whether the model's sequences can be forked within their prompts."""
-        self._can_join = can_join
+    def __init__(self) -> None:
         self._groups = defaultdict[int, list[Sequence]](list)  # by group_id
 
     def add(self, sequence: Sequence) -> None:
@@ -38,28 +37,48 @@ class Siblings:
             if not self._groups[sequence.group_id]:
                 del self._groups[sequence.group_id]
 
-    def source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
-        """The sibling from which a sequence can be forked, now or when the prompt is computed; None: it has none.
-
-        There is none where sequences cannot join.
-        """
-        if not (self._can_join and sequence.group_id and _may_join(sequence, session)):
-            return None
-        return next((each for each in self._groups[sequence.group_id] if is_source(each, session)), None)
-
     def num_shared_blocks(self, sequence: Sequence, session: Session) -> int:
         """The blocks that a waiting sequence need not be promised, because its source has them.
 
         Blocks that a window leaves behind count for nothing: the source may have dropped them before the fork.
         """
-        if session.ledger.retention.window is not None or self.source_of(sequence, session) is None:
+        if session.ledger.retention.window is not None or self._source_of(sequence, session) is None:
             return 0
         return (sequence.num_prompt_tokens - 1) // session.ledger.block_size
+
+    def takes(self, sequence: Sequence, session: Session) -> bool:
+        """Whether a sequence joins another one now; then it will be forked at the last token of its prompt."""
+        source = self._source_of(sequence, session)
+        if source is None:
+            return False
+        session.to_fork[sequence] = source
+        sequence.num_computed_tokens = sequence.num_prompt_tokens - 1
+        return True
+
+    def plan(self, step: PlanBuilder, session: Session) -> list[Sequence]:
+        """Forks the sequences whose sources have computed the prompt. Returns those that have lost every source."""
+        lost = []
+        for sequence, source in list(session.to_fork.items()):
+            if not is_source(source, session):
+                other = self._source_of(sequence, session)
+                if other is None:
+                    lost.append(sequence)
+                else:
+                    session.to_fork[sequence] = other
+            elif source.num_computed_tokens >= sequence.num_computed_tokens and min(step.num_tokens, step.num_logits):
+                _fork(sequence, source, step, session)
+        return lost
+
+    def _source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
+        """The answer from which another one can be forked, now or when the prompt is computed; None: there is none."""
+        if not (sequence.group_id and _may_join(sequence, session)):
+            return None
+        return next((each for each in self._groups[sequence.group_id] if is_source(each, session)), None)
 
 
 def is_source(sequence: Sequence, session: Session) -> bool:
     """Whether a sequence has the keys and values of its prompt, or is computing them."""
-    if sequence.status not in (SequenceStatus.OPENING, SequenceStatus.RUNNING) or sequence in session.joining:
+    if sequence.status not in (SequenceStatus.OPENING, SequenceStatus.RUNNING) or sequence in session.to_fork:
         return False
     position, layers = sequence.num_prompt_tokens - 1, session.layer_retention
     if sequence.num_dropped_blocks > session.ledger.retention.num_unread_blocks(position):
@@ -79,3 +98,17 @@ def _may_join(sequence: Sequence, session: Session) -> bool:
         and not sequence.is_suspect
         and sequence.seq_id not in session.held_blocks
     )
+
+
+def _fork(sequence: Sequence, source: Sequence, step: PlanBuilder, session: Session) -> None:
+    """Adds the fork of a sequence to a step, and its first row, for the last token of its prompt."""
+    session.enter_cache(sequence)
+    sequence.num_cached_tokens = source.num_cached_tokens
+    sequence.num_dropped_blocks = source.num_dropped_blocks
+    position = sequence.num_computed_tokens
+    sequence.num_blocks = position // session.ledger.block_size - sequence.num_dropped_blocks
+    num_blocks = session.take_blocks(sequence, 1)
+    assert num_blocks == 1, "a joining sequence has a block reserved"
+    step.fork(source.seq_id, sequence.seq_id, position)
+    step.force(sequence.seq_id, (sequence.spec.prompt_token_ids[position],))
+    step.add(sequence, 1, (), 1, num_blocks, session.drop_blocks(sequence))

@@ -103,21 +103,21 @@ def test_length_dependent_keys_are_shared_only_between_prompts_of_equal_length()
     assert cache.open_sequence(5, list(range(10)), 10).num_cached_tokens == 8
 
 
-def test_generated_tokens_can_be_found_once_confirmed() -> None:
+def test_generated_tokens_can_be_found_once_known() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))  # token 3 was sampled on the device, its id is not known here
     run(cache, (1, 1, 4))
     assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
-    run(cache, (1, 1, 5), confirmed=[(1, 3), (1, 4)])
+    run(cache, (1, 1, 5), sampled=[(1, 3), (1, 4)])
     assert cache.open_sequence(3, [0, 1, 2, 3, 4], 5).num_cached_tokens == 4
 
 
-def test_the_last_confirmed_tokens_of_a_closing_sequence_are_cached_too() -> None:
+def test_the_last_sampled_tokens_of_a_closing_sequence_are_cached_too() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
-    run(cache, close_seq_ids=[1], confirmed=[(1, 3)])
+    run(cache, close_seq_ids=[1], sampled=[(1, 3)])
     assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 4
 
 
@@ -236,11 +236,11 @@ def test_a_resubmission_with_other_tokens_starts_like_a_new_sequence() -> None:
     assert salted == OpenResult(0, 0, 0, num_freed_blocks=1)
 
 
-def test_blocks_with_unconfirmed_tokens_are_never_found() -> None:
+def test_blocks_with_unknown_tokens_are_never_found() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
-    with_confirmation = cache.plan_step(make_plan([(1, 1, 4)], confirmed=[(1, 3)]))
+    with_confirmation = cache.plan_step(make_plan([(1, 1, 4)], sampled=[(1, 3)]))
     assert with_confirmation.errors == {}
     cache.abort_steps()
     cache.open_sequence(1, [0, 1, 2, 99, 4], 3)
@@ -251,13 +251,13 @@ def test_a_cached_block_is_no_longer_found_before_it_is_overwritten() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
-    run(cache, (1, 1, 4), confirmed=[(1, 3)])  # block 0 can be found as 0 1 2 3
+    run(cache, (1, 1, 4), sampled=[(1, 3)])  # block 0 can be found as 0 1 2 3
     assert cache.open_sequence(1, [0, 1, 2], 3).num_cached_tokens == 2
     assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
     cache.close_sequences([2])
     run(cache, (1, 1, 2))
     run(cache, (1, 1, 3))  # this time token 7 is sampled
-    run(cache, (1, 1, 4), confirmed=[(1, 7)])
+    run(cache, (1, 1, 4), sampled=[(1, 7)])
     assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
     assert cache.open_sequence(3, [0, 1, 2, 7, 4], 5).num_cached_tokens == 4
 

@@ -121,7 +121,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_lost=st.sampled_from([False, False, False, True]))
     def step(self, data: st.DataObject, is_lost: bool) -> None:
         closed = data.draw(st.lists(st.sampled_from(sorted(self.sequences)), unique=True, max_size=1))
-        confirmed = self.draw_confirmed(data)
+        sampled = self.draw_sampled(data)
         running = [
             seq_id
             for seq_id, sequence in self.sequences.items()
@@ -139,14 +139,14 @@ class KVCacheMachine(RuleBasedStateMachine):
             seq_id, num_tokens, _ = entries[0]
             entries[0] = (seq_id, num_tokens, MAX_MODEL_LEN)  # beyond its length
 
-        chosen = self.draw_chosen(data, forks)
-        plan = make_plan(entries, closed, confirmed, forks, drafts, chosen)
+        forced = self.draw_forced(data, forks)
+        plan = make_plan(entries, closed, sampled, forks, drafts, forced)
         planned = self.cache.plan_step(replace(plan, drops_blocks=drops))
 
         for seq_id in closed:
             del self.sequences[seq_id]
         self.num_free += planned.num_freed_blocks
-        self.apply_forks(forks, planned, chosen)
+        self.apply_forks(forks, planned, forced)
         advanced = {}
         for seq_id, num_tokens, position in entries:
             sequence = self.sequences.get(seq_id)
@@ -200,19 +200,19 @@ class KVCacheMachine(RuleBasedStateMachine):
         position = data.draw(st.sampled_from([sequence.num_computed, *([last_of_prompt] if has_all else [])]))
         return [(parent, self.next_seq_id - 1, position)]
 
-    def draw_chosen(self, data: st.DataObject, forks: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    def draw_forced(self, data: st.DataObject, forks: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
         """The token after a fork, if those before are known: the rest of the prompt, or a new one."""
-        chosen = []
+        forced = []
         for parent_id, child_id, position in forks:
             parent = self.sequences[parent_id]
             if position < parent.num_prompt:
-                chosen += [(child_id, token_id) for token_id in parent.tokens[position : parent.num_prompt]]
+                forced += [(child_id, token_id) for token_id in parent.tokens[position : parent.num_prompt]]
             elif parent.num_known >= position and data.draw(st.booleans()):
-                chosen.append((child_id, data.draw(TOKENS)))
-        return chosen
+                forced.append((child_id, data.draw(TOKENS)))
+        return forced
 
     def apply_forks(
-        self, forks: list[tuple[int, int, int]], planned: PlannedStep, chosen: list[tuple[int, int]]
+        self, forks: list[tuple[int, int, int]], planned: PlannedStep, forced: list[tuple[int, int]]
     ) -> None:
         """Copies the blocks in the simulated memory. Without a free block only the child must fail."""
         [copies] = planned.block_copies
@@ -221,7 +221,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             if has_part and self.num_free == 0:
                 assert isinstance(planned.errors[child_id], CapacityError)
                 continue
-            parent, own_tokens = self.sequences[parent_id], [token_id for _, token_id in chosen]
+            parent, own_tokens = self.sequences[parent_id], [token_id for _, token_id in forced]
             self.sequences[child_id] = replace(
                 parent,
                 tokens=parent.tokens[:position] + own_tokens,
@@ -237,18 +237,18 @@ class KVCacheMachine(RuleBasedStateMachine):
                     self.memory[target * self.block_size + offset] = history
         assert not copies
 
-    def draw_confirmed(self, data: st.DataObject) -> list[tuple[int, int]]:
-        confirmed = []
+    def draw_sampled(self, data: st.DataObject) -> list[tuple[int, int]]:
+        sampled = []
         for seq_id, sequence in self.sequences.items():
             if sequence.num_known < len(sequence.tokens) and data.draw(st.booleans()):
-                confirmed.append((seq_id, sequence.tokens[sequence.num_known]))
+                sampled.append((seq_id, sequence.tokens[sequence.num_known]))
                 sequence.num_known += 1
-        return confirmed
+        return sampled
 
     def draw_advance(
         self, data: st.DataObject, seq_id: int, drafts: dict[int, tuple[int, ...]]
     ) -> tuple[int, int]:
-        """Draws (num_tokens, position), and new unconfirmed tokens for the sequence if it needs them. Adds drafts."""
+        """Draws (num_tokens, position), and new unknown tokens for the sequence if it needs them. Adds drafts."""
         sequence = self.sequences[seq_id]
         left = len(sequence.tokens) - sequence.num_computed
         if left == 0:

@@ -99,11 +99,11 @@ class TwoGroups(RuleBasedStateMachine):
         closed = data.draw(st.lists(st.sampled_from(sorted(self.sequences)), unique=True, max_size=1))
         for seq_id in closed:
             del self.sequences[seq_id]
-        confirmed = []
+        sampled = []
         for seq_id in self.claimed:
             sequence = self.sequences[seq_id]
             news = sequence.tokens[sequence.num_known : sequence.num_committed + 1]
-            confirmed += [(seq_id, token_id) for token_id in news]
+            sampled += [(seq_id, token_id) for token_id in news]
             sequence.num_known += len(news)
         forks, step = self.draw_forks(data), Step()
         entries: list[tuple[int, int, int]] = []
@@ -111,7 +111,7 @@ class TwoGroups(RuleBasedStateMachine):
             num_left = MAX_STEP_TOKENS - sum(count for _, count, _ in entries)
             if num_left and (entry := self.draw_entry(data, seq_id, num_left, step)) is not None:
                 entries.append(entry)
-        planned = self.cache.plan_step(make_plan(entries, closed, confirmed, forks, step.drafts))
+        planned = self.cache.plan_step(make_plan(entries, closed, sampled, forks, step.drafts))
         copies = tuple(map(list, planned.block_copies))
         for parent_id, child_id, position in forks:
             if child_id in planned.errors:

@@ -34,7 +34,7 @@ def test_a_decoding_sequence_has_its_state_and_the_one_before() -> None:
     cache.open_sequence(1, PROMPT, 10)
     run(cache, (1, 10, 0))
     for position in range(10, 17):
-        states = run(cache, (1, 1, position), confirmed=[(1, position)])
+        states = run(cache, (1, 1, position), sampled=[(1, position)])
         assert len(states.waves) == 1 and states.waves[0].sources != states.waves[0].targets
         assert num_used(cache) == 2
     cache.close_sequences([1])
@@ -46,11 +46,11 @@ def test_the_state_before_the_last_committed_step_is_kept() -> None:
     cache = make_cache(enable_prefix_cache=False)
     cache.open_sequence(1, PROMPT, 10)
     run(cache, (1, 10, 0))
-    run(cache, (1, 1, 10), confirmed=[(1, 7)])
+    run(cache, (1, 1, 10), sampled=[(1, 7)])
     cache.abort_steps()
     assert cache.open_sequence(1, [*PROMPT, 7], 10).num_cached_tokens == 10
     run(cache, (1, 1, 10))
-    cache.plan_step(make_plan([(1, 1, 11)], confirmed=[(1, 8)]))
+    cache.plan_step(make_plan([(1, 1, 11)], sampled=[(1, 8)]))
     cache.abort_steps()
     assert cache.open_sequence(1, [*PROMPT, 7, 8], 10).num_cached_tokens == 11, "the lost step's state is not the last"
     assert cache.num_recovered_tokens == 10 + 11
@@ -61,7 +61,7 @@ def test_a_sequence_without_a_state_so_far_back_is_computed_again() -> None:
     cache.open_sequence(1, PROMPT, 10)
     run(cache, (1, 10, 0))
     for position in (10, 11):
-        run(cache, (1, 1, position), confirmed=[(1, position)])
+        run(cache, (1, 1, position), sampled=[(1, position)])
     cache.abort_steps()
     result = cache.open_sequence(1, [*PROMPT, 10], 10)
     assert (result.num_cached_tokens, result.num_freed_blocks, cache.num_used_blocks) == (0, 3, 0)
@@ -94,7 +94,7 @@ def test_while_a_sequence_decodes_its_last_full_block_replaces_the_one_before() 
     cache.open_sequence(1, PROMPT, 10)
     run(cache, (1, 10, 0))
     for position in range(10, 18):
-        run(cache, (1, 1, position), confirmed=[(1, position)])
+        run(cache, (1, 1, position), sampled=[(1, position)])
     cache.close_sequences([1])
     assert cache.pools["states"].num_cached_blocks == 2
     text = [*PROMPT, *range(10, 18), 1, 2, 3]
@@ -107,7 +107,7 @@ def test_a_prompt_step_may_end_where_its_state_stays() -> None:
     cache.open_sequence(1, PROMPT, 10)
     assert [len(run(cache, entry).waves) for entry in ((1, 8, 0), (1, 2, 8))] == [1, 1]
     for position in range(10, 14):
-        run(cache, (1, 1, position), confirmed=[(1, position)])
+        run(cache, (1, 1, position), sampled=[(1, position)])
     cache.close_sequences([1])
     assert cache.open_sequence(2, PROMPT, 10).num_cached_tokens == 8
 
@@ -125,11 +125,11 @@ def test_the_beginning_of_many_prompts_is_found_while_all_places_are_taken() -> 
             prompt = [*PROMPT[:8], *[100 * num_opened] * (2 + num_opened % 7)]
             cached.append(cache.open_sequence(num_opened, prompt, len(prompt)).num_cached_tokens)
             texts[num_opened], lengths[num_opened] = prompt, cached[-1]
-        confirmed = [(seq_id, lengths[seq_id]) for seq_id, text in texts.items() if lengths[seq_id] == len(text)]
-        for seq_id, token_id in confirmed:
+        sampled = [(seq_id, lengths[seq_id]) for seq_id, text in texts.items() if lengths[seq_id] == len(text)]
+        for seq_id, token_id in sampled:
             texts[seq_id].append(token_id)
         entries = [(seq_id, len(text) - lengths[seq_id], lengths[seq_id]) for seq_id, text in texts.items()]
-        assert not cache.plan_step(make_plan(entries, confirmed=confirmed)).errors
+        assert not cache.plan_step(make_plan(entries, sampled=sampled)).errors
         num_pending += 1
         lengths.update((seq_id, len(text)) for seq_id, text in texts.items())
         ended = [seq_id for seq_id, text in texts.items() if len(text) >= num_tokens + seq_id % num_places]
@@ -191,7 +191,7 @@ def test_forks_share_a_state_and_leave_their_own() -> None:
     cache = make_cache(enable_prefix_cache=False)
     cache.open_sequence(1, PROMPT, 10)
     before = run(cache, (1, 10, 0)).waves[0].targets
-    states = run(cache, (1, 1, 10), (2, 1, 10), forks=[(1, 2, 10)], chosen=[(1, 5), (2, 6)])
+    states = run(cache, (1, 1, 10), (2, 1, 10), forks=[(1, 2, 10)], forced=[(1, 5), (2, 6)])
     assert states.waves[0].sources == before * 2
     assert len(set(states.waves[0].targets)) == 2 and num_used(cache) == 3
     cache.close_sequences([1])
@@ -213,7 +213,7 @@ def test_going_back_where_there_is_no_state_is_an_error_of_the_sequence() -> Non
     planned = cache.plan_step(make_plan([(1, 1, 9)]))
     assert str(planned.errors[1]) == "sequence 1 cannot go back to token 9: it has no state there"
     cache.commit_step()
-    run(cache, (1, 1, 10), confirmed=[(1, 3)])
+    run(cache, (1, 1, 10), sampled=[(1, 3)])
     run(cache, (1, 1, 10))  # back to the state before
     cache.check_integrity()
 
@@ -228,7 +228,7 @@ def test_orphans_give_up_their_states_after_checkpoints() -> None:
     cache.open_sequence(3, PROMPT, 10)
     run(cache, (2, 1, 10), (3, 10, 0))
     assert cache.open_sequence(3, [*PROMPT, 8], 10).num_cached_tokens == 10
-    run(cache, (2, 1, 11), (3, 1, 10), confirmed=[(2, 7)])
+    run(cache, (2, 1, 11), (3, 1, 10), sampled=[(2, 7)])
     assert num_used(cache) <= 4 and cache.open_sequence(1, [1] * 10 + [7], 10).num_cached_tokens == 0
 
 
@@ -237,7 +237,7 @@ def test_too_few_slots_for_the_sequences_of_a_plan_are_an_error_of_the_last() ->
     for seq_id in (1, 2, 3):
         cache.open_sequence(seq_id, PROMPT, 10)
     run(cache, (1, 10, 0), (2, 10, 0))
-    planned = cache.plan_step(make_plan([(1, 1, 10), (3, 10, 0)], confirmed=[(1, 1)]))
+    planned = cache.plan_step(make_plan([(1, 1, 10), (3, 10, 0)], sampled=[(1, 1)]))
     assert isinstance(planned.errors.pop(3), CapacityError) and not planned.errors
     cache.commit_step()
     cache.check_integrity()

@@ -78,11 +78,11 @@ class StateMachine(RuleBasedStateMachine):
         running = self.running()
         closed = data.draw(st.lists(st.sampled_from(running), max_size=1)) if running else []
         running = [seq_id for seq_id in running if seq_id not in closed]
-        confirmed = []
+        sampled = []
         for seq_id in running:
             sequence = self.sequences[seq_id]
             for token_id in sequence.tokens[sequence.num_known : sequence.num_computed]:
-                confirmed.append((seq_id, token_id))  # of steps before the last planned one
+                sampled.append((seq_id, token_id))  # of steps before the last planned one
             sequence.num_known = max(sequence.num_known, sequence.num_computed)
         forks = self.draw_fork(data, running)
         entries = []
@@ -95,7 +95,7 @@ class StateMachine(RuleBasedStateMachine):
                 entries.append((seq_id, data.draw(st.integers(1, left)), sequence.num_computed))
         has_stranger = data.draw(st.sampled_from([False, False, False, True]))
         entries += [(999, 2, 0)] if has_stranger else []
-        planned = self.cache.plan_step(make_plan(entries, closed, confirmed, forks))
+        planned = self.cache.plan_step(make_plan(entries, closed, sampled, forks))
         for seq_id in closed:
             del self.sequences[seq_id]
         for parent_id, child_id, position in forks:

@@ -200,7 +200,7 @@ def test_sequences_that_may_have_no_drafts_cost_nothing(drafting: Drafting) -> N
         sequence = drafting.open([1, 2], sampling)
         assert drafting.step({sequence: ([7], [])}) == {}
         drafting.close(sequence)
-    assert drafting.step({drafting.open([1, 2], has_chosen_tokens=True): ([7], [])}) == {}
+    assert drafting.step({drafting.open([1, 2], has_forced_tokens=True): ([7], [])}) == {}
 
 
 def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

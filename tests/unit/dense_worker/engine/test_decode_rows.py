@@ -61,7 +61,7 @@ class RecordedCluster(SharedCluster):
 
 def describe(plan: StepPlan) -> tuple[object, ...]:
     """What a plan does; rows come first in it, others in the order of the queue."""
-    return frozenset(plan.entries), Counter(plan.close_seq_ids), Counter(plan.confirmed)
+    return frozenset(plan.entries), Counter(plan.close_seq_ids), Counter(plan.sampled)
 
 
 @settings(max_examples=150, deadline=None)

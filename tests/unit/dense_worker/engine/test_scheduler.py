@@ -19,6 +19,7 @@ from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.features.fork_policy import ForkPolicy
 from services.step import PlanAccepted, RaggedTokens, StepPlan, StepResult
 from tests.support.dense.sequences import new_sequence
 from tests.support.examples import examples
@@ -90,6 +91,7 @@ class Cluster:
         num_sink_tokens: int = 0,
         enable_prefix_cache: bool = True,
         layer_window: int | None = None,
+        forks: ForkPolicy | None = None,
         **limits: float,
     ) -> None:
         kept = {"window": window, "num_sink_tokens": num_sink_tokens, "enable_prefix_cache": enable_prefix_cache}
@@ -98,7 +100,7 @@ class Cluster:
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
-        self.scheduler = Scheduler(self.limits, drafts)
+        self.scheduler = Scheduler(self.limits, drafts, forks=forks)
         self.scheduler.begin(new_session(self.cache))
         self.in_flight: PublishedPlan | None = None
         self.plans: list[StepPlan] = []

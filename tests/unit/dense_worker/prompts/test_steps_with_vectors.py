@@ -87,9 +87,9 @@ def run(
     runner: ModelRunner,
     *entries: PlanEntry,
     forks: tuple[Fork, ...] = (),
-    chosen: tuple[tuple[int, int], ...] = (),
+    forced: tuple[tuple[int, int], ...] = (),
 ) -> list[list[int]]:
-    plan = plan_of(1, *entries, forks=forks, chosen=chosen)
+    plan = plan_of(1, *entries, forks=forks, forced=forced)
     return runner.launch(plan, CHANNEL).collect().token_ids.rows()
 
 
@@ -115,7 +115,7 @@ def test_a_fork_has_the_vectors_of_its_parent(runner: ModelRunner) -> None:
     open_sequence(runner, 1, VOCAB_SIZE, VOCAB_SIZE + 1, table=TABLE)
     assert run(runner, PlanEntry(1, 0, 1, 0)) == [[]]
     entries = PlanEntry(1, 1, 1, 1), PlanEntry(2, 1, 1, 1)
-    assert run(runner, *entries, forks=(Fork(1, 2, 1),), chosen=((2, VOCAB_SIZE + 2),)) == [[31], [41]]
+    assert run(runner, *entries, forks=(Fork(1, 2, 1),), forced=((2, VOCAB_SIZE + 2),)) == [[31], [41]]
 
 
 def test_a_resumed_sequence_begins_with_its_vectors_again(runner: ModelRunner) -> None:

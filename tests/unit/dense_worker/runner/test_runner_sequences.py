@@ -90,7 +90,7 @@ def test_a_fork_continues_its_parents_tokens_in_its_own_slot() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
     runner.launch(plan_of(1, PlanEntry(1, 0, 2, 1)), CHANNEL).collect()
-    plan = plan_of(2, PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,)), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
+    plan = plan_of(2, PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,)), forks=(Fork(1, 2, 2),), forced=((2, 7),))
     assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[8], [8]]
     runner.launch(plan_of(3, PlanEntry(2, 3, 1, 1), close_seq_ids=(1,)), CHANNEL).collect()
     assert backend.fed == [[5, 6], [7, 7, 20], [8]]
@@ -104,24 +104,24 @@ def test_a_fork_that_was_opened_has_options_of_its_own() -> None:
     biased = SamplingParams(temperature=0.0, logit_bias=((30, 100.0),))
     runner.open(make_known(2, (5, 6, 7), 3, biased))
     runner.launch(plan_of(1, PlanEntry(1, 0, 3, 1)), CHANNEL).collect()
-    plan = plan_of(2, PlanEntry(1, 3, 1, 1), PlanEntry(2, 2, 1, 1), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
+    plan = plan_of(2, PlanEntry(1, 3, 1, 1), PlanEntry(2, 2, 1, 1), forks=(Fork(1, 2, 2),), forced=((2, 7),))
     assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[9], [30]]
     plan = plan_of(3, PlanEntry(2, 3, 1, 1), close_seq_ids=(1,))
     assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[30]]
     assert backend.fed == [[5, 6, 7], [8, 7], [30]]
 
 
-def test_chosen_tokens_take_the_place_of_sampled_ones() -> None:
+def test_forced_tokens_take_the_place_of_sampled_ones() -> None:
     """The scheduler chooses 30 and 31 after token 6, whose most likely successor is 7, for a sequence and its fork."""
     runner, backend = make_runner()
-    runner.open(replace(new(1, 5, 6), has_chosen_tokens=True, num_logprobs=2))
+    runner.open(replace(new(1, 5, 6), has_forced_tokens=True, num_logprobs=2))
     first = runner.launch(plan_of(1, PlanEntry(1, 0, 2, 1)), CHANNEL).collect()
     assert first.logprobs[1][0].top[0][0] == 7
     entries = (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1))
-    plan = plan_of(2, *entries, forks=(Fork(1, 2, 2),), chosen=((1, 30), (2, 31)))
+    plan = plan_of(2, *entries, forks=(Fork(1, 2, 2),), forced=((1, 30), (2, 31)))
     second = runner.launch(plan, CHANNEL).collect()
     assert [second.logprobs[seq_id][0].top[0][0] for seq_id in (1, 2)] == [31, 32]
-    plan = plan_of(3, PlanEntry(1, 3, 1, 1), close_seq_ids=(2,), forks=(Fork(1, 2, 3),), chosen=((1, 40), (2, 50)))
+    plan = plan_of(3, PlanEntry(1, 3, 1, 1), close_seq_ids=(2,), forks=(Fork(1, 2, 3),), forced=((1, 40), (2, 50)))
     runner.launch(plan, CHANNEL).collect()
     runner.launch(plan_of(4, PlanEntry(2, 3, 1, 1)), CHANNEL).collect()
     assert backend.fed == [[5, 6], [30, 31], [40], [50]]

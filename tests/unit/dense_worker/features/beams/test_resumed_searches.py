@@ -13,8 +13,9 @@ from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.errors import InvalidRequest
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.features.beams.beam_group import BeamGroup
-from services.dense_worker.features.beams.beam_messages import add_beams, encode_search_step
+from services.dense_worker.features.beams.add_beams import add_beams
+from services.dense_worker.features.beams.beam_policy import BeamPolicy
+from services.dense_worker.features.beams.beam_reports import AnswersReport, SearchReport
 from services.dense_worker.features.beams.search import BeamSearch, SearchState
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2
@@ -37,20 +38,16 @@ class LossyCluster(BeamCluster):
         self._new_cluster = lambda: BeamCluster(num_blocks=128, max_num_seqs=8, **limits)
         super().__init__(num_blocks=128, max_num_seqs=8, **limits)
         self.search = search
-        assert search.beams is not None
-        self.options = search.beams.options
         ask(search, num_logprobs=num_logprobs)
-        search.beams = BeamGroup(
-            search.seq_id, self.options, search.spec.max_tokens, search.spec.stop_token_ids, num_logprobs=num_logprobs
-        )
-        self.record = SearchRecord(self.options.num_beams)
+        search.policy = BeamPolicy(search.seq_id, search.spec)
+        self.record = SearchRecord(search.policy.num_rows)
         self.num_recorded = 0
         self.scheduler.add(search)
 
     def record_steps(self) -> None:
         for output in self.outputs[self.num_recorded :]:
-            if output.search_step is not None:
-                self.record.add(encode_search_step(output))
+            if isinstance(output.report, SearchReport):
+                self.record.add(output.report.encode())
         self.num_recorded = len(self.outputs)
 
     def replace_worker(self, *, is_cache_lost: bool) -> None:
@@ -64,8 +61,7 @@ class LossyCluster(BeamCluster):
         self.scheduler = Scheduler(self.limits)
         self.scheduler.begin(new_session(self.cache))
         beams, ended = self.record.encode()
-        old = self.search
-        self.search = Sequence(old.seq_id, replace(old.spec, beam_search=self.options))
+        self.search = Sequence(self.search.seq_id, self.search.spec)
         message = dense_pb2.BeamProgress(has_run=True, beams=beams, ended=ended)
         add_beams(self.search, dense_pb2.BeamProgress.FromString(message.SerializeToString()), NUM_TOKENS)
         self.scheduler.add(self.search)
@@ -106,7 +102,8 @@ def test_a_search_finds_the_same_answers_in_whatever_workers_it_runs(
             break
         cluster.replace_worker(is_cache_lost=is_cache_lost)
     cluster.run_until_idle()
-    [end] = [output for output in cluster.outputs if output.finish_reason is not None]
+    [end] = [output.report for output in cluster.outputs if output.finish_reason is not None]
+    assert isinstance(end, AnswersReport)
     assert [(each.token_ids, each.is_stopped) for each in end.hypotheses] == [
         (each.token_ids, each.is_stopped) for each in expected
     ]
@@ -140,7 +137,8 @@ def test_no_step_of_a_search_is_repeated(is_cache_lost: bool) -> None:
     most = 9 + 4 * 20  # the prompt, and the tokens of each beam
     assert sum(plan.num_tokens for plan in plans) <= most and len(plans) <= 4
     cluster.run_until_idle()
-    assert sum(output.search_step is not None for output in cluster.outputs) == 29, "each token was chosen once"
+    num_steps = sum(isinstance(output.report, SearchReport) for output in cluster.outputs)
+    assert num_steps == 29, "each token was chosen once"
 
 
 @pytest.mark.parametrize(
@@ -212,18 +210,18 @@ def test_a_search_that_goes_on_catches_up_beside_long_prompts_of_other_clients()
     streams = [make_sequence(number, 600, 4) for number in (1, 2, 3)]
     search = make_search(0, 4, 40, 8, early_stopping=EarlyStopping.NEVER, length_penalty=2.0)
     ask(search, stop_token_ids=())
-    assert search.beams is not None
-    found = BeamSearch(search.beams.options, search.spec.max_tokens)
+    assert search.spec.beam_search is not None
+    found = BeamSearch(search.spec.beam_search, search.spec.max_tokens)
     for _ in range(20):
         found.advance([logprobs_after(search.spec.prompt_token_ids + beam.token_ids) for beam in found.beams])
     state = SearchState(found.beams, [])
-    search.beams = BeamGroup(search.seq_id, search.beams.options, search.spec.max_tokens, state=state)
-    search.output_token_ids = list(search.beams.best_token_ids)
+    search.policy = BeamPolicy(search.seq_id, search.spec, state)
+    search.output_token_ids = list(search.policy.best_token_ids)
     for number, sequence in enumerate((*streams, search)):
         ask(sequence, client=number)
         cluster.scheduler.add(sequence)
     while not cluster.outputs:
         cluster.step()
-    assert cluster.outputs[0].search_step is not None, "it chooses its next tokens before a prompt is computed"
+    assert isinstance(cluster.outputs[0].report, SearchReport), "it chooses its next tokens before a prompt is computed"
     cluster.run_until_idle()
     cluster.check_answers([search])

@@ -19,7 +19,8 @@ from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
-from services.dense_worker.features.beams.beam_group import BeamGroup
+from services.dense_worker.features.beams.beam_policy import BeamPolicy
+from services.dense_worker.features.beams.beam_reports import AnswersReport
 from services.dense_worker.features.beams.search import BeamSearch, Hypothesis
 from services.step import PlanAccepted, StepPlan, StepResult
 from tests.support.dense.sequences import ask
@@ -40,19 +41,18 @@ def logprobs_after(token_ids: SequenceOf[int]) -> TokenLogprobs:
 
 def expected_hypotheses(sequence: Sequence) -> list[Hypothesis]:
     """The answers of a search that is never interrupted."""
-    assert sequence.beams is not None
-    search = BeamSearch(sequence.beams.options, sequence.spec.max_tokens, sequence.spec.stop_token_ids)
+    spec = sequence.spec
+    assert spec.beam_search is not None
+    search = BeamSearch(spec.beam_search, spec.max_tokens, frozenset(spec.stop_token_ids))
     while not search.is_done:
-        search.advance([logprobs_after(sequence.spec.prompt_token_ids + beam.token_ids) for beam in search.beams])
+        search.advance([logprobs_after(spec.prompt_token_ids + beam.token_ids) for beam in search.beams])
     return search.hypotheses
 
 
 def make_search(number: int, prompt_len: int, max_tokens: int, num_beams: int, **options: object) -> Sequence:
     sequence = make_sequence(FIRST_ID + ID_GAP * number, prompt_len, max_tokens)
-    ask(sequence, stop_token_ids=STOP_TOKENS)
-    sequence.beams = BeamGroup(
-        sequence.seq_id, BeamSearchOptions(num_beams, num_beams, **options), max_tokens, STOP_TOKENS
-    )
+    ask(sequence, stop_token_ids=STOP_TOKENS, beam_search=BeamSearchOptions(num_beams, num_beams, **options))
+    sequence.policy = BeamPolicy(sequence.seq_id, sequence.spec)
     return sequence
 
 
@@ -65,7 +65,7 @@ class BeamCluster(Cluster):
 
     def answer_opens(self) -> None:
         for sequence in self._opening:
-            if sequence.beams is not None:
+            if sequence.policy is not None:
                 self.tokens[sequence.seq_id] = list(sequence.describe().token_ids)
         super().answer_opens()
 
@@ -95,7 +95,7 @@ class BeamCluster(Cluster):
         for fork in plan.forks:
             assert fork.child_seq_id not in self.tokens
             self.tokens[fork.child_seq_id] = self.tokens[fork.parent_seq_id][: fork.position]
-        for seq_id, token_id in plan.chosen:
+        for seq_id, token_id in plan.forced:
             self.tokens[seq_id].append(token_id)
         logprobs = {}
         for entry in plan.entries:
@@ -106,11 +106,12 @@ class BeamCluster(Cluster):
 
     def check_answers(self, searches: SequenceOf[Sequence]) -> None:
         """Every search ended once, with the right answers."""
-        ends = [each for each in self.outputs if each.finish_reason is not None and each.sequence.beams is not None]
+        ends = [each for each in self.outputs if each.finish_reason is not None and each.sequence.policy is not None]
         assert sorted(each.sequence.seq_id for each in ends) == [each.seq_id for each in searches]
         for end in ends:
             assert end.finish_reason is not FinishReason.ERROR
-            assert list(end.hypotheses) == expected_hypotheses(end.sequence)
+            assert isinstance(end.report, AnswersReport)
+            assert list(end.report.hypotheses) == expected_hypotheses(end.sequence)
 
 
 arrivals = st.lists(
@@ -179,9 +180,9 @@ def test_every_search_finds_its_answers_and_every_block_is_freed(
     cluster.run_until_idle()
     kept = set(sequences)
     cluster.outputs = [each for each in cluster.outputs if each.sequence in kept]
-    cluster.check_answers([each for each in sequences if each.beams is not None])
+    cluster.check_answers([each for each in sequences if each.policy is not None])
     for sequence in sequences:
-        if sequence.beams is None:
+        if sequence.policy is None:
             assert sequence.output_token_ids == expected_output(sequence)
 
 

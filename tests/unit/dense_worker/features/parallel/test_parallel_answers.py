@@ -16,6 +16,8 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.features.fork_policy import NoForks
+from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.step import StepPlan
 from tests.support.dense.eager_drafts import EagerDrafts
 from tests.support.dense.sequences import ask, new_sequence
@@ -30,7 +32,7 @@ class AnswerCluster(Cluster):
     """Also follows the tokens of every sequence, and checks the KV cache after every step."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **{"forks": ParallelAnswers(), **options})
         self.tokens: dict[int, list[int]] = {}
         self.sequences: dict[int, Sequence] = {}
 
@@ -85,13 +87,13 @@ class AnswerCluster(Cluster):
         plan = published.plan
         for seq_id in plan.close_seq_ids:
             self.tokens.pop(seq_id, None)
-        for seq_id, token_id in plan.confirmed:
+        for seq_id, token_id in plan.sampled:
             if seq_id in self.tokens:
                 self.tokens[seq_id].append(token_id)
         for fork in plan.forks:
             assert fork.child_seq_id not in self.tokens
             self.tokens[fork.child_seq_id] = self.tokens[fork.parent_seq_id][: fork.position]
-        for seq_id, token_id in plan.chosen:
+        for seq_id, token_id in plan.forced:
             self.tokens[seq_id].append(token_id)
         for entry in plan.entries:
             sequence, tokens = self.sequences[entry.seq_id], self.tokens[entry.seq_id]
@@ -338,7 +340,7 @@ def test_streams_give_way_to_a_new_client_whatever_number_of_answers_it_wants() 
     answers = cluster.arrive(4, 20, 3, client=2)
     num_plans = len(cluster.plans)
     cluster.step(answer_opens=False)
-    assert len(cluster.scheduler.session.joining) == 3 and len(cluster.plans) == num_plans
+    assert len(cluster.scheduler.session.to_fork) == 3 and len(cluster.plans) == num_plans
     cluster.step()
     [entry] = cluster.plans[-1].entries
     assert (entry.seq_id, entry.num_tokens) == (answers[0].seq_id, 20)
@@ -352,7 +354,7 @@ def test_a_client_is_charged_once_for_the_prompt_of_its_answers() -> None:
     others = [cluster.arrive(1, 10, 6, client=2)[0] for _ in range(4)]
     while not all(each.status is SequenceStatus.RUNNING for each in (*answers, *others)):
         cluster.step()
-    while cluster.scheduler.session.joining:
+    while cluster.scheduler.session.to_fork:
         cluster.step()
     costs = [each.get_flow().num_tokens for each in (answers[0], others[0])]
     assert costs[0] - costs[1] == pytest.approx(40 + 3 - 40, abs=1.0)
@@ -361,7 +363,7 @@ def test_a_client_is_charged_once_for_the_prompt_of_its_answers() -> None:
 
 def test_each_answer_computes_its_prompt_if_prompts_cannot_be_forked() -> None:
     """As in models with gated delta layers, whose states exist at the end of what is computed alone."""
-    cluster = AnswerCluster(num_blocks=64, enable_prefix_cache=False, can_fork_prompts=False)
+    cluster = AnswerCluster(num_blocks=64, enable_prefix_cache=False, forks=NoForks())
     answers = cluster.arrive(4, 30, 5)
     cluster.run_until_idle()
     cluster.check_answers(answers)

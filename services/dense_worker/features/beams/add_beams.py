@@ -1,13 +1,13 @@
-"""Beam searches in the messages of `protos/dense.proto`: their options and beams, their steps, and their answers."""
+"""Makes a sequence a beam search, which begins or goes on from beams in a message of `protos/dense.proto`."""
 
 from __future__ import annotations
 
 import math
 
 from services.common.errors import InvalidRequest
-from services.common.token_logprobs import TokenLogprobs, decode_logprobs, encode_logprobs
-from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.dense_worker.features.beams.beam_group import BeamGroup
+from services.common.token_logprobs import TokenLogprobs, decode_logprobs
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.features.beams.beam_policy import BeamPolicy
 from services.dense_worker.features.beams.search import Beam, Hypothesis, SearchState
 from services.pb import dense_pb2
 
@@ -19,16 +19,8 @@ def add_beams(sequence: Sequence, message: dense_pb2.BeamProgress, vocab_size: i
     options = sequence.spec.beam_search
     assert options is not None, "the sequence is a search"
     state = _decode_state(sequence, options.num_beams, message, vocab_size)
-    sequence.beams = BeamGroup(
-        sequence.seq_id,
-        options,
-        sequence.spec.max_tokens,
-        sequence.spec.stop_token_ids,
-        sequence.spec.sampling.min_tokens,
-        sequence.spec.num_logprobs,
-        state,
-    )
-    sequence.output_token_ids = list(sequence.beams.best_token_ids)
+    policy = sequence.policy = BeamPolicy(sequence.seq_id, sequence.spec, state)
+    sequence.output_token_ids = list(policy.best_token_ids)
     if message.has_run:
         sequence.num_cached_tokens = 0  # of its first opening, which was elsewhere
 
@@ -78,40 +70,3 @@ def _check_values(message: dense_pb2.Beam | dense_pb2.BeamAnswer, vocab_size: in
 
 def _decode_logprobs(message: dense_pb2.Beam | dense_pb2.BeamAnswer) -> list[TokenLogprobs]:
     return [decode_logprobs(each) for each in message.logprobs] or [_NO_LOGPROBS] * len(message.token_ids)
-
-
-def encode_search_step(output: SequenceOutput) -> dense_pb2.BeamStep:
-    """The last step of a search that goes on."""
-    step = output.search_step
-    assert step is not None, "the output is of a search that goes on"
-    has_logprobs = output.sequence.spec.num_logprobs is not None
-    return dense_pb2.BeamStep(
-        seq_id=output.sequence.seq_id,
-        parents=step.parents,
-        token_ids=[beam.token_ids[-1] for beam in step.beams],
-        scores=[beam.score for beam in step.beams],
-        logprobs=[encode_logprobs(beam.logprobs[-1]) for beam in step.beams] if has_logprobs else (),
-        ended=[
-            dense_pb2.EndedBeam(
-                parent=parent,
-                token_id=answer.token_ids[-1],
-                score=answer.score,
-                logprobs=encode_logprobs(answer.logprobs[-1]) if has_logprobs else None,
-            )
-            for parent, answer in step.ended
-        ],
-    )
-
-
-def encode_answers(output: SequenceOutput) -> list[dense_pb2.BeamAnswer]:
-    """The answers of a search that has ended; of other outputs none."""
-    has_logprobs = output.sequence.spec.num_logprobs is not None
-    return [
-        dense_pb2.BeamAnswer(
-            token_ids=answer.token_ids,
-            logprobs=map(encode_logprobs, answer.logprobs) if has_logprobs else (),
-            score=answer.score,
-            reason=dense_pb2.SequenceEnd.STOP if answer.is_stopped else dense_pb2.SequenceEnd.LENGTH,
-        )
-        for answer in output.hypotheses
-    ]

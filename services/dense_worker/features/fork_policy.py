@@ -1,0 +1,51 @@
+"""`ForkPolicy`: which sequences are not opened, but forked from running ones. Part of the scheduler."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import Session
+
+
+class ForkPolicy(Protocol):
+    """Of all sequences of a worker. Engine thread.
+
+    A sequence that will be forked is RUNNING from its turn on, with its places and blocks, and is part of
+    `Session.to_fork` until it gets its first row.
+    """
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence waits."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+
+    def num_shared_blocks(self, sequence: Sequence, session: Session) -> int:
+        """The blocks that a waiting sequence need not be promised, because it would share them."""
+
+    def takes(self, sequence: Sequence, session: Session) -> bool:
+        """Whether a sequence that has its turn will be forked; then it is part of `Session.to_fork` from now on."""
+
+    def plan(self, step: PlanBuilder, session: Session) -> list[Sequence]:
+        """Adds forks and the first rows of what is forked to a step. Returns those that cannot be forked any more."""
+
+
+class NoForks:
+    """Every sequence is opened."""
+
+    def add(self, sequence: Sequence) -> None:
+        pass
+
+    def remove(self, sequence: Sequence) -> None:
+        pass
+
+    def num_shared_blocks(self, sequence: Sequence, session: Session) -> int:
+        return 0
+
+    def takes(self, sequence: Sequence, session: Session) -> bool:
+        return False
+
+    def plan(self, step: PlanBuilder, session: Session) -> list[Sequence]:
+        return []

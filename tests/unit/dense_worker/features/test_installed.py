@@ -1,0 +1,17 @@
+"""The rooms of a worker suit its model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from services.dense_worker.features.fork_policy import NoForks
+from services.dense_worker.features.installed import make_fork_policy
+from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
+
+
+def test_prompts_are_forked_unless_the_model_has_gated_delta_layers() -> None:
+    without: Any = SimpleNamespace(gated_delta_layers=())
+    some: Any = SimpleNamespace(gated_delta_layers=(1, 3))
+    assert isinstance(make_fork_policy(without), ParallelAnswers)
+    assert isinstance(make_fork_policy(some), NoForks)
