@@ -23,7 +23,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.features.beams.add_beams import add_beams
+from services.dense_worker.features.installed import has_progress, prepare_policy
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompts.table_loader import ReceivedTable, TableLoader
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -264,14 +264,14 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 if sequence.seq_id in self._owned:
                     engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
                 self._owned[sequence.seq_id] = sequence, outbox
-                is_recovered = bool(request.submit.output_token_ids or request.submit.search.beams)
+                is_recovered = has_progress(request.submit)
                 self._metrics.on_submitted(is_recovered=is_recovered)
                 self._tracer.begin(sequence, is_recovered=is_recovered)
                 preparations: list[Awaitable[None]] = []
                 if sequence.spec.sampling.structured_output is not None:
                     preparations.append(self._grammars.prepare(sequence))
-                if sequence.spec.beam_search is not None:  # one that goes on may have millions of log-probabilities
-                    preparations.append(asyncio.to_thread(add_beams, sequence, request.submit.search, vocab_size))
+                if (preparation := prepare_policy(sequence, request.submit, vocab_size)) is not None:
+                    preparations.append(preparation)
                 if sequence.spec.prompt_table is not None:
                     preparations.append(self._load_table(sequence, sequence.spec.prompt_table, received))
                 if preparations:
@@ -299,7 +299,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def _submit_prepared(
         self, sequence: Sequence, preparations: SequenceOf[Awaitable[None]], engine: Engine
     ) -> None:
-        """Submits a sequence when its grammar, beams and prompt table are ready. An error ends only this sequence."""
+        """Submits a sequence when its grammar, policy and prompt table are ready. An error ends only this sequence."""
         try:
             for result in await asyncio.gather(*preparations, return_exceptions=True):
                 if result is not None:
@@ -307,7 +307,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         except Exception as error:  # whatever a form or a table does, it concerns no other sequence
             if not isinstance(error, TwostrokeError):
                 log.exception("a sequence cannot be prepared", request_id=sequence.spec.request_id)
-                error = RequestAborted(f"the form of the output, the beams or the prompt cannot be used: {error}")
+                error = RequestAborted(f"the form of the output, the search or the prompt cannot be used: {error}")
             output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
             self.deliver(StepReport(0, outputs=StepOutputs(others=[output])))
             return

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.dense_worker import servicer
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features import installed
 from services.dense_worker.features.beams.add_beams import add_beams
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
@@ -152,7 +152,7 @@ def test_the_beams_of_a_search_are_read_outside_of_the_event_loop(monkeypatch: p
             assert may_end.wait(TIMEOUT_S)
             add_beams(sequence, message, vocab_size)
 
-        monkeypatch.setattr(servicer, "add_beams", slow)
+        monkeypatch.setattr(installed, "add_beams", slow)
         options = {"early_stopping": "EARLY_STOPPING_NEVER"}
         beams = [dense_pb2.Beam(token_ids=[token_id]) for token_id in (7, 8)]
         options = {"num_beams": 2, "num_answers": 2, "options": options}
