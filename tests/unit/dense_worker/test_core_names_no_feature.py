@@ -1,0 +1,36 @@
+"""Engine, scheduler, planner, runner and servicer of the dense worker speak of rows, and features have their rooms."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.imports import MODULES, imports_of
+
+FEATURES = "services.dense_worker.features"
+CORE = sorted(
+    name
+    for name in MODULES
+    if re.match(r"services\.dense_worker\.(engine|runner)\.|services\.dense_worker\.servicer$", name)
+)
+WORDS = ("beam", "hypothes", "sibling", "joining", "parallel")  # of features
+
+
+def test_the_core_is_found() -> None:
+    some = ("engine.engine", "engine.planning.step_planner", "runner.model_runner", "servicer")
+    assert {f"services.dense_worker.{each}" for each in some} < set(CORE)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_names_no_feature(name: str) -> None:
+    lines = MODULES[name].read_text().splitlines()
+    found = [line for line in lines if any(word in line.lower() for word in WORDS)]
+    assert not found
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_imports_no_room(name: str) -> None:
+    """Only what all rooms have in common, which lies beside them, and the list of them."""
+    rooms = [each for each in imports_of(name) if re.match(rf"{re.escape(FEATURES)}\.\w+\.", each)]
+    assert not rooms
