@@ -21,6 +21,6 @@ class ChildOptions(pydantic.BaseModel):
     # of a dense worker: it states this hash instead of its own weights', and goes on with keys and values of others
     stated_weights_hash: str | None = None
     shares_ports: bool = False  # of a gateway: with other gateways of this machine, by SO_REUSEPORT
-    sibling_address: SocketAddress | None = None  # where these gateways reach this one, and no client does
-    sibling_addresses: tuple[SocketAddress, ...] = ()  # where it reaches them
+    peer_address: SocketAddress | None = None  # where these gateways reach this one, and no client does
+    peer_addresses: tuple[SocketAddress, ...] = ()  # where it reaches them
     change_lock: Path | None = None  # the file that one of them locks while it changes what all of them serve

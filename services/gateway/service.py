@@ -24,21 +24,21 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.server import HttpServer
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.dense_progress import DenseProgress
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal import Journal
-from services.gateway.link.siblings import Siblings
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
+from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds import PromptEmbeds
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
-from services.gateway.sibling_servicer import SIBLINGS_SERVICE_NAME, SiblingServicer
 from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.lora.shapes import adapted_shapes
-from services.pb import gateway_pb2_grpc, siblings_pb2_grpc, stall_pb2, triton_pb2_grpc
+from services.pb import gateway_pb2_grpc, gateway_peers_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
 from services.rpc.spans import Tracer
@@ -105,14 +105,14 @@ class Gateway:
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
         )
         options = self._options
-        siblings = Siblings(options.sibling_addresses, section.max_message_bytes, options.change_lock)
-        service = self._make_request_service(tokenizer, model_config, tracer, siblings)
-        triton = Triton(service, section.max_prompts, siblings)
-        if options.sibling_address is not None:
-            await self._listen_to_siblings(options.sibling_address, SiblingServicer(service, triton))
+        peers = GatewayPeers(options.peer_addresses, section.max_message_bytes, options.change_lock)
+        service = self._make_request_service(tokenizer, model_config, tracer, peers)
+        triton = Triton(service, section.max_prompts, peers)
+        if options.peer_address is not None:
+            await self._listen_to_peers(options.peer_address, PeerServicer(service, triton))
         await service.adapters.load_configured(section.lora_modules)
         await service.adapters.load_recorded(self._access.key_names)
-        await self._listen(service, triton, siblings)
+        await self._listen(service, triton, peers)
 
     async def run(self) -> None:
         """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
@@ -133,17 +133,17 @@ class Gateway:
         """Ends all requests with an error, and closes everything in reverse order."""
         await self._opened.aclose()
 
-    async def _listen_to_siblings(self, address: str, servicer: SiblingServicer) -> None:
+    async def _listen_to_peers(self, address: str, servicer: PeerServicer) -> None:
         """Before adapters are loaded, so that no change of them is missed."""
-        server = GrpcServer(address, [SIBLINGS_SERVICE_NAME], self._section.max_message_bytes)
-        siblings_pb2_grpc.add_SiblingsServicer_to_server(servicer, server.server)
+        server = GrpcServer(address, [PEERS_SERVICE_NAME], self._section.max_message_bytes)
+        gateway_peers_pb2_grpc.add_GatewayPeersServicer_to_server(servicer, server.server)
         await server.start()
         self._opened.push_async_callback(server.stop, 0.0)
 
-    async def _listen(self, service: RequestService, triton: Triton, siblings: Siblings) -> None:
+    async def _listen(self, service: RequestService, triton: Triton, peers: GatewayPeers) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-        self._server = self._make_server(service, triton, siblings, tls)
+        self._server = self._make_server(service, triton, peers, tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
@@ -159,7 +159,7 @@ class Gateway:
         self._http_address = await http_server.start()
 
     def _make_request_service(
-        self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer, siblings: Siblings
+        self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer, peers: GatewayPeers
     ) -> RequestService:
         section, model = self._section, self._config.model
         names = ModelNames(
@@ -195,14 +195,14 @@ class Gateway:
                 model_config.hidden_size,
                 self._config.dense.max_lora_rank,
                 section.lora_directory,
-                siblings,
+                peers,
                 section.adapter_admins,
             ),
             prompt_embeds,
         )
 
     def _make_server(
-        self, service: RequestService, triton: Triton, siblings: Siblings, tls: TlsFiles | None
+        self, service: RequestService, triton: Triton, peers: GatewayPeers, tls: TlsFiles | None
     ) -> GrpcServer:
         section = self._section
         for exposed in filter(is_exposed, (section.address, section.http_address)):
@@ -233,7 +233,7 @@ class Gateway:
                 )
             ],
         )
-        servicer = GatewayServicer(service, section.slow_reader_timeout_s, siblings)
+        servicer = GatewayServicer(service, section.slow_reader_timeout_s, peers)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
         triton_servicer = TritonServicer(triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
         triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)

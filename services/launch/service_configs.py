@@ -1,7 +1,7 @@
 """The config of each of the launcher's services: the common config with a few own values.
 
 Several gateways serve at the same ports; the kernel distributes connections among them (SO_REUSEPORT). Each has its own
-Unix socket, at which the launcher reaches it, another one for its siblings alone, and its own port for metrics.
+Unix socket, at which the launcher reaches it, another one for its peers alone, and its own port for metrics.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOp
         _check_shareable(f"gateway.{key}", getattr(section, key), num_processes)
     own = [f"unix:{run_dir}/gateway-{index}.sock" for index in range(num_processes)]
     own[0] = section.local_address or own[0]
-    siblings = [f"unix:{run_dir}/sibling-{index}.sock" for index in range(num_processes)]
+    peers = [f"unix:{run_dir}/peer-{index}.sock" for index in range(num_processes)]
     pairs = []
     for index, address in enumerate(own):
         changes = {"local_address": address, "metrics_address": _metrics_address(section.metrics_address, index)}
@@ -68,8 +68,8 @@ def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOp
                 config.model_copy(update={"gateway": section.model_copy(update=changes)}),
                 ChildOptions(
                     shares_ports=True,
-                    sibling_address=siblings[index],
-                    sibling_addresses=tuple(other for other in siblings if other != siblings[index]),
+                    peer_address=peers[index],
+                    peer_addresses=tuple(other for other in peers if other != peers[index]),
                     change_lock=run_dir / CHANGE_LOCK_NAME,
                 ),
             )

@@ -1,4 +1,4 @@
-"""`AdapterRecords`: which adapters clients have loaded, in files that outlive a gateway and that its siblings share."""
+"""`AdapterRecords`: which adapters clients have loaded, in files that outlive a gateway and that its peers share."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ that a gateway that starts again has it, too.
 An adapter that a client loads belongs to its API key: no other key can name, replace or unload it. Those of the config,
 of keys in `gateway.adapter_admins`, and of callers without a key are shared by all.
 
-A change reaches all gateways or none. The one that is asked makes it, and holds the lock of `Siblings` meanwhile: it
-has all siblings read the adapter, records it, and then has all of them serve it. A sibling that starts listens before
-it reads the records, so it misses nothing.
+A change reaches all gateways or none. The one that is asked makes it, and holds the lock of `GatewayPeers` meanwhile:
+it has all peers read the adapter, records it, and then has all of them serve it. A peer that starts listens before it
+reads the records, so it misses nothing.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.shorten import quote
 from services.gateway.access.access import Caller
 from services.gateway.adapters.adapter_list import SHARED, AdapterList
-from services.gateway.link.siblings import Siblings
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.model_names import ModelNames
 from services.lora.adapter import Adapter
 from services.lora.adapter_records import AdapterRecords
 from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Shapes, check_adapter, read_config
 from services.lora.prompt_tuning import read_virtual_tokens
-from services.pb import siblings_pb2
+from services.pb import gateway_peers_pb2
 
 log = structlog.get_logger()
 
@@ -68,7 +68,7 @@ class Adapters:
         hidden_size: int,
         max_rank: int,
         directory: Path | None,
-        siblings: Siblings,
+        peers: GatewayPeers,
         admins: Collection[str] = (),
     ) -> None:
         """shapes: of the served model's layers; directory: below which clients may load adapters; None: they may not.
@@ -80,12 +80,12 @@ class Adapters:
         self._hidden_size = hidden_size
         self._max_rank = max_rank
         self._directory = directory
-        self._siblings = siblings
+        self._peers = peers
         self._admins = frozenset(admins)
         self._records = None if directory is None else AdapterRecords(directory)
         self._list = AdapterList()
-        self._staged: tuple[str, Adapter] | None = None  # for a sibling: the owner, and what it will belong to it
-        self._changed_at_start: set[tuple[str, str]] | None = set()  # by siblings, while the records are loaded
+        self._staged: tuple[str, Adapter] | None = None  # for a peer: the owner, and what it will belong to it
+        self._changed_at_start: set[tuple[str, str]] | None = set()  # by peers, while the records are loaded
         self._turns = ClientTurns(1)
         self._changes: set[asyncio.Task[Any]] = set()
         self._changes_of = Counter[Client]()
@@ -127,7 +127,7 @@ class Adapters:
         """Loads an adapter for a client; one of the same name only if `replaces` is set. Goes on if it is cancelled.
 
         Raises `InvalidRequest`, `NotFound` for a directory that does not exist, `CapacityError`, `QueueTimeout`, or
-        `PeerError` if a sibling cannot load it.
+        `PeerError` if a peer cannot load it.
         """
         directory = self._changeable_directory()
         if not name or not path:
@@ -149,25 +149,25 @@ class Adapters:
         self._check_loaded(caller, name)
         await self._in_turn(caller, self._unload(caller, name))
 
-    async def stage(self, message: siblings_pb2.SiblingAdapter) -> None:
-        """Reads an adapter for a sibling. Raises what `load` raises."""
+    async def stage(self, message: gateway_peers_pb2.PeerAdapter) -> None:
+        """Reads an adapter for a peer. Raises what `load` raises."""
         self._staged = None
-        self._staged = message.owner, await self._read_for_sibling(message)
+        self._staged = message.owner, await self._read_for_peer(message)
 
     def unstage(self) -> None:
         """Drops what has been staged last."""
         self._staged = None
 
-    async def serve(self, message: siblings_pb2.SiblingAdapter) -> None:
-        """Serves what a sibling has staged; reads it if it has not been staged in this process."""
+    async def serve(self, message: gateway_peers_pb2.PeerAdapter) -> None:
+        """Serves what a peer has staged; reads it if it has not been staged in this process."""
         staged, self._staged = self._staged, None
         if staged is None or (staged[0], staged[1].name, staged[1].hash) != (message.owner, message.name, message.hash):
-            staged = message.owner, await self._read_for_sibling(message)
+            staged = message.owner, await self._read_for_peer(message)
         self._note_change(message.owner, message.name)
         self._put(*staged)
 
     def forget(self, owner: str, name: str) -> None:
-        """Forgets an adapter because a sibling has; requests that have it go on."""
+        """Forgets an adapter because a peer has; requests that have it go on."""
         self._note_change(owner, name)
         self._list.remove(owner, name)
         log.info("adapter unloaded", adapter=name, owner=owner)
@@ -236,7 +236,7 @@ class Adapters:
             try:
                 async with asyncio.timeout(MAX_WAIT_S):
                     await turn.enter_async_context(self._turns.turn(client))
-                    await turn.enter_async_context(self._siblings.changing())
+                    await turn.enter_async_context(self._peers.changing())
             except BaseException as error:
                 change.close()
                 if isinstance(error, TimeoutError):
@@ -250,18 +250,18 @@ class Adapters:
         adapter = await self._read(name, found)
         self._list.check_memory(owner, adapter)
         relative = found.relative_to(directory.resolve())
-        message = siblings_pb2.SiblingAdapter(owner=owner, name=name, path=str(relative), hash=adapter.hash)
-        await self._siblings.stage_adapter(message)
+        message = gateway_peers_pb2.PeerAdapter(owner=owner, name=name, path=str(relative), hash=adapter.hash)
+        await self._peers.stage_adapter(message)
         await self._record(owner, name, relative)
         self._put(owner, adapter)
-        await self._siblings.serve_adapter(message)
+        await self._peers.serve_adapter(message)
         return adapter
 
     async def _unload(self, caller: Caller, name: str) -> None:
         self._check_loaded(caller, name)
         owner = self._owner_for(caller)
         await self._record(owner, name, None)
-        await self._siblings.forget_adapter(owner, name)
+        await self._peers.forget_adapter(owner, name)
         self._list.remove(owner, name)
         log.info("adapter unloaded", adapter=name, owner=owner)
 
@@ -292,7 +292,7 @@ class Adapters:
         if self._changed_at_start is not None:
             self._changed_at_start.add((owner, name))
 
-    async def _read_for_sibling(self, message: siblings_pb2.SiblingAdapter) -> Adapter:
+    async def _read_for_peer(self, message: gateway_peers_pb2.PeerAdapter) -> Adapter:
         found = await asyncio.to_thread(find_below, self._changeable_directory(), message.path)
         adapter = await self._read(message.name, found)
         if adapter.hash != message.hash:

@@ -72,9 +72,9 @@ class Journal:
         if stream is not None:
             stream.discard(entry)
         name = (entry.request.owner, entry.spec.request_id)
-        siblings = self._by_request_id[name]
-        siblings.remove(entry)
-        if not siblings:
+        entries = self._by_request_id[name]
+        entries.remove(entry)
+        if not entries:
             del self._by_request_id[name]
         if entry.queue_s is None:
             self._count_started(entry)

@@ -24,9 +24,9 @@ def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tm
     assert all(each.shares_ports for each in options)
     own = [each.gateway.local_address for each in configs]
     assert own == ["unix:/run/x/gateway-0.sock", "unix:/run/x/gateway-1.sock", "unix:/run/x/gateway-2.sock"]
-    for_siblings = [each.sibling_address for each in options]
-    assert for_siblings == ["unix:/run/x/sibling-0.sock", "unix:/run/x/sibling-1.sock", "unix:/run/x/sibling-2.sock"]
-    assert options[1].sibling_addresses == (for_siblings[0], for_siblings[2])
+    for_peers = [each.peer_address for each in options]
+    assert for_peers == ["unix:/run/x/peer-0.sock", "unix:/run/x/peer-1.sock", "unix:/run/x/peer-2.sock"]
+    assert options[1].peer_addresses == (for_peers[0], for_peers[2])
     assert {each.change_lock for each in options} == {RUN_DIR / "gateways.lock"}
     assert [each.gateway.metrics_address for each in configs] == [f"127.0.0.1:{port}" for port in (9100, 9110, 9120)]
     file = tmp_path / "config.toml"

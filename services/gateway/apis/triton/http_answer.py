@@ -46,7 +46,7 @@ class InferAnswer(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, caller = self._request, scope["state"]["caller"]
         if request.is_stop:
-            await self._triton.stop_at_siblings(request.id, caller.owner)
+            await self._triton.stop_at_peers(request.id, caller.owner)
             self._triton.stop(request.id, caller.owner)
             await self._send(scope, receive, send, ())
             return

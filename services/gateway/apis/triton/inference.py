@@ -24,7 +24,7 @@ from services.gateway.apis.triton.to_message import generate_message
 from services.gateway.core.chunks import is_large
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.link.siblings import Siblings
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.generation_request import Owner
 
 SERVER_NAME = "twostroke"
@@ -116,10 +116,10 @@ def server_metadata() -> dict[str, Any]:
 class Triton:
     """Runs requests, knows which of them run, and counts them."""
 
-    def __init__(self, service: RequestService, max_batch_size: int, siblings: Siblings) -> None:
-        """`siblings`: the other gateways at the same port, which may run the requests of a stop."""
+    def __init__(self, service: RequestService, max_batch_size: int, peers: GatewayPeers) -> None:
+        """`peers`: the other gateways at the same port, which may run the requests of a stop."""
         self.service = service
-        self.siblings = siblings
+        self.peers = peers
         self.max_batch_size = max_batch_size
         self.statistics = {name: Statistics() for name in MODELS}
         self._running: dict[tuple[Owner, str], list[_Running]] = {}  # by the client's id
@@ -178,11 +178,11 @@ class Triton:
         for running in self._running.get((owner, client_id), ()):
             running.stop(self.service, owner)
 
-    async def stop_at_siblings(self, client_id: str, owner: Owner) -> None:
+    async def stop_at_peers(self, client_id: str, owner: Owner) -> None:
         """The same in the other processes. Raises `InvalidRequest` without an id."""
         if not client_id:
             raise InvalidRequest("stop needs the id of the request to stop", "id")
-        await self.siblings.stop(owner, client_id)
+        await self.peers.stop(owner, client_id)
 
     @contextlib.asynccontextmanager
     async def _generating(

@@ -93,7 +93,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         caller = current_caller()
         request = self._decode(message, context)
         if request.is_stop:
-            await self._triton.stop_at_siblings(request.id, caller.owner)
+            await self._triton.stop_at_peers(request.id, caller.owner)
             # TensorRT-LLM's client expects this answer before that of the stopped request.
             context.add_done_callback(lambda _: self._triton.stop(request.id, caller.owner))
             return encode_response(request.model.name, request.id, ())
@@ -164,7 +164,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             request = self._decode(message, call.context)
             if request.is_stop:
-                await self._triton.stop_at_siblings(request.id, caller.owner)
+                await self._triton.stop_at_peers(request.id, caller.owner)
                 self._triton.stop(request.id, caller.owner)
                 await self._send(await self._encode(request, (), is_final=True), "", call, lock)
                 return

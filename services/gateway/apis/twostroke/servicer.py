@@ -16,9 +16,9 @@ from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.core.generation import Generation
 from services.gateway.core.request_service import RequestService
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.link.logits import BYTES_PER_LOGIT, Logits
-from services.gateway.link.siblings import Siblings
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
 from services.lora.adapter import encode_adapter
@@ -39,11 +39,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     It raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`.
     """
 
-    def __init__(self, service: RequestService, slow_reader_timeout_s: float, siblings: Siblings) -> None:
-        """`siblings`: the other gateways at the same port, which may run the request of an Abort."""
+    def __init__(self, service: RequestService, slow_reader_timeout_s: float, peers: GatewayPeers) -> None:
+        """`peers`: the other gateways at the same port, which may run the request of an Abort."""
         self._service = service
         self._slow_readers = SlowReaders(slow_reader_timeout_s)
-        self._siblings = siblings
+        self._peers = peers
 
     async def GenerateStream(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -107,7 +107,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Ends a running request of the same owner, in any gateway process."""
         owner = current_caller().owner
         was_running = self._service.abort(request.request_id, owner)
-        if await self._siblings.abort(owner, request.request_id):
+        if await self._peers.abort(owner, request.request_id):
             was_running = True
         return gateway_pb2.AbortResponse(was_running=was_running)
 

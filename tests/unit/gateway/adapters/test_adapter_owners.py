@@ -21,7 +21,7 @@ from services.gateway.access.access import Access, Caller
 from services.gateway.adapters import adapter_list
 from services.gateway.adapters import adapters as adapters_module
 from services.gateway.adapters.adapters import MAX_CHANGES_OF_CLIENT, Adapters
-from services.gateway.link.siblings import Siblings
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.model_names import ModelNames
 from services.lora.adapter_records import DIRECTORY as RECORDS
 from services.lora.checkpoint import check_adapter
@@ -218,7 +218,7 @@ def test_after_a_restart_each_key_has_its_own(tmp_path: Path, adapters: Path) ->
 
 def of_directory(directory: Path, **options: Any) -> Adapters:
     names, shapes = ModelNames(("model",), accepts_any=False, root="/model"), options.pop("shapes", SHAPES)
-    return Adapters(names, shapes, options.pop("hidden_size", 64), 64, directory, Siblings(), **options)
+    return Adapters(names, shapes, options.pop("hidden_size", 64), 64, directory, GatewayPeers(), **options)
 
 
 def test_without_keys_those_of_keys_are_not_served(adapters: Path) -> None:

@@ -16,7 +16,7 @@ from services.common.model_config import load_model_config
 from services.gateway.access.access import Caller
 from services.gateway.access.rate_limits import RateLimits, Usage
 from services.gateway.adapters.adapters import Adapters
-from services.gateway.link.siblings import Siblings
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.model_names import ModelNames
 from services.lora.adapter import Adapter
 from services.lora.adapter_records import DIRECTORY, AdapterRecords
@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 async def started(directory: Path, modules: Iterable[str] = ()) -> Adapters:
     """The adapters of a gateway that has just started."""
     names = ModelNames(("model",), accepts_any=False, root="/model")
-    adapters = Adapters(names, SHAPES, 64, 64, directory, Siblings())
+    adapters = Adapters(names, SHAPES, 64, 64, directory, GatewayPeers())
     await adapters.load_configured(modules)
     await adapters.load_recorded(())
     return adapters
@@ -70,7 +70,7 @@ def test_a_restarted_gateway_has_what_clients_have_loaded(directory: Path) -> No
     asyncio.run(body())
 
 
-def test_siblings_that_change_different_names_at_once_lose_nothing(directory: Path) -> None:
+def test_peers_that_change_different_names_at_once_lose_nothing(directory: Path) -> None:
     async def body() -> None:
         gateways = [await started(directory) for _ in range(3)]
         await asyncio.gather(*(each.load(ANYBODY, f"{i}", "abc"[i]) for i, each in enumerate(gateways)))

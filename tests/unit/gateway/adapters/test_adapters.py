@@ -24,7 +24,7 @@ from services.gateway.access.rate_limits import RateLimits, Usage
 from services.gateway.adapters import adapter_list
 from services.gateway.adapters import adapters as adapters_module
 from services.gateway.adapters.adapters import Adapters
-from services.gateway.link.siblings import Siblings
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.model_names import ModelNames
 from services.lora.adapter_records import DIRECTORY as RECORDS
 from services.lora.checkpoint import check_adapter
@@ -247,7 +247,7 @@ def test_a_load_whose_client_has_gone_away_counts_until_its_thread_ends(
         monkeypatch.setattr(adapters_module, "MAX_CHANGES", 1)
         monkeypatch.setattr(adapters_module, "check_adapter", read_slowly)
         names = ModelNames(("model",), accepts_any=False, root="/model")
-        loaded = Adapters(names, {}, 64, 64, adapters, Siblings())
+        loaded = Adapters(names, {}, 64, 64, adapters, GatewayPeers())
         tasks_before = asyncio.all_tasks()
         first = asyncio.create_task(loaded.load(ANYBODY, "a", "a"))
         assert await asyncio.to_thread(is_reading.wait, 30)
@@ -275,7 +275,7 @@ def test_virtual_tokens_of_all_adapters_have_a_limit(tmp_path: Path, monkeypatch
 
     async def body() -> None:
         names = ModelNames(("model",), accepts_any=False, root="/model")
-        loaded = Adapters(names, {}, 8, 64, tmp_path, Siblings())
+        loaded = Adapters(names, {}, 8, 64, tmp_path, GatewayPeers())
         await loaded.load(ANYBODY, "a", "a")
         await loaded.load(ANYBODY, "b", "b")
         with pytest.raises(InvalidRequest, match=message):

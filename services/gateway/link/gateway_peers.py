@@ -1,8 +1,8 @@
-"""`Siblings`: the other gateway processes of this server. The kernel distributes connections, not requests.
+"""`GatewayPeers`: the other gateway processes of this server. The kernel distributes connections, not requests.
 
 A client's Abort may reach another process than its request, and all processes must serve the same adapters. They tell
-each other at sockets of their own (`protos/siblings.proto`), in the launcher's directory, which only the server's user
-may enter. So a caller is known there by its name, not by its key, and no client can speak for another one.
+each other at sockets of their own (`protos/gateway_peers.proto`), in the launcher's directory, which only the server's
+user may enter. So a caller is known there by its name, not by its key, and no client can speak for another one.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ import structlog
 
 from services.common.errors import PeerError
 from services.gateway.request.generation_request import Owner
-from services.pb import siblings_pb2, siblings_pb2_grpc
+from services.pb import gateway_peers_pb2, gateway_peers_pb2_grpc
 from services.rpc.client import open_channel
 
 log = structlog.get_logger()
 
 TIMEOUT_S = 2.0
-ADAPTER_TIMEOUT_S = 60.0  # a sibling reads the files of an adapter
+ADAPTER_TIMEOUT_S = 60.0  # a peer reads the files of an adapter
 LOCK_RETRY_S = 0.02
 
 T = TypeVar("T")
 
 
-class Siblings:
-    """Used in the event loop. Keeps no connections, because such calls are rare and siblings may restart."""
+class GatewayPeers:
+    """Used in the event loop. Keeps no connections, because such calls are rare and peers may restart."""
 
     def __init__(
         self, addresses: Sequence[str] = (), max_message_bytes: int = 2**20, change_lock: Path | None = None
     ) -> None:
-        """`change_lock`: the file that a process locks while it changes adapters; None if there are no siblings."""
+        """`change_lock`: the file that a process locks while it changes adapters; None if there are no peers."""
         self._addresses = addresses
         self._max_message_bytes = max_message_bytes
         self._change_lock = change_lock
 
     async def abort(self, owner: Owner, request_id: str) -> bool:
-        """Returns whether the request ran at a sibling."""
-        request = siblings_pb2.AbortHereRequest(owner=encode_owner(owner), request_id=request_id)
+        """Returns whether the request ran at a peer."""
+        request = gateway_peers_pb2.AbortHereRequest(owner=encode_owner(owner), request_id=request_id)
         outcomes = await self._ask(lambda stub, **options: stub.AbortHere(request, **options), TIMEOUT_S)
         return any(reply.was_running for reply in _answers(outcomes))
 
     async def stop(self, owner: Owner, client_id: str) -> None:
-        """Ends the owner's inference requests with this id at all siblings that answer in time."""
-        request = siblings_pb2.StopHereRequest(owner=encode_owner(owner), id=client_id)
+        """Ends the owner's inference requests with this id at all peers that answer in time."""
+        request = gateway_peers_pb2.StopHereRequest(owner=encode_owner(owner), id=client_id)
         _answers(await self._ask(lambda stub, **options: stub.StopHere(request, **options), TIMEOUT_S))
 
-    async def stage_adapter(self, adapter: siblings_pb2.SiblingAdapter) -> None:
-        """Has all siblings read an adapter. If one cannot, none keeps it: raises `PeerError` with names and reasons."""
+    async def stage_adapter(self, adapter: gateway_peers_pb2.PeerAdapter) -> None:
+        """Has all peers read an adapter. If one cannot, none keeps it: raises `PeerError` with names and reasons."""
         outcomes = await self._ask(lambda stub, **options: stub.StageAdapter(adapter, **options), ADAPTER_TIMEOUT_S)
         failed = _failed(outcomes.items())
         if failed:
-            forget = siblings_pb2.UnstageAdapterRequest()
+            forget = gateway_peers_pb2.UnstageAdapterRequest()
             await self._ask(lambda stub, **options: stub.UnstageAdapter(forget, **options), TIMEOUT_S)
             raise PeerError(f"adapter {adapter.name!r} is not loaded, because not all gateways can: {failed}")
 
-    async def serve_adapter(self, adapter: siblings_pb2.SiblingAdapter) -> None:
-        """Has all siblings serve a staged adapter. Raises `PeerError` with the names of those that may not.
+    async def serve_adapter(self, adapter: gateway_peers_pb2.PeerAdapter) -> None:
+        """Has all peers serve a staged adapter. Raises `PeerError` with the names of those that may not.
 
         One that has ended since will load it when it starts, because it is recorded.
         """
@@ -73,8 +73,8 @@ class Siblings:
             raise PeerError(f"adapter {adapter.name!r} is loaded, but not in {failed}: load it again in place")
 
     async def forget_adapter(self, owner: str, name: str) -> None:
-        """Has all siblings forget an adapter. Raises `PeerError` with the names of those that may still serve it."""
-        request = siblings_pb2.ForgetAdapterRequest(owner=owner, name=name)
+        """Has all peers forget an adapter. Raises `PeerError` with the names of those that may still serve it."""
+        request = gateway_peers_pb2.ForgetAdapterRequest(owner=owner, name=name)
         outcomes = await self._ask(lambda stub, **options: stub.ForgetAdapter(request, **options), TIMEOUT_S)
         if failed := _failed(_of_living(outcomes)):
             raise PeerError(f"adapter {name!r} is not forgotten in {failed}: unload it again")
@@ -94,25 +94,25 @@ class Siblings:
             os.close(file)
 
     async def _ask(self, call: Callable[..., Awaitable[T]], timeout_s: float) -> dict[str, T | grpc.aio.AioRpcError]:
-        """What `call(stub, timeout=...)` returns or raises at each sibling, by address."""
+        """What `call(stub, timeout=...)` returns or raises at each peer, by address."""
 
         async def outcome(address: str) -> T | grpc.aio.AioRpcError:
             async with open_channel(address, self._max_message_bytes) as channel:
                 try:
-                    return await call(siblings_pb2_grpc.SiblingsStub(channel), timeout=timeout_s)
+                    return await call(gateway_peers_pb2_grpc.GatewayPeersStub(channel), timeout=timeout_s)
                 except grpc.aio.AioRpcError as error:
                     return error
 
         return dict(zip(self._addresses, await asyncio.gather(*map(outcome, self._addresses)), strict=True))
 
 
-def encode_owner(owner: Owner) -> siblings_pb2.Owner:
+def encode_owner(owner: Owner) -> gateway_peers_pb2.Owner:
     """The message for whose a request is."""
     key_name, client = owner
-    return siblings_pb2.Owner(key_name=key_name, client=client)
+    return gateway_peers_pb2.Owner(key_name=key_name, client=client)
 
 
-def decode_owner(message: siblings_pb2.Owner) -> Owner:
+def decode_owner(message: gateway_peers_pb2.Owner) -> Owner:
     """The owner of a message."""
     return message.key_name, message.client
 
@@ -126,22 +126,22 @@ def _lock(file: int) -> bool:
 
 
 def _answers(outcomes: dict[str, Any]) -> list[Any]:
-    """The answers; a sibling without one, which is restarting, has no requests."""
+    """The answers; a peer without one, which is restarting, has no requests."""
     for address, outcome in outcomes.items():
         if isinstance(outcome, grpc.aio.AioRpcError):
-            log.warning("a sibling did not answer", address=address, reason=outcome.details())
+            log.warning("a peer did not answer", address=address, reason=outcome.details())
     return [outcome for outcome in outcomes.values() if not isinstance(outcome, grpc.aio.AioRpcError)]
 
 
 def _of_living(outcomes: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Without those of siblings that do not run now."""
+    """Without those of peers that do not run now."""
     for address, outcome in outcomes.items():
         if not (isinstance(outcome, grpc.aio.AioRpcError) and outcome.code() is grpc.StatusCode.UNAVAILABLE):
             yield address, outcome
 
 
 def _failed(outcomes: Iterable[tuple[str, Any]]) -> str:
-    """Names and reasons of the siblings that failed; empty if none did."""
+    """Names and reasons of the peers that failed; empty if none did."""
     return ", ".join(
         f"the gateway at {address} ({outcome.details()})"
         for address, outcome in outcomes

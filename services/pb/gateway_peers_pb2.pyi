@@ -39,7 +39,7 @@ class StopHereResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SiblingAdapter(_message.Message):
+class PeerAdapter(_message.Message):
     __slots__ = ("owner", "name", "path", "hash")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from services.pb import siblings_pb2 as siblings__pb2
+from services.pb import gateway_peers_pb2 as gateway__peers__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in siblings_pb2_grpc.py depends on'
+        + ' but the generated code in gateway_peers_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class SiblingsStub:
+class GatewayPeersStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,38 +35,38 @@ class SiblingsStub:
             channel: A grpc.Channel.
         """
         self.AbortHere = channel.unary_unary(
-                '/twostroke.v1.Siblings/AbortHere',
-                request_serializer=siblings__pb2.AbortHereRequest.SerializeToString,
-                response_deserializer=siblings__pb2.AbortHereResponse.FromString,
+                '/twostroke.v1.GatewayPeers/AbortHere',
+                request_serializer=gateway__peers__pb2.AbortHereRequest.SerializeToString,
+                response_deserializer=gateway__peers__pb2.AbortHereResponse.FromString,
                 _registered_method=True)
         self.StopHere = channel.unary_unary(
-                '/twostroke.v1.Siblings/StopHere',
-                request_serializer=siblings__pb2.StopHereRequest.SerializeToString,
-                response_deserializer=siblings__pb2.StopHereResponse.FromString,
+                '/twostroke.v1.GatewayPeers/StopHere',
+                request_serializer=gateway__peers__pb2.StopHereRequest.SerializeToString,
+                response_deserializer=gateway__peers__pb2.StopHereResponse.FromString,
                 _registered_method=True)
         self.StageAdapter = channel.unary_unary(
-                '/twostroke.v1.Siblings/StageAdapter',
-                request_serializer=siblings__pb2.SiblingAdapter.SerializeToString,
-                response_deserializer=siblings__pb2.StageAdapterResponse.FromString,
+                '/twostroke.v1.GatewayPeers/StageAdapter',
+                request_serializer=gateway__peers__pb2.PeerAdapter.SerializeToString,
+                response_deserializer=gateway__peers__pb2.StageAdapterResponse.FromString,
                 _registered_method=True)
         self.UnstageAdapter = channel.unary_unary(
-                '/twostroke.v1.Siblings/UnstageAdapter',
-                request_serializer=siblings__pb2.UnstageAdapterRequest.SerializeToString,
-                response_deserializer=siblings__pb2.UnstageAdapterResponse.FromString,
+                '/twostroke.v1.GatewayPeers/UnstageAdapter',
+                request_serializer=gateway__peers__pb2.UnstageAdapterRequest.SerializeToString,
+                response_deserializer=gateway__peers__pb2.UnstageAdapterResponse.FromString,
                 _registered_method=True)
         self.ServeAdapter = channel.unary_unary(
-                '/twostroke.v1.Siblings/ServeAdapter',
-                request_serializer=siblings__pb2.SiblingAdapter.SerializeToString,
-                response_deserializer=siblings__pb2.ServeAdapterResponse.FromString,
+                '/twostroke.v1.GatewayPeers/ServeAdapter',
+                request_serializer=gateway__peers__pb2.PeerAdapter.SerializeToString,
+                response_deserializer=gateway__peers__pb2.ServeAdapterResponse.FromString,
                 _registered_method=True)
         self.ForgetAdapter = channel.unary_unary(
-                '/twostroke.v1.Siblings/ForgetAdapter',
-                request_serializer=siblings__pb2.ForgetAdapterRequest.SerializeToString,
-                response_deserializer=siblings__pb2.ForgetAdapterResponse.FromString,
+                '/twostroke.v1.GatewayPeers/ForgetAdapter',
+                request_serializer=gateway__peers__pb2.ForgetAdapterRequest.SerializeToString,
+                response_deserializer=gateway__peers__pb2.ForgetAdapterResponse.FromString,
                 _registered_method=True)
 
 
-class SiblingsServicer:
+class GatewayPeersServicer:
     """Missing associated documentation comment in .proto file."""
 
     def AbortHere(self, request, context):
@@ -113,47 +113,47 @@ class SiblingsServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_SiblingsServicer_to_server(servicer, server):
+def add_GatewayPeersServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'AbortHere': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortHere,
-                    request_deserializer=siblings__pb2.AbortHereRequest.FromString,
-                    response_serializer=siblings__pb2.AbortHereResponse.SerializeToString,
+                    request_deserializer=gateway__peers__pb2.AbortHereRequest.FromString,
+                    response_serializer=gateway__peers__pb2.AbortHereResponse.SerializeToString,
             ),
             'StopHere': grpc.unary_unary_rpc_method_handler(
                     servicer.StopHere,
-                    request_deserializer=siblings__pb2.StopHereRequest.FromString,
-                    response_serializer=siblings__pb2.StopHereResponse.SerializeToString,
+                    request_deserializer=gateway__peers__pb2.StopHereRequest.FromString,
+                    response_serializer=gateway__peers__pb2.StopHereResponse.SerializeToString,
             ),
             'StageAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.StageAdapter,
-                    request_deserializer=siblings__pb2.SiblingAdapter.FromString,
-                    response_serializer=siblings__pb2.StageAdapterResponse.SerializeToString,
+                    request_deserializer=gateway__peers__pb2.PeerAdapter.FromString,
+                    response_serializer=gateway__peers__pb2.StageAdapterResponse.SerializeToString,
             ),
             'UnstageAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnstageAdapter,
-                    request_deserializer=siblings__pb2.UnstageAdapterRequest.FromString,
-                    response_serializer=siblings__pb2.UnstageAdapterResponse.SerializeToString,
+                    request_deserializer=gateway__peers__pb2.UnstageAdapterRequest.FromString,
+                    response_serializer=gateway__peers__pb2.UnstageAdapterResponse.SerializeToString,
             ),
             'ServeAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.ServeAdapter,
-                    request_deserializer=siblings__pb2.SiblingAdapter.FromString,
-                    response_serializer=siblings__pb2.ServeAdapterResponse.SerializeToString,
+                    request_deserializer=gateway__peers__pb2.PeerAdapter.FromString,
+                    response_serializer=gateway__peers__pb2.ServeAdapterResponse.SerializeToString,
             ),
             'ForgetAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetAdapter,
-                    request_deserializer=siblings__pb2.ForgetAdapterRequest.FromString,
-                    response_serializer=siblings__pb2.ForgetAdapterResponse.SerializeToString,
+                    request_deserializer=gateway__peers__pb2.ForgetAdapterRequest.FromString,
+                    response_serializer=gateway__peers__pb2.ForgetAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'twostroke.v1.Siblings', rpc_method_handlers)
+            'twostroke.v1.GatewayPeers', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('twostroke.v1.Siblings', rpc_method_handlers)
+    server.add_registered_method_handlers('twostroke.v1.GatewayPeers', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Siblings:
+class GatewayPeers:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -170,9 +170,9 @@ class Siblings:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/twostroke.v1.Siblings/AbortHere',
-            siblings__pb2.AbortHereRequest.SerializeToString,
-            siblings__pb2.AbortHereResponse.FromString,
+            '/twostroke.v1.GatewayPeers/AbortHere',
+            gateway__peers__pb2.AbortHereRequest.SerializeToString,
+            gateway__peers__pb2.AbortHereResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -197,9 +197,9 @@ class Siblings:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/twostroke.v1.Siblings/StopHere',
-            siblings__pb2.StopHereRequest.SerializeToString,
-            siblings__pb2.StopHereResponse.FromString,
+            '/twostroke.v1.GatewayPeers/StopHere',
+            gateway__peers__pb2.StopHereRequest.SerializeToString,
+            gateway__peers__pb2.StopHereResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -224,9 +224,9 @@ class Siblings:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/twostroke.v1.Siblings/StageAdapter',
-            siblings__pb2.SiblingAdapter.SerializeToString,
-            siblings__pb2.StageAdapterResponse.FromString,
+            '/twostroke.v1.GatewayPeers/StageAdapter',
+            gateway__peers__pb2.PeerAdapter.SerializeToString,
+            gateway__peers__pb2.StageAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -251,9 +251,9 @@ class Siblings:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/twostroke.v1.Siblings/UnstageAdapter',
-            siblings__pb2.UnstageAdapterRequest.SerializeToString,
-            siblings__pb2.UnstageAdapterResponse.FromString,
+            '/twostroke.v1.GatewayPeers/UnstageAdapter',
+            gateway__peers__pb2.UnstageAdapterRequest.SerializeToString,
+            gateway__peers__pb2.UnstageAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -278,9 +278,9 @@ class Siblings:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/twostroke.v1.Siblings/ServeAdapter',
-            siblings__pb2.SiblingAdapter.SerializeToString,
-            siblings__pb2.ServeAdapterResponse.FromString,
+            '/twostroke.v1.GatewayPeers/ServeAdapter',
+            gateway__peers__pb2.PeerAdapter.SerializeToString,
+            gateway__peers__pb2.ServeAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -305,9 +305,9 @@ class Siblings:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/twostroke.v1.Siblings/ForgetAdapter',
-            siblings__pb2.ForgetAdapterRequest.SerializeToString,
-            siblings__pb2.ForgetAdapterResponse.FromString,
+            '/twostroke.v1.GatewayPeers/ForgetAdapter',
+            gateway__peers__pb2.ForgetAdapterRequest.SerializeToString,
+            gateway__peers__pb2.ForgetAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,8 +16,8 @@ import pytest
 
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL
-from services.gateway.link.siblings import Siblings
-from services.pb import gateway_pb2, siblings_pb2, siblings_pb2_grpc, triton_pb2_grpc
+from services.gateway.link.gateway_peers import GatewayPeers
+from services.pb import gateway_pb2, gateway_peers_pb2, gateway_peers_pb2_grpc, triton_pb2_grpc
 from tests.support.adapters import make_adapter
 from tests.support.clients.gateway_calls import ids
 from tests.support.clients.http_clients import async_client
@@ -45,10 +45,10 @@ def adapters(tmp_path: Path) -> Path:
 
 
 def options_of(directory: Path, index: int, num_gateways: int) -> ChildOptions:
-    addresses = [f"unix:{directory}/sibling-{each}.sock" for each in range(num_gateways)]
+    addresses = [f"unix:{directory}/peer-{each}.sock" for each in range(num_gateways)]
     return ChildOptions(
-        sibling_address=addresses[index],
-        sibling_addresses=tuple(each for each in addresses if each != addresses[index]),
+        peer_address=addresses[index],
+        peer_addresses=tuple(each for each in addresses if each != addresses[index]),
         change_lock=directory / "lock",
     )
 
@@ -71,7 +71,7 @@ def endless() -> FakeDense:
 def with_gateways(
     directory: Path, test: Callable[[Gateways, list[FakeDense]], Awaitable[None]], num_gateways: int = 3, **options: Any
 ) -> None:
-    """Runs `test` against gateways that are siblings, each with a dense worker of its own."""
+    """Runs `test` against gateways that are peers, each with a dense worker of its own."""
 
     async def body() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -126,10 +126,10 @@ def test_an_adapter_that_one_gateway_cannot_load_is_loaded_by_none(tmp_path: Pat
     async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
         headers = WAYS[0](KEYS["ann"])
         assert (await post(gateways[0], LOAD, {"lora_name": "x", "lora_path": "a"}, headers)).status_code == 200
-        message = siblings_pb2.SiblingAdapter(owner="ann", name="y", path="b", hash="0" * 64)
-        siblings = Siblings([options_of(tmp_path, 1, 3).sibling_address, f"unix:{tmp_path}/gone.sock"])  # type: ignore[list-item]
-        with pytest.raises(Exception, match=r"'y' is not loaded.*sibling-1\.sock \(Loading lora y failed: its files"):
-            await siblings.stage_adapter(message)
+        message = gateway_peers_pb2.PeerAdapter(owner="ann", name="y", path="b", hash="0" * 64)
+        peers = GatewayPeers([options_of(tmp_path, 1, 3).peer_address, f"unix:{tmp_path}/gone.sock"])  # type: ignore[list-item]
+        with pytest.raises(Exception, match=r"'y' is not loaded.*peer-1\.sock \(Loading lora y failed: its files"):
+            await peers.stage_adapter(message)
         assert [await names_at(each, headers) for each in gateways] == [{"x"}] * 3
 
     with_gateways(tmp_path, test, api_keys_file=keys_file(tmp_path), lora_directory=adapters)
@@ -146,7 +146,7 @@ def test_while_a_gateway_is_down_nothing_is_loaded_and_when_it_starts_it_has_eve
                 assert (await post(first, LOAD, {"lora_name": "y", "lora_path": "b"}, {})).status_code == 200
             body = {"lora_name": "x", "lora_path": "b", "load_inplace": True}
             refused = await post(first, LOAD, body, {})
-            assert refused.status_code == 503 and "sibling-1.sock" in refused.text
+            assert refused.status_code == 503 and "peer-1.sock" in refused.text
             refused = await post(first, LOAD, {"lora_name": "z", "lora_path": "a"}, {})
             assert refused.status_code == 503
             assert (await post(first, UNLOAD, {"lora_name": "y"}, {})).status_code == 200
@@ -174,19 +174,19 @@ def test_loads_of_one_name_at_several_gateways_at_once_leave_one_adapter(tmp_pat
     with_gateways(tmp_path, test, lora_directory=adapters)
 
 
-def test_a_gateway_that_starts_takes_the_changes_of_its_siblings_meanwhile(tmp_path: Path, adapters: Path) -> None:
+def test_a_gateway_that_starts_takes_the_changes_of_its_peers_meanwhile(tmp_path: Path, adapters: Path) -> None:
     """It has not staged what it is to serve; then it reads that itself."""
 
     async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
-        [address] = {options_of(tmp_path, 0, 1).sibling_address}
+        [address] = {options_of(tmp_path, 0, 1).peer_address}
         async with grpc.aio.insecure_channel(str(address)) as channel:
-            stub = siblings_pb2_grpc.SiblingsStub(channel)
+            stub = gateway_peers_pb2_grpc.GatewayPeersStub(channel)
             loaded = (await gateways[0].stub.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="x", path="a"))).adapter
-            adapter = siblings_pb2.SiblingAdapter(name="y", path="a", hash=loaded.hash)
+            adapter = gateway_peers_pb2.PeerAdapter(name="y", path="a", hash=loaded.hash)
             await stub.ServeAdapter(adapter)
             assert await names_at(gateways[0], {}) == {"x", "y"}
-            await stub.ForgetAdapter(siblings_pb2.ForgetAdapterRequest(name="y"))
-            await stub.ForgetAdapter(siblings_pb2.ForgetAdapterRequest(name="y"))
+            await stub.ForgetAdapter(gateway_peers_pb2.ForgetAdapterRequest(name="y"))
+            await stub.ForgetAdapter(gateway_peers_pb2.ForgetAdapterRequest(name="y"))
             assert await names_at(gateways[0], {}) == {"x"}
             shutil.rmtree(adapters / "a")
             with pytest.raises(grpc.aio.AioRpcError):
@@ -195,11 +195,11 @@ def test_a_gateway_that_starts_takes_the_changes_of_its_siblings_meanwhile(tmp_p
     with_gateways(tmp_path, test, num_gateways=1, lora_directory=adapters)
 
 
-def test_clients_do_not_reach_the_calls_of_siblings(tmp_path: Path, adapters: Path) -> None:
+def test_clients_do_not_reach_the_calls_of_peers(tmp_path: Path, adapters: Path) -> None:
     async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
-        stub = siblings_pb2_grpc.SiblingsStub(gateways[0].channel)
+        stub = gateway_peers_pb2_grpc.GatewayPeersStub(gateways[0].channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.ForgetAdapter(siblings_pb2.ForgetAdapterRequest(name="x"), metadata=bearer("ann"))
+            await stub.ForgetAdapter(gateway_peers_pb2.ForgetAdapterRequest(name="x"), metadata=bearer("ann"))
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     with_gateways(tmp_path, test, num_gateways=1, api_keys_file=keys_file(tmp_path), lora_directory=adapters)
