@@ -12,7 +12,7 @@ weights are random, but the text is known (`tests/support/workers/known_text_den
 are texts of their prompts with every 24th token changed, *unpredictable* ones repeat nothing, and *misleading* ones
 have prompts in which each three tokens of the answer occur before a wrong fourth. The second table forces drafts: their
 number in each step of one stream, and how many are right, are given. `--heads DIR` adds services with Medusa heads,
-whose guesses are right as often as the texts are like those that the heads were trained with; so does `--eagle DIR`
+whose drafts are right as often as the texts are like those that the heads were trained with; so does `--eagle DIR`
 with an EAGLE-3 head. `--draft-model DIR` adds services with a draft model.
 """
 

@@ -183,14 +183,14 @@ class SchedulerSection(Section):
     max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
     max_beam_width: Count = 16  # maximum number of beams of a search; also at most max_num_seqs
-    # ngram: a sequence's next tokens are guessed from its own text; suffix: also from earlier answers to its client;
+    # ngram: a sequence's next tokens are copied from its own text; suffix: also from earlier answers to its client;
     # medusa, eagle3: by heads that were trained for the model; draft_model: by a smaller model
     speculation: Literal["off", "ngram", "suffix", "medusa", "eagle3", "draft_model"] = "off"
     speculation_model: Path | None = None  # medusa, eagle3: directory of the heads' config.json and safetensors
     draft_model: Path | None = None  # draft_model: a Hugging Face model directory, of a model with the same vocabulary
     draft_cache_bytes: Count = 2**30  # draft_model, eagle3: most memory of its KV cache; no room, no drafts
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 7  # most guessed tokens of a sequence in one step
-    prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3  # ngram: fewest equal tokens before a guess
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 7  # most draft tokens of a sequence in one step
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3  # ngram: fewest equal tokens before a draft
     prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] = 5  # ngram: equal tokens beyond which no longer match counts
     suffix_cached_tokens: Annotated[int, Field(ge=16384)] = 2**20  # suffix: of earlier answers; 30 bytes for each
 

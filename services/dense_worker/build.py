@@ -16,21 +16,15 @@ from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_form
 from services.common.kv_cache.scales import KVScales
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
-from services.dense_worker.draft_model.guessing_model import GuessingModel
-from services.dense_worker.draft_model.load import load_draft_model
-from services.dense_worker.draft_model.model import DraftModel
-from services.dense_worker.eagle.eagle_model import EagleModel
-from services.dense_worker.eagle.guessing_eagle import GuessingEagle
-from services.dense_worker.eagle.load_eagle import load_eagle_head, make_eagle_model
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
+from services.dense_worker.features.drafting.drafter import Drafter
+from services.dense_worker.features.drafting.load_drafter import load_drafter
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
-from services.dense_worker.medusa.heads import MedusaHeads
-from services.dense_worker.medusa.load_heads import load_heads
 from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.gated.recurrence_weights import (
@@ -43,8 +37,8 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.parameters import parts_of_type
-from services.dense_worker.runner.guesses import Guessing, GuessingHeads
 from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.tensorrt.profiles import Limits
 from services.pb import dense_pb2
@@ -61,7 +55,7 @@ class LoadedModel:
     backend: str  # its name
     runner: ModelRunner
     lora: LoraStore | None  # the adapters of the backend; None: they are off
-    num_heads: int  # Medusa heads; 0: there are none
+    drafter: Drafter | None  # None: speculation is off
     kv_cache_dtype: KVCacheFormat
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sinks  # of attention; empty: the model has none
@@ -127,21 +121,19 @@ def load_model(
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
     prepared = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
-    heads = _load_heads(config, model)
-    head = load_eagle_head(scheduler, model)
-    draft_model = load_draft_model(scheduler, section, model)
+    make_drafter = load_drafter(config, model)
     weights = _load_weights(section, model)
     if model.config.quantization is not None:
         log_formats(model.config.quantization.method, weights)
     lora = make_lora(config, model, weights)
     with naming_what_needs_memory("the buffers of a step"):
         selected = prepared.load(weights, lora)
-        eagle = None if head is None else make_eagle_model(head, weights.embedding.table.data, scheduler, model)
-        runner = _build_runner(config, model, selected, lora, heads or eagle or draft_model, takes_over)
+        sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
+        drafter = make_drafter and make_drafter(weights, sampler)
+        runner = _build_runner(config, model, selected, sampler, lora, drafter and drafter.on_device, takes_over)
     experts = make_expert_loads(weights)
-    num_heads = 0 if heads is None else heads.num_heads
     return LoadedModel(
-        model, digest, selected.name, runner, lora, num_heads, kv_cache_dtype, scales, sinks, gated_delta, experts
+        model, digest, selected.name, runner, lora, drafter, kv_cache_dtype, scales, sinks, gated_delta, experts
     )
 
 
@@ -189,36 +181,18 @@ def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
         return load_weights(section.path, model.config, model.dtype, model.device)
 
 
-def _load_heads(config: Config, model: ResolvedModel) -> MedusaHeads | None:
-    """The Medusa heads of `scheduler.speculation_model`, no more than a sequence may have drafts."""
-    path, most = config.scheduler.speculation_model, config.scheduler.num_speculative_tokens
-    if path is None or config.scheduler.speculation != "medusa":
-        return None
-    with naming_what_needs_memory("the Medusa heads"):
-        heads = load_heads(path, model.config, model.dtype, model.device, most)
-    log.info("Medusa heads loaded", path=str(path), num_heads=heads.num_heads, num_speculative_tokens=most)
-    return heads
-
-
 def _build_runner(
     config: Config,
     model: ResolvedModel,
     selected: SelectedBackend,
+    sampler: Sampler,
     lora: LoraStore | None,
-    guesses_by: MedusaHeads | EagleModel | DraftModel | None,
+    hook: StepHook | None,
     takes_over: bool,
 ) -> ModelRunner:
     scheduler = config.scheduler
-    sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
-    guessing: Guessing | None = None
-    if isinstance(guesses_by, MedusaHeads):
-        guessing = GuessingHeads(guesses_by, scheduler.max_num_seqs)
-    elif isinstance(guesses_by, EagleModel):
-        guessing = GuessingEagle(guesses_by, sampler, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    elif guesses_by is not None:
-        guessing = GuessingModel(guesses_by, sampler, scheduler.max_num_seqs)
     if model.device.type == "cpu":
-        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora, guessing)
+        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora, hook)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     cuda_runner = CudaModelRunner(
@@ -230,7 +204,7 @@ def _build_runner(
         scheduler.max_num_batched_tokens,
         captures_lazily=config.dense.captures_lazily or takes_over,
         lora=lora,
-        guessing=guessing,
+        hook=hook,
     )
     if takes_over:
         cuda_runner.warm_up()

@@ -118,26 +118,6 @@ class _CountsCollector:
             counts.num_preemptions,
         )
         yield CounterMetricFamily("twostroke_dense_steps", "Steps published.", counts.num_steps)
-        drafts = counts.drafts
-        yield CounterMetricFamily(
-            "twostroke_dense_spec_decode_num_drafts",
-            "Sequences that got drafts in a step, once for each such step.",
-            drafts.num_drafts,
-        )
-        yield CounterMetricFamily(
-            "twostroke_dense_spec_decode_num_draft_tokens", "Drafts that steps have verified.", drafts.num_draft_tokens
-        )
-        yield CounterMetricFamily(
-            "twostroke_dense_spec_decode_num_accepted_tokens", "Drafts that were right.", drafts.num_accepted_tokens
-        )
-        at_place = CounterMetricFamily(
-            "twostroke_dense_spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were right, by their place among the drafts of their step; the first is 0.",
-            labels=["position"],
-        )
-        for place, num_accepted in enumerate(drafts.num_accepted_at):
-            at_place.add_metric([str(place)], num_accepted)
-        yield at_place
 
 
 class _ExpertCollector:

@@ -19,11 +19,12 @@ from services.dense_worker.engine.attention_client import AttachOptions, Attenti
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.observer import EngineObserver, ObservingDraftSource
-from services.dense_worker.engine.speculation.choose_source import make_draft_source
+from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.drafting.drafting import Drafting
+from services.dense_worker.features.drafting.load_drafter import make_drafting
 from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.lora.loader import AdapterLoader
@@ -111,9 +112,9 @@ class DenseWorker:
         """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()
 
-    def draft_source(self) -> ObservingDraftSource | None:
-        """The source of drafts that `scheduler.speculation` names, if any."""
-        return make_draft_source(self._config.scheduler, self._model.num_heads)
+    def drafting(self) -> Drafting:
+        """What decides when steps have draft tokens."""
+        return make_drafting(self._config.scheduler, self._model.drafter)
 
     def _report_loading(self, line: str) -> None:
         """Called on the thread that loads."""
@@ -152,15 +153,16 @@ class DenseWorker:
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
 
-        drafts = self.draft_source()
+        drafting = self.drafting()
+        self._registry.register(drafting.counts)
         engine = self._engine = Engine(
             scheduler_limits(config, model.resolved),
             model.runner,
             self._client,
             deliver,
             result_timeout_s=config.channel.wait_timeout_s,
-            observers=observers if drafts is None else [*observers, drafts],
-            drafts=drafts,
+            observers=observers,
+            drafting=drafting,
             adapters=self._adapter_slots(),
             forks=make_fork_policy(model.resolved.config),
         )

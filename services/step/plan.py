@@ -34,7 +34,7 @@ class PlanEntry(NamedTuple):
     position: int  # tokens in the KV cache that stay; the step overwrites the cache from there on
     num_tokens: int  # at least 1
     num_logits: int  # number of last rows that need logits: 0, or 1 more than there are drafts
-    draft_token_ids: tuple[int, ...] = ()  # the entry's last tokens: guesses that the step verifies
+    draft_token_ids: tuple[int, ...] = ()  # the entry's last tokens, which the step verifies
 
 
 @dataclass(frozen=True, slots=True, eq=False)

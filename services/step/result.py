@@ -78,6 +78,4 @@ class StepResult:
     ended: Mapping[int, str | None] = field(default_factory=dict)
     logits: Sequence[Logits] = ()  # from which output tokens were sampled, if requested
     prompt_logits: Sequence[Logits] = ()  # after prompt tokens, if requested
-    # By seq_id: guesses of the tokens after these, if the step was asked for them. Empty: not ready for guesses yet.
-    guesses: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    guess_s: float = 0.0  # how long these took
+    follow_up_s: float = 0.0  # how long what followed the step's sampler took; 0: nothing did

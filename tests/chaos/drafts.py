@@ -17,7 +17,7 @@ from tests.support.reference import reference_tokens
 
 NOISE = 0.15  # of a draft model's weights, as a part of their own deviation
 NUM_KNOWN_TOKENS = 60
-NUM_GUESSES = 3
+NUM_DRAFTS = 3
 
 
 def speculation_settings(speculation: str, directory: Path) -> list[str]:
@@ -27,9 +27,9 @@ def speculation_settings(speculation: str, directory: Path) -> list[str]:
         settings.append(f"scheduler.draft_model={make_noisy_model(directory / 'draft')}")
     elif speculation in ("medusa", "eagle3"):
         make = heads_that_know if speculation == "medusa" else head_that_knows
-        path = make(directory / "heads", KNOWN_PROMPT, known_answer(), NUM_GUESSES)
+        path = make(directory / "heads", KNOWN_PROMPT, known_answer(), NUM_DRAFTS)
         settings.append(f"scheduler.speculation_model={path}")
-        settings.append(f"scheduler.num_speculative_tokens={NUM_GUESSES}")
+        settings.append(f"scheduler.num_speculative_tokens={NUM_DRAFTS}")
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Speculation on a GPU: the answers are those without it, also over a kill."""
+"""MeasuredDrafting on a GPU: the answers are those without it, also over a kill."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.dense_worker.medusa.heads import MedusaHeads, ResidualBlocks
-from services.dense_worker.runner.guesses import last_rows
+from services.dense_worker.features.drafting.device_drafter import last_rows
+from services.dense_worker.features.drafting.medusa.heads import MedusaHeads, ResidualBlocks
 from services.step import PlanEntry
 from tests.gpu.gpu_cluster import gpu_cluster
 from tests.support.clients.streams import collect_all
@@ -57,7 +57,7 @@ def test_answers_are_those_without_medusa_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
-def test_heads_guess_on_a_gpu_as_on_a_cpu(dtype: torch.dtype, num_rows: int) -> None:
+def test_heads_draft_on_a_gpu_as_on_a_cpu(dtype: torch.dtype, num_rows: int) -> None:
     """Where two tokens are about as likely, rounding may choose either."""
     plain = random_heads(3, 256, 1000)
 
@@ -69,7 +69,7 @@ def test_heads_guess_on_a_gpu_as_on_a_cpu(dtype: torch.dtype, num_rows: int) -> 
         return MedusaHeads([ResidualBlocks(weights, biases[:, None])], stack([head.lm_head for head in plain]))
 
     hidden = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = make("cuda", dtype).guess(hidden.cuda()).cpu()
+    found = make("cuda", dtype).draft(hidden.cuda()).cpu()
     exact = make("cpu", torch.float64)
     x = exact.blocks[0].forward(hidden.double().expand(3, -1, -1))
     logits = torch.bmm(x, exact.lm_head.transpose(1, 2)).transpose(0, 1)

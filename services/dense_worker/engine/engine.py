@@ -14,21 +14,22 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import structlog
 
 from services.common.engine_thread import EngineThread
 from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
-from services.dense_worker.engine.drafts import DraftSource, take_guesses
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.observer import EngineCounts, EngineObserver, describe_step, read_counts
+from services.dense_worker.engine.observer import EngineCounts, EngineObserver, StepStats
 from services.dense_worker.engine.progress import progress_of
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.runner.model_runner import ModelRunner
@@ -59,17 +60,17 @@ class Engine:
         deliver: Callable[[StepReport], None],
         result_timeout_s: float,
         observers: SequenceOf[EngineObserver] = (),
-        drafts: DraftSource | None = None,
+        drafting: Drafting | None = None,
         adapters: AdapterSlots | None = None,
         forks: ForkPolicy | None = None,
     ) -> None:
-        self._scheduler = Scheduler(limits, drafts, adapters, forks)
-        self._drafts = drafts
+        drafting = drafting or Drafting()
+        self._scheduler = Scheduler(limits, drafting, adapters, forks)
         self._runner = runner
         self._attention = attention
         self._deliver = deliver
         self._result_timeout_s = result_timeout_s
-        self._observers = observers
+        self._observers = (*observers, drafting)
         self._thread = EngineThread(self._work)
         self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
@@ -78,7 +79,7 @@ class Engine:
     @property
     def counts(self) -> EngineCounts:
         """The current counts. May be called from any thread."""
-        return read_counts(self._scheduler, is_attached=self._session is not None)
+        return _read_counts(self._scheduler, is_attached=self._session is not None)
 
     def progress(self, num_layers: int) -> Progress | None:
         """The progress for the watchdog; None without work or attention worker. May be called from any thread."""
@@ -159,12 +160,9 @@ class Engine:
         return published is not None or step is not None
 
     def _is_long(self, session: Session, step: InFlight) -> bool:
-        """Whether a step takes so long that the next plan is published near its end, and not before it runs.
-
-        Not with drafts, whose source may want guesses of that step: it is asked for them before it runs.
-        """
+        """Whether a step takes so long that the next plan is published near its end, and not before it runs."""
         assert step.running is not None, "a step is launched before it is collected"
-        return step.running.runs_when_collected and self._drafts is None and session.last_step_s >= _LONG_STEP_S
+        return step.running.runs_when_collected and session.last_step_s >= _LONG_STEP_S
 
     def _admit(self, session: Session) -> None:
         """Chooses the sequences to open next; the next plan opens them."""
@@ -196,13 +194,8 @@ class Engine:
         """The next plan; None if there is none yet."""
         if session.is_leaving:
             return None
-        if session.in_flight:
-            waits, running = self._scheduler.decide_to_wait(), session.in_flight[-1].running
-            num_guesses = 0 if self._drafts is None else self._drafts.wanted_guesses(session.running)
-            if num_guesses and running is not None:
-                running.guess(num_guesses)
-            if waits:
-                return None
+        if session.in_flight and self._scheduler.waits_for(session.in_flight[-1]):
+            return None
         return self._scheduler.schedule()
 
     def _publish(self, session: Session, published: PublishedPlan) -> None:
@@ -254,7 +247,7 @@ class Engine:
     def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
         """Appends the step's tokens to their sequences."""
         session.complete(step, time.monotonic())
-        step.guess_s = result.guess_s
+        step.follow_up_s = result.follow_up_s
         published = step.published
         sequences = [entry.sequence for entry in published.entries]
         self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
@@ -263,8 +256,6 @@ class Engine:
         logits = step_report.record_logits(sequences, result.logits)
         prompt_logits = step_report.record_prompt_logits(sequences, result.prompt_logits)
         outputs = self._scheduler.update(published, result)
-        if self._drafts is not None and result.guesses:
-            take_guesses(self._drafts, sequences, result.guesses)
         step_report.record_first_tokens(outputs.others, step.end_s)
         return StepReport(
             published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs, logits, prompt_logits
@@ -274,7 +265,7 @@ class Engine:
         """Delivers the step's report to the gateways, then its figures to the observers."""
         if report.started or report.outputs or report.prompt_logprobs or report.prompt_logits:
             self._deliver(report)
-        stats = describe_step(step, self._scheduler, report.outputs.num_tokens)
+        stats = _describe_step(step, self._scheduler, report.outputs.num_tokens)
         for observer in self._observers:
             observer.on_step(stats, report.started, report.outputs.others)
 
@@ -350,3 +341,38 @@ class Engine:
             self._runner.open(opening.known)
             log.debug("opened", request_id=opening.new.request_id, num_cached_tokens=answer.num_cached_tokens)
         return [] if output is None else [output]
+
+
+def _read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
+    """The present counts. May be called from any thread."""
+    return EngineCounts(
+        scheduler.num_waiting,
+        scheduler.num_opening,
+        scheduler.num_running,
+        scheduler.num_steps,
+        scheduler.num_preemptions,
+        is_attached,
+    )
+
+
+def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int) -> StepStats:
+    """The figures of a step that has just run, and from which sequences got so many tokens."""
+    plan, ledger = step.published.plan, scheduler.session.ledger
+    return StepStats(
+        step_id=plan.step_id,
+        num_seqs=len(plan.entries),
+        num_tokens=plan.num_tokens,
+        num_sampled=int(np.add.reduce(plan.entries.num_logits)),
+        num_output_tokens=num_output_tokens,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_preemptions=scheduler.num_preemptions,
+        num_blocks=ledger.num_blocks,
+        num_free_blocks=ledger.num_free_blocks,
+        num_reserved_blocks=ledger.num_reserved_blocks,
+        gap_s=step.gap_s,
+        launch_s=step.launch_s,
+        duration_s=step.end_s - step.begin_s,
+        wait_s=step.wait_s,
+        follow_up_s=step.follow_up_s,
+    )

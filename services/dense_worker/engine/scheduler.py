@@ -15,16 +15,16 @@ import numpy as np
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.dense_worker.engine.decode_rows import PlannedRows
-from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
+from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Opening, PublishedPlan, Session
 from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
 from services.dense_worker.features.row_policy import RowPolicy
 from services.dense_worker.lora.adapter_slots import AdapterSlots
@@ -48,14 +48,13 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        drafts: DraftSource | None = None,
+        drafting: Drafting | None = None,
         adapters: AdapterSlots | None = None,
         forks: ForkPolicy | None = None,
     ) -> None:
         self.limits = limits
         self.session = Session(NO_ATTACHMENT)  # until the first attachment
-        self.draft_counts = DraftCounts()
-        self._drafts = drafts
+        self._drafting = drafting or Drafting()
         self._adapters = adapters or AdapterSlots()
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
@@ -74,16 +73,15 @@ class Scheduler:
         """Total number of preemptions."""
         return self._num_past_preemptions + self._residency.num_preemptions
 
-    def decide_to_wait(self) -> bool:
-        """Decides whether the next step is planned only when the one under way has ended, because of drafts.
+    def waits_for(self, step: InFlight) -> bool:
+        """Decides whether the next step is planned only when this one, the newest under way, has ended.
 
-        Called once for each step that is planned while another one is under way.
+        Called once for each step, after it has been launched and before it is collected.
         """
-        if self._drafts is None:
-            return False
+        assert step.running is not None, "a step is launched before the next one is planned"
         session = self.session  # forks come first, before the sequence from which they are can end
         most = 0 if session.to_fork else self.limits.max_num_seqs - len(session.running)
-        return self._drafts.waits(session.running, most)
+        return self._drafting.waits_for(step.running, session.running, most)
 
     @property
     def num_steps(self) -> int:
@@ -348,7 +346,8 @@ class Scheduler:
         if error := result.ended.get(sequence.seq_id):
             self._finish(sequence)
             return SequenceOutput(sequence, (), FinishReason.ERROR, InvalidRequest(error, sequence.form_field))
-        self.draft_counts.add(num_draft_tokens, len(token_ids) - 1)
+        if num_draft_tokens:
+            self._drafting.counts.add(num_draft_tokens, len(token_ids) - 1)
         first = len(sequence.output_token_ids)
         finish_reason = sequence.append(token_ids, is_complete=sequence.seq_id in result.ended)
         self._suspects.clear(sequence)
@@ -358,7 +357,7 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
             sampled += [(sequence.seq_id, token_id) for token_id in token_ids]
-            if self._drafts is None and sequence.is_plain and self.session.ledger.retention.window is None:
+            if self._has_rows and sequence.is_plain:
                 self.session.enter_row(sequence)
         return SequenceOutput(sequence, token_ids, None)
 
@@ -396,7 +395,9 @@ class Scheduler:
             self._residency,
             is_guaranteed=limits.policy == "guaranteed_no_evict",
         )
-        self._planner = StepPlanner(session, self._waiting, limits, self._drafts, self._forks, self._residency)
+        self._planner = StepPlanner(session, self._waiting, limits, self._drafting, self._forks, self._residency)
+        # Whether plain sequences have rows: not where each is looked at in each step.
+        self._has_rows = not self._drafting.looks_at_each and session.ledger.retention.window is None
 
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
@@ -407,8 +408,7 @@ class Scheduler:
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
         self._forks.remove(sequence)
-        if self._drafts is not None:
-            self._drafts.finish(sequence)
+        self._drafting.finish(sequence)
         if status is SequenceStatus.RUNNING:
             self._residency.leave(sequence)
         elif status is SequenceStatus.WAITING:
@@ -429,5 +429,6 @@ class Scheduler:
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
         self._forks.remove(sequence)
+        self._drafting.finish(sequence)
         self._waiting.forget(sequence)
         return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))

@@ -15,9 +15,7 @@ from services.dense_worker.runner.known_sequence import KnownSequence
 from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, SequenceSpec, TokenReport
 
-if TYPE_CHECKING:  # they need numpy, torch and protobuf
-    from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
-    from services.dense_worker.engine.speculation.predictor import Predictor
+if TYPE_CHECKING:  # they need torch and protobuf
     from services.dense_worker.features.row_policy import OutputReport, RowPolicy
     from services.dense_worker.prompts.loaded_table import LoadedTable
 
@@ -63,7 +61,6 @@ class Sequence:
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
     grammar: GrammarMatcher | None = None  # of `spec.sampling.structured_output`; the runner moves it
-    predictor: Predictor | HeadPredictor | None = None  # of its next tokens; the source of drafts makes it if needed
     policy: RowPolicy | None = None  # None: it is one row, whose tokens are sampled
 
     status: SequenceStatus = SequenceStatus.WAITING

@@ -78,7 +78,7 @@ class InFlight:
     begin_s: float = 0.0  # when the step before it ended, or its own launch if that was later
     gap_s: float = 0.0  # from the end of the step before it to its launch; 0 if it was planned ahead
     end_s: float = 0.0  # when its tokens were here
-    guess_s: float = 0.0  # part of it in which the tokens after its own were guessed
+    follow_up_s: float = 0.0  # part of it that followed its sampler
     waited_before_s: float | None = None  # the channel's total wait when it began to run; None on CUDA
     wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
 

@@ -120,8 +120,8 @@ def line_of(timestamp: float, stats: StepStats, num_dropped: int) -> dict[str, A
     }
     if stats.wait_s is not None:
         line["wait_ms"] = round(1e3 * stats.wait_s, 3)
-    if stats.guess_s:
-        line["guess_ms"] = round(1e3 * stats.guess_s, 3)
+    if stats.follow_up_s:
+        line["draft_ms"] = round(1e3 * stats.follow_up_s, 3)
     if num_dropped:
         line["num_dropped_lines"] = num_dropped
     return line

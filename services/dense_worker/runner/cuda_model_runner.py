@@ -20,8 +20,8 @@ from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.prompts.given_rows import GivenRows
-from services.dense_worker.runner.guesses import Guessing
 from services.dense_worker.runner.model_runner import LayerRun, ModelRunner, RunningStep
+from services.dense_worker.runner.step_hook import FollowUp, StepHook
 from services.dense_worker.runner.step_input import StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
@@ -56,9 +56,9 @@ class CudaModelRunner(ModelRunner):
         *,
         captures_lazily: bool,
         lora: CudaLora | None = None,
-        guessing: Guessing | None = None,
+        hook: StepHook | None = None,
     ) -> None:
-        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora, guessing)
+        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora, hook)
         self._cuda_lora = lora
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
@@ -74,9 +74,9 @@ class CudaModelRunner(ModelRunner):
         self._num_launched = 0
         self._unsampled: _Launched | None = None  # a step whose grammars lack tokens of the step before
         self._sampleable: _Launched | None = None  # it, once the step before has been collected
-        if self._guessing is not None:
+        if self._hook is not None:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
-                self._guessing.warm_up()  # now, because the KV cache will take the memory that is free
+                self._hook.warm_up()  # now, because the KV cache will take the memory that is free
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -173,11 +173,11 @@ class CudaModelRunner(ModelRunner):
             self._sampleable, self._unsampled = self._unsampled, None
 
     @torch.inference_mode()
-    def add_guesses(self, launched: _Launched, num_tokens: int) -> None:
-        """Enqueues what guesses after the newest step."""
+    def add_follow_up(self, launched: _Launched, follow_up: FollowUp) -> None:
+        """Enqueues what follows the newest step."""
         self.sample_next()
         with torch.cuda.stream(self._stream):
-            launched.finish_guesses(num_tokens)
+            launched.enqueue(follow_up)
 
     def _finish(self, launched: _Launched) -> None:
         with torch.cuda.stream(self._stream):
@@ -269,7 +269,7 @@ class _Launched:
         self._sample = sample
         self._tokens: PendingTokens | None = None
         self._event: torch.cuda.Event | None = None  # the end of the whole step
-        self._guess_event: torch.cuda.Event | None = None  # where its guesses begin; None: it has none
+        self._sampled_event: torch.cuda.Event | None = None  # where its follow-up begins; None: it has none
 
     def finish(self) -> None:
         """Enqueues what is left of the step, on the current stream."""
@@ -278,16 +278,16 @@ class _Launched:
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def guess(self, num_tokens: int) -> None:
-        self._runner.add_guesses(self, num_tokens)
+    def follow_with(self, follow_up: FollowUp) -> None:
+        self._runner.add_follow_up(self, follow_up)
 
-    def finish_guesses(self, num_tokens: int) -> None:
-        """Enqueues what guesses on the current stream. The step has been sampled."""
+    def enqueue(self, follow_up: FollowUp) -> None:
+        """Enqueues what follows the step on the current stream. The step has been sampled."""
         assert self._sample is None, "the step before has been collected"
         if self._tokens is not None:
-            self._guess_event = torch.cuda.Event(enable_timing=True)
-            self._guess_event.record()
-            self._tokens = self._runner.with_guesses(self._tokens, num_tokens)
+            self._sampled_event = torch.cuda.Event(enable_timing=True)
+            self._sampled_event.record()
+            self._tokens = self._runner.follow(self._tokens, follow_up)
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
@@ -302,7 +302,7 @@ class _Launched:
     def collect(self) -> StepResult:
         self._channel.check()
         result = self._tokens.read() if self._tokens is not None else StepResult(NO_ROWS)
-        if self._guess_event is not None and self._event is not None:
-            result = replace(result, guess_s=self._guess_event.elapsed_time(self._event) * 1e-3)
+        if self._sampled_event is not None and self._event is not None:
+            result = replace(result, follow_up_s=self._sampled_event.elapsed_time(self._event) * 1e-3)
         self._runner.note_collected()
         return result

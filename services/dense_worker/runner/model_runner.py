@@ -20,8 +20,8 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows, RowFeature
-from services.dense_worker.runner.guesses import Guessing, KeptResiduals
 from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.step_hook import FollowUp, KeptResiduals, StepHook
 from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
 from services.dense_worker.runner.step_logits import NO_LOGITS, PendingLogits, WantedLogits, copy_rows, copy_sampled
 from services.dense_worker.runner.step_tokens import PendingTokens
@@ -38,8 +38,8 @@ class RunningStep(Protocol):
     def is_done(self) -> bool:
         """Whether `collect` would return without waiting. May enqueue the rest of the step."""
 
-    def guess(self, num_tokens: int) -> None:
-        """Asks for guesses of so many tokens after the step's, which become part of its result.
+    def follow_with(self, follow_up: FollowUp) -> None:
+        """Asks for this after the step, as a part of it.
 
         Called at most once, when the step before has been collected and the next one has not been launched.
         """
@@ -61,13 +61,13 @@ class ModelRunner:
         num_layers: int,
         max_num_seqs: int,
         lora: LoraStore | None = None,
-        guessing: Guessing | None = None,
+        hook: StepHook | None = None,
     ) -> None:
         self._backend = backend
         self._sampler = sampler
         self._num_layers = num_layers
         self._lora = lora  # the backend's; None: no sequence has an adapter
-        self._guessing = guessing
+        self._hook = hook  # None: nothing is kept of steps
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
         self._rows = BatchRows(max_num_seqs)
@@ -91,8 +91,8 @@ class ModelRunner:
             self._release_slot(sequence)
         self._sequences.clear()
         self._batch = None
-        if self._guessing is not None:
-            self._guessing.forget_all()
+        if self._hook is not None:
+            self._hook.forget_all()
 
     def open(self, sequence: KnownSequence) -> None:
         """Adds a sequence, which later plans may name until one closes it. Its adapter stays in its slot meanwhile."""
@@ -132,8 +132,8 @@ class ModelRunner:
         for sequence in bound.closed:
             if sequence.slot is not None:  # otherwise it never ran
                 self._release_slot(sequence)
-        if self._guessing is not None and bound.closed:
-            self._guessing.forget(bound.closed)
+        if self._hook is not None and bound.closed:
+            self._hook.forget(bound.closed)
         batch = bound.batch
         if len(batch.slots) < len(bound.plan.entries):
             self._assign_slots(batch)
@@ -255,13 +255,15 @@ class ModelRunner:
         return layers
 
     @torch.inference_mode()
-    def run_rest(self, step: StepInput, layers: LayerRun, channel: Channel, num_guesses: int = 0) -> StepResult:
-        """Runs the other layers and the sampler, and what guesses if asked to. Raises the errors of `Channel.wait`."""
-        hidden_out = self._hidden_out(len(step.sampled_rows)) if num_guesses else None
+    def run_rest(
+        self, step: StepInput, layers: LayerRun, channel: Channel, follow_up: FollowUp | None = None
+    ) -> StepResult:
+        """Runs the other layers, the sampler, and what follows. Raises the errors of `Channel.wait`."""
+        hidden_out = self._hidden_out(len(step.sampled_rows)) if follow_up is not None else None
         logits, residual = layers.finish(step.sampled_rows, hidden_out)
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         tokens = self.finish(step, logits, residual, channel, host_token_ids)
-        return (self.with_guesses(tokens, num_guesses) if num_guesses else tokens).read()
+        return (tokens if follow_up is None else self.follow(tokens, follow_up)).read()
 
     def finish(
         self,
@@ -294,30 +296,29 @@ class ModelRunner:
             attn_out = channel.attn_out[: len(step.token_ids)]
             ranked_rows = rank_prompt_tokens(self._backend, attn_out, residual, step.spans, self._max_num_seqs)
             prompt_ranked = ranked_rows.to_host()
-        if self._guessing is not None:
-            self._guessing.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
+        if self._hook is not None:
+            self._hook.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
         logits = PendingLogits(wanted, kept_logits, prompt_logits, hidden) if wanted else None
         return PendingTokens(
             step.bound, self._rows, host_token_ids, num_logprobs, ranked, prompt_ranked, logits, token_ids
         )
 
-    def with_guesses(self, tokens: PendingTokens, num_guesses: int) -> PendingTokens:
-        """The tokens of the newest step with guesses of the next ones, unless it samples none."""
-        assert self._guessing is not None, "a step is asked for guesses only if there is what guesses"
+    def follow(self, tokens: PendingTokens, follow_up: FollowUp) -> PendingTokens:
+        """Enqueues what follows the newest step, unless that samples no token."""
         if tokens.sampled is None:
             return tokens
         begin_s = time.perf_counter()
         bound = tokens.bound
-        guesses = self._guessing.guess(bound.plan.entries, bound.batch.sequences, tokens.sampled, num_guesses)
-        return replace(tokens, guesses=guesses, guess_s=time.perf_counter() - begin_s)
+        follow_up.enqueue(bound.plan.entries, bound.batch.sequences, tokens.sampled)
+        return replace(tokens, follow_up=follow_up, follow_up_s=time.perf_counter() - begin_s)
 
     def _hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """Where the step's hidden states go, [num_sampled, hidden]; None if nobody reads them."""
-        return None if self._guessing is None else self._guessing.hidden_out(num_sampled)
+        return None if self._hook is None else self._hook.hidden_out(num_sampled)
 
     def _residuals_out(self) -> KeptResiduals | None:
         """Where the step's residuals go; None if nobody reads them."""
-        return None if self._guessing is None else self._guessing.residuals_out()
+        return None if self._hook is None else self._hook.residuals_out()
 
     def _begin_step(self, bound: BoundPlan, num_rows: int) -> None:
         if self._lora is not None:
@@ -436,13 +437,13 @@ class _LazyStep:
     runner: ModelRunner
     bound: BoundPlan
     channel: Channel
-    num_guesses: int = 0
+    follow_up: FollowUp | None = None
     step: StepInput | None = None  # None until it runs
     layers: LayerRun | None = None
     runs_when_collected: ClassVar[bool] = True
 
-    def guess(self, num_tokens: int) -> None:
-        self.num_guesses = num_tokens
+    def follow_with(self, follow_up: FollowUp) -> None:
+        self.follow_up = follow_up
 
     def is_done(self) -> bool:
         return True
@@ -457,4 +458,4 @@ class _LazyStep:
             self.run_most()
         if self.step is None or self.layers is None:
             return StepResult(NO_ROWS)
-        return self.runner.run_rest(self.step, self.layers, self.channel, self.num_guesses)
+        return self.runner.run_rest(self.step, self.layers, self.channel, self.follow_up)

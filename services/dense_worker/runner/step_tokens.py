@@ -12,7 +12,7 @@ import torch
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.runner.batch_rows import BatchRows, RowFeature
-from services.dense_worker.runner.guesses import PendingGuesses
+from services.dense_worker.runner.step_hook import FollowUp
 from services.dense_worker.runner.step_input import BoundPlan
 from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
@@ -33,8 +33,8 @@ class PendingTokens:
     prompt_ranked: RankedSpans | None  # of the step's spans of prompts; None if there are none
     logits: PendingLogits | None = None  # that are reported; None: none
     sampled: torch.Tensor | None = None  # `token_ids` on the device; None: the step samples no token
-    guesses: PendingGuesses | None = None  # of the tokens after these; None: nobody asks for any
-    guess_s: float = 0.0  # how long the guesses took, if that is known already
+    follow_up: FollowUp | None = None  # what follows the step; None: nothing
+    follow_up_s: float = 0.0  # how long that took, if that is known already
 
     def read(self) -> StepResult:
         """The step's result; also stores the tokens in the sequences. The device must have run the step."""
@@ -45,6 +45,8 @@ class PendingTokens:
         else:
             tokens = RaggedTokens(sampled.copy(), entries.num_logits)  # what was sampled may lie in memory of its own
         self._keep(tokens)
+        if self.follow_up is not None:
+            self.follow_up.read()
         return StepResult(
             tokens,
             {} if self.ranked is None else self._read_logprobs(self.ranked, tokens),
@@ -52,8 +54,7 @@ class PendingTokens:
             self._follow(tokens) if batch.present & RowFeature.GRAMMAR else {},
             [] if self.logits is None else self._read_logits(self.logits, tokens),
             [] if self.logits is None else self.logits.read_prompts(),
-            {} if self.guesses is None else self.guesses.read(),
-            self.guess_s,
+            self.follow_up_s,
         )
 
     def _keep(self, tokens: RaggedTokens) -> None:

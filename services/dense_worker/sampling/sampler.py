@@ -181,7 +181,7 @@ class Sampler:
         return SampledTokens(token_ids, wanted, ranked)
 
     @torch.inference_mode()
-    def guess(self, logits: torch.Tensor, slots: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, slots: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
         """What `sample` would choose, int64 [r], if these were the model's logits and editors did nothing.
 
         Changes no state, and does not wait for the device. logits: torch.float32 [r, vocab_size], contiguous; slots:

@@ -1,4 +1,4 @@
-"""A draft model on a GPU: it guesses as on a CPU, and the answers are those without it, also over a kill."""
+"""A draft model on a GPU: it drafts as on a CPU, and the answers are those without it, also over a kill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tests.support.clients.streams import collect_all
 from tests.support.cluster import Cluster, request
 from tests.support.dense.idle_layers import deeper_model
 from tests.support.models import make_model_dir
-from tests.unit.dense_worker.draft_model.test_guessing_model import MAX_NUM_SEQS, NUM_TOKENS, Drafting
+from tests.unit.dense_worker.features.drafting.draft_model.test_device_draft_model import (
+    MAX_NUM_SEQS,
+    NUM_TOKENS,
+    DraftedSteps,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -38,17 +42,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def drafting(path: Path) -> Iterator[Drafting]:
+def drafting(path: Path) -> Iterator[DraftedSteps]:
     """As the runner makes it: its passes for one sequence are captured graphs."""
-    drafting = Drafting(path, device=torch.device("cuda"))
+    drafting = DraftedSteps(path, device=torch.device("cuda"))
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        drafting.guessing.warm_up()
+        drafting.on_device.warm_up()
         torch.cuda.synchronize()
         yield drafting
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_guesses_are_those_of_transformers(drafting: Drafting, temperature: float) -> None:
+def test_drafts_are_those_of_transformers(drafting: DraftedSteps, temperature: float) -> None:
     """Alone, by graphs, and together, without them; after right and wrong drafts, and beyond a few blocks."""
     sequences = [
         drafting.open([(number * 7 + length) % 160 for number in range(length)], SamplingParams(temperature, seed=3))
@@ -56,16 +60,16 @@ def test_guesses_are_those_of_transformers(drafting: Drafting, temperature: floa
     ]
     for added in [([7], []), ([7, 8], [9]), ([1, 2, 3, 4], [5, 5, 5]), ([6], [6]), ([1] * 9, [])]:
         for sequence in sequences:
-            guesses = drafting.step({sequence: added})
-            assert len(guesses[sequence.seq_id]) == NUM_TOKENS
-            drafting.check(guesses, [sequence])
-        guesses = drafting.step({sequence: added for sequence in sequences})
-        assert len(guesses) == len(sequences) < MAX_NUM_SEQS
-        drafting.check(guesses, sequences)
+            drafts = drafting.step({sequence: added})
+            assert len(drafts[sequence.seq_id]) == NUM_TOKENS
+            drafting.check(drafts, [sequence])
+        drafts = drafting.step({sequence: added for sequence in sequences})
+        assert len(drafts) == len(sequences) < MAX_NUM_SEQS
+        drafting.check(drafts, sequences)
 
 
-def test_a_guess_waits_for_no_device(drafting: Drafting) -> None:
-    """While the GPU is busy, guesses are enqueued behind its work."""
+def test_a_draft_waits_for_no_device(drafting: DraftedSteps) -> None:
+    """While the GPU is busy, drafts are enqueued behind its work."""
     first, second = drafting.open([5, 9, 17, 3]), drafting.open([1] * 90)
     for sequences in ([first], [first, second]) * 2:  # the first ones allocate memory
         drafting.step({sequence: ([7], []) for sequence in sequences})
@@ -101,4 +105,4 @@ def test_answers_are_those_without_a_draft_model(tmp_path: Path) -> None:
         assert token_ids(cluster, kills=True) == expected
     steps = [json.loads(line) for line in step_log.read_text().splitlines()]
     assert any(step["num_sampled"] > step["num_seqs"] > 0 for step in steps), "no step has verified drafts"
-    assert any(step.get("guess_ms", 0.0) > 0.0 for step in steps)
+    assert any(step.get("draft_ms", 0.0) > 0.0 for step in steps)

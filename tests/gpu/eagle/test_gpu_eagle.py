@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on a GPU: it guesses as on a CPU, and the answers are those without it, also over a kill."""
+"""An EAGLE-3 head on a GPU: it drafts as on a CPU, and the answers are those without it, also over a kill."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.cluster import Cluster, free_port, request
 from tests.support.dense.eagle_head import head_that_knows
 from tests.support.dense.idle_layers import deeper_model
 from tests.support.models import make_model_dir
-from tests.unit.dense_worker.eagle.test_guessing_eagle import MAX_NUM_SEQS, NUM_TOKENS, Drafting
+from tests.unit.dense_worker.features.drafting.eagle.test_device_eagle import MAX_NUM_SEQS, NUM_TOKENS, DraftedSteps
 from tests.unit.dense_worker.model.test_segments import load_truth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 PROMPT = "San Francisco is a"
-NUM_KNOWN, NUM_GUESSES = 60, 3
+NUM_KNOWN, NUM_DRAFTS = 60, 3
 # In float32 the tokens do not depend on the size of a step.
 MESSAGES = [
     request(prompt, 200, ignore_eos=True, temperature=temperature, seed=7)
@@ -42,16 +42,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def drafting(path: Path, tmp_path: Path) -> Iterator[Drafting]:
-    drafting = Drafting(path, load_truth(path), tmp_path / "head", device=torch.device("cuda"))
+def drafting(path: Path, tmp_path: Path) -> Iterator[DraftedSteps]:
+    drafting = DraftedSteps(path, load_truth(path), tmp_path / "head", device=torch.device("cuda"))
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        drafting.guessing.warm_up()
+        drafting.on_device.warm_up()
         torch.cuda.synchronize()
         yield drafting
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_guesses_are_those_of_the_formula(drafting: Drafting, temperature: float) -> None:
+def test_drafts_are_those_of_the_formula(drafting: DraftedSteps, temperature: float) -> None:
     """Of one sequence and of several, after right and wrong drafts, behind a cached prefix and beyond a block."""
     starts = {
         drafting.open(
@@ -68,7 +68,7 @@ def test_guesses_are_those_of_the_formula(drafting: Drafting, temperature: float
         drafting.check(drafting.step(dict.fromkeys(starts, added)), starts)
 
 
-def test_neither_keeping_nor_guessing_waits_for_the_device(drafting: Drafting) -> None:
+def test_neither_keeping_nor_drafting_waits_for_the_device(drafting: DraftedSteps) -> None:
     sequence = drafting.open([5, 9, 17, 3])
     drafting.step({sequence: ([7], [])}, position=0)
     for _ in range(3):  # the first ones allocate memory
@@ -78,8 +78,8 @@ def test_neither_keeping_nor_guessing_waits_for_the_device(drafting: Drafting) -
     torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
     busy = torch.cuda.Event()
     busy.record()
-    drafting.guessing.keep([entry], [sequence], sampled)
-    drafting.guessing.guess([entry], [sequence], sampled, NUM_TOKENS)
+    drafting.on_device.keep([entry], [sequence], sampled)
+    drafting.on_device.draft([entry], [sequence], sampled, NUM_TOKENS)
     assert not busy.query()
 
 
@@ -110,12 +110,12 @@ def test_answers_are_those_without_a_head(tmp_path: Path) -> None:
     with gpu_cluster(tmp_path / "off", *served) as cluster:
         expected = token_ids(cluster)
     answer = expected[0][0]
-    path = head_that_knows(tmp_path / "head", PROMPT, answer[: NUM_KNOWN + NUM_GUESSES], NUM_GUESSES)
+    path = head_that_knows(tmp_path / "head", PROMPT, answer[: NUM_KNOWN + NUM_DRAFTS], NUM_DRAFTS)
     step_log, address = tmp_path / "steps", f"127.0.0.1:{free_port()}"
     settings = (
         "scheduler.speculation=eagle3",
         f"scheduler.speculation_model={path}",
-        f"scheduler.num_speculative_tokens={NUM_GUESSES}",
+        f"scheduler.num_speculative_tokens={NUM_DRAFTS}",
         f"dense.step_log={step_log}",
         f"dense.metrics_address={address}",
     )
@@ -128,4 +128,4 @@ def test_answers_are_those_without_a_head(tmp_path: Path) -> None:
         assert [token_ids(cluster) for _ in range(2)] == [expected] * 2
         assert token_ids(cluster, kills=True) == expected
     steps = [json.loads(line) for line in step_log.read_text().splitlines()]
-    assert any(step.get("guess_ms", 0.0) > 0.0 for step in steps)
+    assert any(step.get("draft_ms", 0.0) > 0.0 for step in steps)

@@ -74,7 +74,7 @@ def test_tokens_are_those_of_hugging_face(served: Served) -> None:
     services.wait_idle()
     steps = served.steps()
     assert any(step["num_sampled"] > step["num_seqs"] > 0 for step in steps), "no step has verified drafts"
-    assert any(step.get("guess_ms", 0.0) > 0.0 for step in steps)
+    assert any(step.get("draft_ms", 0.0) > 0.0 for step in steps)
 
 
 def test_a_head_that_does_not_fit_ends_the_start_with_the_reason(tmp_path: Path) -> None:

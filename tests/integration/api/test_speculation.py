@@ -1,4 +1,4 @@
-"""Speculation by earlier answers, heads and a draft model: the answers are those without it, in fewer steps."""
+"""MeasuredDrafting by earlier answers, heads and a draft model: the answers are those without it, in fewer steps."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def eagle(off: PlainServices, known_answer: list[int], tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module")
 def draft(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """The draft model is the served one, so that its guesses are right unless an option changes the choice."""
+    """The draft model is the served one, so that its drafts are right unless an option changes the choice."""
     settings = "scheduler.speculation=draft_model", f"scheduler.draft_model={EMBEDDED_MODEL}"
     with plain_services(tmp_path_factory.mktemp("draft"), *settings, modules=MODULES) as services:
         yield Both(off, services)

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads: checkpoints, and what they guess by the formula of the paper (arXiv:2503.01840), without a cache.
+"""EAGLE-3 heads: checkpoints, and what they draft by the formula of the paper (arXiv:2503.01840), without a cache.
 
-Everything is computed anew for each guess, from the hidden states of Hugging Face's model.
+Everything is computed anew for each draft, from the hidden states of Hugging Face's model.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PlainHead:
 
     @torch.inference_mode()
     def output(self, table: torch.Tensor, hidden: list[torch.Tensor], text: list[int], start: int = 0) -> torch.Tensor:
-        """The layer's output [hidden] for the last of these hidden states; from it the token after `text` is guessed.
+        """The layer's output [hidden] for the last of these hidden states; from it the token after `text` is drafted.
 
         table: the embedding; start: the position of the first hidden state
         """
@@ -94,7 +94,7 @@ class PlainHead:
         return self.layer(table[text[start + 1 :]], torch.stack(hidden), positions)
 
     @torch.inference_mode()
-    def guess(
+    def draft(
         self,
         model: PreTrainedModel,
         text: list[int],
@@ -148,7 +148,7 @@ def random_head(
         "fc.weight": random(hidden_size, 3 * hidden_size),
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.hidden_norm.weight": norm(),
-        # Attention to few tokens, which says much: so a token that is missing or wrong changes the guesses.
+        # Attention to few tokens, which says much: so a token that is missing or wrong changes the drafts.
         "midlayer.self_attn.q_proj.weight": 3 * random(num_heads * head_dim, 2 * hidden_size),
         "midlayer.self_attn.k_proj.weight": random(num_kv_heads * head_dim, 2 * hidden_size),
         "midlayer.self_attn.v_proj.weight": random(num_kv_heads * head_dim, 2 * hidden_size),
@@ -218,8 +218,8 @@ def write_head(path: Path, tensors: Tensors, config: dict[str, Any], file: str =
 
 
 @torch.inference_mode()
-def head_that_knows(path: Path, prompt: str, answer: list[int], num_guesses: int) -> Path:
-    """A head of the embedded model, in the directory `path`, that guesses all but the last tokens of one answer right.
+def head_that_knows(path: Path, prompt: str, answer: list[int], num_drafts: int) -> Path:
+    """A head of the embedded model, in the directory `path`, that drafts all but the last tokens of one answer right.
 
     Its layer is random. Least squares fit the projection to the tokens that follow; it has no others.
     """
@@ -230,10 +230,10 @@ def head_that_knows(path: Path, prompt: str, answer: list[int], num_guesses: int
     prompt_ids = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).encode(prompt)
     joined = head.join(model, prompt_ids + answer)
     features, wanted = [], []
-    for num_tokens in range(1, len(answer) - num_guesses + 1):
+    for num_tokens in range(1, len(answer) - num_drafts + 1):
         text = prompt_ids + answer[:num_tokens]
         hidden = [*joined[: len(text) - 1]]
-        for token_id in answer[num_tokens : num_tokens + num_guesses]:
+        for token_id in answer[num_tokens : num_tokens + num_drafts]:
             hidden.append(head.output(table, hidden, text))
             features.append(head.norm("norm", hidden[-1]))
             wanted.append(token_id)

@@ -1,4 +1,4 @@
-"""Checkpoints of Medusa heads, and what such heads guess, by the formula of the paper (arXiv:2401.10774)."""
+"""Checkpoints of Medusa heads, and what such heads draft, by the formula of the paper (arXiv:2401.10774)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Head:
     blocks: list[tuple[torch.Tensor, torch.Tensor]]  # weight and bias of each
     lm_head: torch.Tensor
 
-    def guess(self, hidden: torch.Tensor) -> int:
+    def draft(self, hidden: torch.Tensor) -> int:
         """hidden [hidden_size] -> the most likely token."""
         for weight, bias in self.blocks:
             z = weight @ hidden + bias
@@ -45,7 +45,7 @@ def random_heads(num_heads: int, hidden_size: int, vocab_size: int, num_blocks: 
 
 
 def fitted_heads(num_heads: int, hidden: torch.Tensor, following: list[int], vocab_size: int) -> list[Head]:
-    """Heads that guess one text right: least squares, without residual blocks that do anything.
+    """Heads that draft one text right: least squares, without residual blocks that do anything.
 
     hidden: [n, hidden_size], n at most hidden_size; following: the n + num_heads tokens, the first of which the model
     samples from hidden[0]
@@ -90,7 +90,7 @@ def write_heads(path: Path, tensors: Tensors, file: str = "medusa_lm_head.safete
 
 @torch.inference_mode()
 def heads_that_know(path: Path, prompt: str, answer: list[int], num_heads: int) -> Path:
-    """Heads of the embedded model, in the directory `path`, that guess all but the last tokens of one answer right.
+    """Heads of the embedded model, in the directory `path`, that draft all but the last tokens of one answer right.
 
     Hugging Face gives the hidden states from which the answer's tokens are sampled.
     """

@@ -12,20 +12,21 @@ from pathlib import Path
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
 from services.dense_worker.engine.sequence import Sequence
-from tests.support.dense.eager_drafts import EagerDrafts
+from tests.support.dense.eager_drafting import EagerDrafting
 
 VARIABLE = "TWOSTROKE_TEST_DRAFTS"
 NUM_DRAFTS = 4
 ONE_WRONG_IN = 7
 
 
-class KnownAnswers(EagerDrafts):
-    """Guesses what it was told."""
+class KnownAnswers(EagerDrafting):
+    """Drafts what it was told."""
 
     def __init__(self, pairs: list[tuple[list[int], list[int]]]) -> None:
+        super().__init__()
         self._answers = {tuple(prompt): answer for prompt, answer in pairs}
 
-    def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
+    def draft(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
         answer = self._answers.get(tuple(sequence.spec.prompt_token_ids), [])
         first = len(sequence.output_token_ids)
         drafts = answer[first : first + min(NUM_DRAFTS, max_num_tokens)]
@@ -33,7 +34,7 @@ class KnownAnswers(EagerDrafts):
 
 
 class DraftingDenseWorker(service.DenseWorker):
-    def draft_source(self) -> KnownAnswers:
+    def drafting(self) -> KnownAnswers:
         return KnownAnswers(json.loads(Path(os.environ[VARIABLE]).read_text()))
 
 

@@ -14,18 +14,19 @@ from pathlib import Path
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
 from services.dense_worker.engine.sequence import Sequence
-from tests.support.dense.eager_drafts import EagerDrafts
+from tests.support.dense.eager_drafting import EagerDrafting
 from tests.support.workers.known_text_dense_worker import say_known_text
 
 VARIABLE = "TWOSTROKE_FORCED_DRAFTS"
 
 
-class ForcedDrafts(EagerDrafts):
+class ForcedDrafts(EagerDrafting):
     def __init__(self, file: Path) -> None:
+        super().__init__()
         self._file = file
         self._sequence: Sequence | None = None  # the one that the file was last read for
 
-    def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
+    def draft(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
         if sequence is not self._sequence:
             self._sequence = sequence
             self._read()
@@ -46,7 +47,7 @@ class ForcedDrafts(EagerDrafts):
 
 
 class ForcedDraftsDenseWorker(service.DenseWorker):
-    def draft_source(self) -> ForcedDrafts:
+    def drafting(self) -> ForcedDrafts:
         return ForcedDrafts(Path(os.environ[VARIABLE]))
 
 

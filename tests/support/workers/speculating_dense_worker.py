@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
-from services.dense_worker.engine.speculation.choose_source import make_guess_source
-from services.dense_worker.engine.speculation.speculation import Speculation
-from services.dense_worker.engine.speculation.step_costs import StepCosts
-from services.dense_worker.engine.speculation.time_budget import TimeBudget
+from services.dense_worker.features.drafting.load_drafter import SUFFIX_LENGTHS
+from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
+from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
+from services.dense_worker.features.drafting.ngram.ngram_drafter import NgramDrafter
+from services.dense_worker.features.drafting.step_costs import StepCosts
+from services.dense_worker.features.drafting.time_budget import TimeBudget
 
 NUM_DRAFTS = 5
 
@@ -28,14 +30,17 @@ class EndlessBudget(TimeBudget):
 
 
 class SpeculatingDenseWorker(service.DenseWorker):
-    def draft_source(self) -> Speculation:
+    """Copies as the method `suffix` does, unless `scheduler.speculation` names another one."""
+
+    def drafting(self) -> MeasuredDrafting:
         section = self._config.scheduler
+        history = AnswerHistory(SUFFIX_LENGTHS, section.suffix_cached_tokens)
+        drafter = self._model.drafter or NgramDrafter(SUFFIX_LENGTHS, history)
+        drafter.note_cost = lambda num_steps: None  # type: ignore[method-assign]
         costs = FreeSteps(section.max_num_seqs, section.max_num_batched_tokens)
-        source = make_guess_source(section, self._model.num_heads)
-        source.note_guess_cost = lambda num_steps: None  # type: ignore[method-assign]
-        speculation = Speculation(source, NUM_DRAFTS, costs)
-        speculation._budget = speculation._trials = EndlessBudget()
-        return speculation
+        drafting = MeasuredDrafting(drafter, NUM_DRAFTS, costs)
+        drafting._budget = drafting._trials = EndlessBudget()
+        return drafting
 
 
 if __name__ == "__main__":

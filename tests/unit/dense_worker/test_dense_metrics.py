@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.drafts import DraftCounts
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import record_first_tokens, record_started
+from services.dense_worker.features.drafting.draft_counts import DraftCounts
 from services.dense_worker.metrics import DenseMetrics
 from tests.support.dense.sequences import new_sequence
 from tests.support.scrape import Row, read_table
@@ -66,7 +66,7 @@ def test_drafts_are_counted_as_in_vllm(registry: CollectorRegistry, metrics: Den
     drafts = DraftCounts()
     for num_draft_tokens, num_accepted_tokens in ((4, 2), (3, 3), (5, 0)):
         drafts.add(num_draft_tokens, num_accepted_tokens)
-    metrics.watch(lambda: EngineCounts(0, 0, 0, 0, 0, True, drafts))
+    registry.register(drafts)
     assert value(registry, "spec_decode_num_drafts_total") == 3
     assert value(registry, "spec_decode_num_draft_tokens_total") == 12
     assert value(registry, "spec_decode_num_accepted_tokens_total") == 5

@@ -22,7 +22,7 @@ from services.common.resolve import resolve_model
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.build import resolve_dense_model
-from services.dense_worker.draft_model.load import unsupported_part
+from services.dense_worker.features.drafting.draft_model.load import unsupported_part
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.gated.recurrence_weights import (
     load_recurrence_weights,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
+from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
 from services.grammar.matcher import GrammarMatcher
 from tests.support.dense.forms import Forms, allowed, make_vocabulary
 from tests.support.examples import examples
@@ -84,9 +84,9 @@ def test_rows_of_drafts_have_the_masks_that_are_found_one_by_one(forms: Forms) -
     drafting, other, alone = matcher(), matcher(), matcher()
     first = forms.tokens("a")[0]
     GrammarMatcher.consume([(drafting, first), (alone, first)])
-    drafts = ForcedTokens(drafting).guess(7)
+    drafts = ForcedTokens(drafting).draft(7)
     assert drafts == forms.tokens("bcde") and len(ForcedTokens(drafting).chances(7)) == 4
-    assert ForcedTokens(drafting).guess(2) == forms.tokens("bc") and ForcedTokens(drafting).chances(2) == [1.0, 1.0]
+    assert ForcedTokens(drafting).draft(2) == forms.tokens("bc") and ForcedTokens(drafting).chances(2) == [1.0, 1.0]
     masks = np.empty((7, drafting.num_words), dtype=np.uint32)
     GrammarMatcher.fill_masks([other, *[drafting] * 5, alone], masks)
     for row, token_id in enumerate(forms.tokens("bcdef"), start=1):
@@ -100,7 +100,7 @@ def test_rows_of_drafts_have_the_masks_that_are_found_one_by_one(forms: Forms) -
 
 def test_a_matcher_that_is_moved_back_has_other_forced_tokens(forms: Forms) -> None:
     matcher = forms.matcher(StructuredOutput(Constraint.REGEX, "abc|xyz"))
-    assert matcher.forced_tokens == [] and ForcedTokens(matcher).guess(3) == [] == ForcedTokens(matcher).chances(3)
+    assert matcher.forced_tokens == [] and ForcedTokens(matcher).draft(3) == [] == ForcedTokens(matcher).chances(3)
     matcher.sync(forms.tokens("a"))
     assert matcher.forced_tokens == forms.tokens("bc")
     matcher.sync(forms.tokens("x"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
 from services.dense_worker.engine.fairness.step_shares import (
     Prefill,
     count_rows,
@@ -20,6 +19,7 @@ from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.row_policy import RowPolicy
 
@@ -36,14 +36,14 @@ class StepPlanner:
         session: Session,
         waiting: WaitingQueue,
         limits: SchedulerLimits,
-        drafts: DraftSource | None,
+        drafting: Drafting,
         forks: ForkPolicy,
         residency: Residency,
     ) -> None:
         self._session = session
         self._waiting = waiting
         self._limits = limits
-        self._drafts = drafts
+        self._drafting = drafting
         self._forks = forks
         self._residency = residency
         self._has_given_way = False  # whether the last step was only for newcomers
@@ -70,9 +70,8 @@ class StepPlanner:
             self._has_given_way = False
         if is_shared and self._has_too_many(rows, decodes, prefills, step.num_tokens):
             rows, decodes = self._limit_decodes(rows, decodes, prefills, step.num_tokens)
-        if self._drafts is not None:  # steps that compute prompts have none
-            has_prompts = bool(prefills or session.to_fork)
-            self._drafts.begin_step(decodes, 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows)
+        has_prompts = bool(prefills or session.to_fork)
+        self._drafting.begin_step(decodes, 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows)
         self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
         self._plan_prefills(step, prefills, is_shared=is_shared)
         return step
@@ -196,14 +195,11 @@ class StepPlanner:
                 self._plan(step, sequence, num_tokens, is_last=num_tokens == sequence.num_remaining_tokens)
 
     def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
-        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
+        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for draft tokens."""
         if sequence.policy is not None and _has_forked(sequence):
             self._plan_rows(step, sequence, sequence.policy, num_tokens)
             return
-        drafts: tuple[int, ...] = ()
-        if is_last and self._drafts is not None:
-            room = room_for_drafts(sequence, self._session, step)
-            drafts = tuple(self._drafts.propose(sequence, room)) if room > 0 else ()
+        drafts = self._drafting.propose(sequence, self._session, step) if is_last else ()
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted in this plan
         num_blocks = self._session.take_blocks(sequence, num_tokens + len(drafts))

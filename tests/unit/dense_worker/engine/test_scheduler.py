@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,12 +16,13 @@ from services.attn_worker.servicer import describe_opened
 from services.common.errors import CapacityError, InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
-from services.dense_worker.engine.drafts import DraftSource
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
+from services.dense_worker.runner.step_hook import FollowUp
 from services.step import PlanAccepted, RaggedTokens, StepPlan, StepResult
 from tests.support.dense.sequences import new_sequence
 from tests.support.examples import examples
@@ -85,7 +88,7 @@ class Cluster:
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
         max_num_waiting: int = 1000,
-        drafts: DraftSource | None = None,
+        drafting: Drafting | None = None,
         max_model_len: int = MAX_MODEL_LEN,
         window: int | None = None,
         num_sink_tokens: int = 0,
@@ -100,9 +103,10 @@ class Cluster:
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
-        self.scheduler = Scheduler(self.limits, drafts, forks=forks)
+        self.scheduler = Scheduler(self.limits, drafting, forks=forks)
         self.scheduler.begin(new_session(self.cache))
         self.in_flight: PublishedPlan | None = None
+        self.follow_up: FollowUp | None = None  # what the plan in flight was asked for
         self.plans: list[StepPlan] = []
         self.outputs: list[SequenceOutput] = []
         self._opening: deque[Sequence] = deque()
@@ -113,8 +117,10 @@ class Cluster:
         self._opening.extend(each for each in scheduler.next_to_open() if each.status is SequenceStatus.OPENING)
         if answer_opens:
             self.answer_opens()
-        waits = scheduler.decide_to_wait()
-        published = None if waits and self.in_flight is not None else scheduler.schedule()
+        self.follow_up = None
+        step: Any = SimpleNamespace(running=self)
+        waits = self.in_flight is not None and scheduler.waits_for(step)
+        published = None if waits else scheduler.schedule()
         if published is not None:
             self.check(published.plan)
             self.plans.append(published.plan)
@@ -122,6 +128,9 @@ class Cluster:
             self._complete(self.in_flight)
         self.in_flight = published
         self.check_ledger()
+
+    def follow_with(self, follow_up: FollowUp) -> None:
+        self.follow_up = follow_up
 
     def attach_again(self) -> None:
         """The stream broke: the plan in flight is lost, and the attention worker keeps its sequences."""

@@ -32,7 +32,7 @@ STATS = StepStats(
     launch_s=0.00012,
     duration_s=0.005,
     wait_s=0.002,
-    guess_s=0.0007,
+    follow_up_s=0.0007,
 )
 
 
@@ -53,9 +53,9 @@ def test_a_line_has_batch_tokens_blocks_and_times() -> None:
         "launch_ms": 0.12,
         "duration_ms": 5.0,
         "wait_ms": 2.0,
-        "guess_ms": 0.7,
+        "draft_ms": 0.7,
     }
-    assert "guess_ms" not in line_of(1700000000.5, replace(STATS, guess_s=0.0), 0), "nothing was guessed"
+    assert "draft_ms" not in line_of(1700000000.5, replace(STATS, follow_up_s=0.0), 0), "nothing was drafted"
 
 
 def test_an_existing_log_is_continued(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
+from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
@@ -135,7 +135,7 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
         runner.open(make_known(1, (5, 6), 2, SamplingParams(**options), grammar=grammar))
         while not grammar.is_complete:
             num_steps += 1
-            drafts = tuple(ForcedTokens(grammar).guess(num_drafts))
+            drafts = tuple(ForcedTokens(grammar).draft(num_drafts))
             num_tokens = len(token_ids) - position + len(drafts)
             plan = plan_of(num_steps, PlanEntry(1, position, num_tokens, 1 + len(drafts), drafts))
             [accepted] = runner.launch(plan, CHANNEL).collect().token_ids.rows()
@@ -222,16 +222,19 @@ def test_masks_wait_for_the_next_plan_and_its_layers_wait_for_them(
     assert latest.is_done() and enqueued.take() == []
 
 
-def test_guesses_come_after_the_tokens_that_they_follow(
+NOTHING: Any = None  # is enqueued after a step
+
+
+def test_what_follows_a_step_comes_after_its_tokens(
     cuda_runner: CudaModelRunner, forms: Forms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_runner, "with_guesses", lambda tokens, num_tokens: tokens)
+    monkeypatch.setattr(cuda_runner, "follow", lambda tokens, follow_up: tokens)
     start(cuda_runner, forms, {1: FORM})
     first, second = plans([1])[:2]
     running, ahead = cuda_runner.launch(first, CHANNEL), cuda_runner.launch(second, CHANNEL)
     running.collect()
     enqueued = Enqueued(monkeypatch)
-    ahead.guess(2)
+    ahead.follow_with(NOTHING)
     assert enqueued.take() == ["1 masks"]
     assert len(ahead.collect().token_ids.rows()[0]) == 1
 

@@ -7,6 +7,7 @@ forked from a sequence with another prompt, at a wrong place, or gets a wrong to
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,11 +20,11 @@ from services.dense_worker.engine.session import PublishedPlan
 from services.dense_worker.features.fork_policy import NoForks
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.step import StepPlan
-from tests.support.dense.eager_drafts import EagerDrafts
+from tests.support.dense.eager_drafting import EagerDrafting
 from tests.support.dense.sequences import ask, new_sequence
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
-from tests.unit.dense_worker.engine.test_scheduler_drafts import Guesses
+from tests.unit.dense_worker.features.drafting.test_scheduler_drafts import SomeDrafts
 
 ID_GAP = 10  # between the first answers to two prompts
 
@@ -170,7 +171,7 @@ def test_every_answer_gets_its_tokens_and_every_block_is_freed(
         max(budget, max_num_seqs),
         **window,
         enable_prefix_cache=has_prefix_cache,
-        drafts=None if num_drafts is None else Guesses(num_drafts, 3),
+        drafting=None if num_drafts is None else SomeDrafts(num_drafts, 3),
     )
     kept: list[Sequence] = []
     cancels, num_steps = dict[int, list[Sequence]](), 0
@@ -283,21 +284,21 @@ def test_if_the_computing_answer_is_cancelled_the_others_get_their_tokens(num_st
     assert cluster.num_prompt_tokens_computed(others) <= 20 + 2, "another one computes it for the rest"
 
 
-class CautiousDrafts(EagerDrafts):
+class CautiousDrafting(EagerDrafting):
     """Waits for drafts whenever the next step may have some, but never has any."""
 
-    def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+    def waits_for(self, step: Any, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
         return max_num_drafts > 0
 
-    def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
+    def draft(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
         return []
 
 
-@pytest.mark.parametrize("drafts", [None, CautiousDrafts()], ids=["none", "cautious"])
-def test_answers_of_one_token_compute_their_prompt_once(drafts: CautiousDrafts | None) -> None:
+@pytest.mark.parametrize("drafting", [None, CautiousDrafting()], ids=["none", "cautious"])
+def test_answers_of_one_token_compute_their_prompt_once(drafting: CautiousDrafting | None) -> None:
     """The first one ends with the step that computes the prompt. The plan that forks the others comes before that."""
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 8, "enable_prefix_cache": False}
-    cluster = AnswerCluster(num_blocks=64, drafts=drafts, **options)
+    cluster = AnswerCluster(num_blocks=64, drafting=drafting, **options)
     answers = cluster.arrive(5, 20, 1)
     cluster.run_until_idle()
     cluster.check_answers(answers)

@@ -1,1 +1,0 @@
-"""EAGLE-3: one layer that guesses tokens from the served model's residuals and the last token (arXiv:2503.01840)."""

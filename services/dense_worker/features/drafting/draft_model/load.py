@@ -1,0 +1,65 @@
+"""Loads a draft model, and refuses what cannot be one."""
+
+from __future__ import annotations
+
+import structlog
+
+from services.common.config import ModelSection, SchedulerSection
+from services.common.errors import ConfigError, ModelError
+from services.common.gpu import naming_what_needs_memory
+from services.common.model_config import ModelConfig, load_model_config
+from services.common.resolve import ResolvedModel
+from services.dense_worker.features.drafting.draft_model.model import DraftModel
+from services.dense_worker.features.drafting.draft_model.vocabulary import check_vocabulary
+from services.dense_worker.features.drafting.kv_cache.draft_attention import bytes_of_block
+from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
+from services.dense_worker.model.weights import load_weights, random_weights
+
+log = structlog.get_logger()
+
+
+def load_draft_model(section: SchedulerSection, source: ModelSection, model: ResolvedModel) -> DraftModel:
+    """The model of `scheduler.draft_model`, in the dtype and on the device of the served one.
+
+    Raises `ModelError` for a model of another vocabulary or with parts that drafts do not support, `ConfigError` if
+    `scheduler.draft_cache_bytes` is too small for it, and `CapacityError` if a GPU has no room for it. All name the
+    value and the limit.
+    """
+    path = section.draft_model
+    assert path is not None, "the config has been checked"
+    config = load_model_config(path)
+    check_vocabulary(path, config.vocab_size, source.path, model.config.vocab_size)
+    if (lack := unsupported_part(config)) is not None:
+        raise ModelError(f"the draft model {path} ({config.family}) has {lack}, which draft models may not have")
+    max_len = min(model.max_model_len, config.max_position_embeddings)
+    block_bytes = bytes_of_block(config, model.dtype)
+    num_blocks = min(section.draft_cache_bytes // block_bytes, 1 + section.max_num_seqs * -(-max_len // BLOCK_SIZE))
+    if num_blocks < 2:
+        raise ConfigError(
+            f"scheduler.draft_cache_bytes is {section.draft_cache_bytes}, the draft model {path} needs at least "
+            f"{2 * block_bytes}, for two blocks of {BLOCK_SIZE} tokens"
+        )
+    with naming_what_needs_memory("the draft model"):
+        if source.load_format == "dummy":
+            weights = random_weights(config, model.dtype, model.device, source.dummy_seed)
+        else:
+            weights = load_weights(path, config, model.dtype, model.device)
+        draft = DraftModel(weights, config, num_blocks, max_len)
+    num_tokens = (num_blocks - 1) * BLOCK_SIZE
+    log.info("draft model loaded", path=str(path), max_len=max_len, num_cached_tokens=num_tokens)
+    return draft
+
+
+def unsupported_part(config: ModelConfig) -> str | None:
+    """What the model has and `DraftModel` lacks; None: nothing."""
+    if config.parts.experts is not None:
+        return "a mixture of experts"
+    if config.parts.latent is not None:
+        return "latent attention"
+    if config.quantization is not None:
+        return f"quantized weights ({config.quantization.method})"
+    if config.gated_delta_layers:
+        return "gated delta layers"
+    if config.attention.layer_heads or config.parts.layer_inputs is not None:
+        return "layers that differ in their heads or inputs"
+    return "attention sinks" if config.attention.has_sinks else None

@@ -1,0 +1,1 @@
+"""Drafts that copy text: of the sequence itself, and of earlier answers to the same client."""

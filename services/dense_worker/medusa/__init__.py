@@ -1,1 +1,0 @@
-"""Medusa heads, which guess the tokens after the next one from the model's last hidden state (arXiv:2401.10774)."""
