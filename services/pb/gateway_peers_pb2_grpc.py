@@ -98,8 +98,9 @@ class GatewayPeersServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ServeAdapter(self, request, context):
-        """Serves the adapter that was staged, in place of one of the same owner and name. If it has not been staged, because
-        this process has started since, it is read first.
+        """Serves the adapter that was staged, in place of one of the same owner and name; or again the one that this call
+        replaced last, because another process could not serve the new one. If this process has neither, because it has
+        started since, the adapter is read first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

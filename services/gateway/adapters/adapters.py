@@ -9,8 +9,9 @@ An adapter that a client loads belongs to its API key: no other key can name, re
 of keys in `gateway.adapter_admins`, and of callers without a key are shared by all.
 
 A change reaches all gateways or none. The one that is asked makes it, and holds the lock of `GatewayPeers` meanwhile:
-it has all peers read the adapter, records it, and then has all of them serve it. A peer that starts listens before it
-reads the records, so it misses nothing.
+it has all peers read the adapter, records it, has all of them serve it, and then does so itself. If one of them fails
+meanwhile, all serve again what they did before. A peer that starts listens before it reads the records, so it misses
+nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from services.common.errors import (
     ConfigError,
     InvalidRequest,
     NotFound,
+    PeerError,
     PermissionDenied,
     QueueTimeout,
     TwostrokeError,
@@ -85,6 +87,7 @@ class Adapters:
         self._records = None if directory is None else AdapterRecords(directory)
         self._list = AdapterList()
         self._staged: tuple[str, Adapter] | None = None  # for a peer: the owner, and what it will belong to it
+        self._replaced: tuple[str, Adapter] | None = None  # the same of what was served before a peer's last change
         self._changed_at_start: set[tuple[str, str]] | None = set()  # by peers, while the records are loaded
         self._turns = ClientTurns(1)
         self._changes: set[asyncio.Task[Any]] = set()
@@ -159,12 +162,18 @@ class Adapters:
         self._staged = None
 
     async def serve(self, message: gateway_peers_pb2.PeerAdapter) -> None:
-        """Serves what a peer has staged; reads it if it has not been staged in this process."""
-        staged, self._staged = self._staged, None
-        if staged is None or (staged[0], staged[1].name, staged[1].hash) != (message.owner, message.name, message.hash):
-            staged = message.owner, await self._read_for_peer(message)
-        self._note_change(message.owner, message.name)
-        self._put(*staged)
+        """Serves what a peer has staged, or what this process serves or did before; else it reads that first."""
+        owner, present = message.owner, self._list.of(message.owner).get(message.name)
+        served = None if present is None else (owner, present)
+        wanted = owner, message.name, message.hash
+        known = [each for each in (self._staged, served, self._replaced) if each is not None]
+        self._staged = None
+        adapter = next((each for whose, each in known if (whose, each.name, each.hash) == wanted), None)
+        if adapter is None:
+            adapter = await self._read_for_peer(message)
+        self._note_change(owner, message.name)
+        self._replaced = served
+        self._put(owner, adapter)
 
     def forget(self, owner: str, name: str) -> None:
         """Forgets an adapter because a peer has; requests that have it go on."""
@@ -252,10 +261,34 @@ class Adapters:
         relative = found.relative_to(directory.resolve())
         message = gateway_peers_pb2.PeerAdapter(owner=owner, name=name, path=str(relative), hash=adapter.hash)
         await self._peers.stage_adapter(message)
+        recorded = await asyncio.to_thread(self._recorded_path, owner, name)
         await self._record(owner, name, relative)
+        try:
+            await self._peers.serve_adapter(message)
+        except PeerError as error:
+            await self._record(owner, name, recorded)
+            await self._take_back(owner, name, error)
+            raise
         self._put(owner, adapter)
-        await self._peers.serve_adapter(message)
         return adapter
+
+    async def _take_back(self, owner: str, name: str, reason: PeerError) -> None:
+        """Has all peers serve what this process still does. Raises `PeerError` if one of them cannot."""
+        previous = self._list.of(owner).get(name)
+        try:
+            if previous is None:
+                await self._peers.forget_adapter(owner, name)
+                return
+            path = os.path.relpath(previous.path, self._changeable_directory().resolve())  # if it has to be read again
+            message = gateway_peers_pb2.PeerAdapter(owner=owner, name=name, path=path, hash=previous.hash)
+            await self._peers.serve_adapter(message)
+        except PeerError as error:
+            raise PeerError(f"{reason}; and it could not be taken back everywhere: {error}") from error
+
+    def _recorded_path(self, owner: str, name: str) -> Path | None:
+        assert self._records is not None
+        found = (Path(path) for *whose, path in self._records.read() if whose == [owner, name])
+        return next(found, None)
 
     async def _unload(self, caller: Caller, name: str) -> None:
         self._check_loaded(caller, name)

@@ -64,13 +64,13 @@ class GatewayPeers:
             raise PeerError(f"adapter {adapter.name!r} is not loaded, because not all gateways can: {failed}")
 
     async def serve_adapter(self, adapter: gateway_peers_pb2.PeerAdapter) -> None:
-        """Has all peers serve a staged adapter. Raises `PeerError` with the names of those that may not.
+        """Has all peers serve an adapter. Raises `PeerError` with the names of those that may not.
 
         One that has ended since will load it when it starts, because it is recorded.
         """
         outcomes = await self._ask(lambda stub, **options: stub.ServeAdapter(adapter, **options), ADAPTER_TIMEOUT_S)
         if failed := _failed(_of_living(outcomes)):
-            raise PeerError(f"adapter {adapter.name!r} is loaded, but not in {failed}: load it again in place")
+            raise PeerError(f"adapter {adapter.name!r} is not loaded, because not all gateways serve it: {failed}")
 
     async def forget_adapter(self, owner: str, name: str) -> None:
         """Has all peers forget an adapter. Raises `PeerError` with the names of those that may still serve it."""

@@ -16,7 +16,10 @@ import pytest
 
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL
+from services.common.errors import InvalidRequest
+from services.gateway.adapters.adapters import Adapters
 from services.gateway.link.gateway_peers import GatewayPeers
+from services.lora.adapter_records import AdapterRecords
 from services.pb import gateway_pb2, gateway_peers_pb2, gateway_peers_pb2_grpc, triton_pb2_grpc
 from tests.support.adapters import make_adapter
 from tests.support.clients.gateway_calls import ids
@@ -133,6 +136,46 @@ def test_an_adapter_that_one_gateway_cannot_load_is_loaded_by_none(tmp_path: Pat
         assert [await names_at(each, headers) for each in gateways] == [{"x"}] * 3
 
     with_gateways(tmp_path, test, api_keys_file=keys_file(tmp_path), lora_directory=adapters)
+
+
+@pytest.mark.parametrize("previous", [None, "a"])
+def test_an_adapter_that_one_gateway_cannot_serve_is_served_by_none(
+    tmp_path: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch, previous: str | None
+) -> None:
+    """The second of two peers fails when all have read it. What was served before is so again, file or not."""
+    serve, num_calls = Adapters.serve, 0
+
+    async def serve_once(self: Adapters, request: gateway_peers_pb2.PeerAdapter) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise InvalidRequest("its files are gone")
+        await serve(self, request)
+
+    async def served(gateways: Gateways) -> list[list[tuple[str, str]]]:
+        infos = [await each.stub.ModelInfo(gateway_pb2.ModelInfoRequest()) for each in gateways]
+        return [[(each.name, Path(each.path).name) for each in info.adapters] for info in infos]
+
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        body = {"lora_name": "x", "lora_path": "b", "load_inplace": True}
+        expected = []
+        if previous is not None:
+            assert (await post(gateways[1], LOAD, body | {"lora_path": previous}, {})).status_code == 200
+            shutil.rmtree(adapters / previous)  # so that only the processes have it
+            expected = [("x", previous)]
+        records = AdapterRecords(adapters)
+        recorded = records.read()
+        monkeypatch.setattr(Adapters, "serve", serve_once)
+        refused = await post(gateways[0], LOAD, body, {})
+        assert refused.status_code == 503 and "'x' is not loaded" in refused.text, refused.text
+        assert "its files are gone" in refused.text and "taken back" not in refused.text
+        assert await served(gateways) == [expected] * 3
+        assert records.read() == recorded
+        loaded = await post(gateways[2], LOAD, body, {})
+        assert loaded.status_code == 200, loaded.text
+        assert await served(gateways) == [[("x", "b")]] * 3
+
+    with_gateways(tmp_path, test, lora_directory=adapters)
 
 
 def test_while_a_gateway_is_down_nothing_is_loaded_and_when_it_starts_it_has_everything(
