@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from services.gateway.apis.responses.answer_objects import ResponseError, ResponseObject, ResponseUsage
@@ -12,12 +12,12 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
 from services.gateway.apis.responses.tool_conversion import OfferedTool
 from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
-from services.gateway.apis.shared.logprobs import chat_logprobs
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.text.deltas import Delta
 
 PARAM_NAMES = {
     "chat": "input",
@@ -47,9 +47,8 @@ class ResponsesFormat:
         """`tools`: those of the request, by the name that the model sees. `record`: keeps the response."""
         paths = {f"tools[{i}].function": tool.path for i, tool in enumerate(tools.values())}
         self.param_names: Mapping[str, str] = PARAM_NAMES | paths
-        self._tokenizer = service.tokenizer
         self._has_logprobs = body.has_logprobs
-        self._items = OutputItems(request_id, tools)
+        self._items = OutputItems(request_id, tools, service.tokenizer)
         self._finish: Finish | None = None
         self._error: ResponseError | None = None
         self._num_events = 0
@@ -66,7 +65,7 @@ class ResponsesFormat:
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Event]:
         self._finish = chunk.finish
-        return self._numbered(self._items.add(chunk_deltas(chunk), self._logprobs(chunk)))
+        return self._numbered(self._add(chunk_deltas(chunk), chunk))
 
     def closing(self) -> Sequence[Event]:
         status = self._end_status()
@@ -76,7 +75,7 @@ class ResponsesFormat:
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ResponseObject:
         [([completion], _)] = answers
         self._finish = completion.finish
-        self._items.add(completion_deltas(completion), self._logprobs(completion))
+        self._add(completion_deltas(completion), completion)
         status = self._end_status()
         self._items.end(is_cut=status == "incomplete")
         return self._kept(status)
@@ -92,10 +91,10 @@ class ResponsesFormat:
         assert self._finish is not None
         return "incomplete" if self._finish.reason is FinishReason.LENGTH else "completed"
 
-    def _logprobs(self, answer: Chunk | Completion) -> list[Any]:
-        if not self._has_logprobs or not answer.token_ids:
-            return []
-        return list(chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs or (), has_ids=False)["content"])
+    def _add(self, deltas: Iterable[Delta], answer: Chunk | Completion) -> list[Event]:
+        if self._has_logprobs and answer.logprobs:
+            return self._items.add(deltas, answer.token_ids, answer.logprobs)
+        return self._items.add(deltas)
 
     def _numbered(self, events: list[Event]) -> list[Event]:
         for event in events:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
+from services.common.token_logprobs import LogprobRows
 from services.gateway.apis.responses.tool_conversion import OfferedTool, ToolKind
+from services.gateway.apis.shared.json_pieces import LazyList
+from services.gateway.apis.shared.logprobs import chat_logprobs
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta
+from services.gateway.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
@@ -20,7 +24,7 @@ class OutputItems:
     Events have no sequence number yet. Items of custom tools and of the local shell are sent when they are whole.
     """
 
-    def __init__(self, response_id: str, tools: Mapping[str, OfferedTool]) -> None:
+    def __init__(self, response_id: str, tools: Mapping[str, OfferedTool], tokenizer: Tokenizer) -> None:
         """`tools`: those of the request, by the name that the model sees."""
         self.items: list[dict[str, Any]] = []
         self._id = response_id
@@ -28,13 +32,19 @@ class OutputItems:
         self._open: dict[str, Any] | None = None  # the item that grows, as in its first event
         self._kind = ToolKind.FUNCTION  # of the open item, if it is a call
         self._pieces: list[str] = []  # of its text or arguments
-        self._logprobs: list[Any] = []  # of its text
-        self._waiting: list[Any] = []  # log-probabilities of tokens whose text comes later
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []  # of its text, if log-probabilities are requested
+        self._logprobs = LogprobRows()  # of these tokens
+        self._num_sent = 0  # log-probabilities that have been sent with a piece of the text
 
-    def add(self, deltas: Iterable[Delta], logprobs: list[Any] | None = None) -> list[Event]:
-        """The events for these deltas. `logprobs`: of the tokens of a text, in OpenAI's form."""
+    def add(
+        self, deltas: Iterable[Delta], token_ids: Sequence[int] = (), logprobs: LogprobRows | None = None
+    ) -> list[Event]:
+        """The events for these deltas. `logprobs`: of `token_ids`, the tokens of a text; they may come before it."""
         events: list[Event] = []
-        self._waiting += logprobs or ()
+        if logprobs is not None:
+            self._token_ids += token_ids
+            self._logprobs.extend(logprobs)
         for delta in deltas:
             if isinstance(delta, ContentDelta):
                 if self._open is None or self._open["type"] != "message":
@@ -63,8 +73,9 @@ class OutputItems:
         item, joined = self._open, "".join(self._pieces)
         events: list[Event] = []
         if item["type"] == "message":
-            self._take_logprobs()
-            events += self._end_text("response.output_text.done", _text_part(joined, self._logprobs))
+            self._num_sent = 0
+            events += self._end_text("response.output_text.done", _text_part(joined, self._take_logprobs()))
+            self._token_ids, self._logprobs, self._num_sent = [], LogprobRows(), 0
         elif item["type"] == "reasoning":
             events += self._end_text("response.reasoning_text.done", _reasoning_part(joined))
         elif self._kind is ToolKind.FUNCTION:
@@ -75,7 +86,7 @@ class OutputItems:
         item["status"] = "incomplete" if is_cut else "completed"
         events.append(self._item_event("response.output_item.done"))
         self.items.append(item)
-        self._open, self._pieces, self._logprobs = None, [], []
+        self._open, self._pieces = None, []
         return events
 
     def _begin_text(self, fields: dict[str, Any], part: dict[str, Any]) -> list[Event]:
@@ -137,10 +148,13 @@ class OutputItems:
         self._pieces.append(piece)
         return self._event(kind, delta=piece, **fields, **({} if "arguments" in kind else {"content_index": 0}))
 
-    def _take_logprobs(self) -> list[Any]:
-        taken, self._waiting = self._waiting, []
-        self._logprobs += taken
-        return taken
+    def _take_logprobs(self) -> LazyList | list[Any]:
+        """Those that have not been sent yet, as OpenAI has them."""
+        token_ids, rows = self._token_ids[self._num_sent :], self._logprobs[self._num_sent :]
+        self._num_sent += len(rows)
+        if not rows:
+            return []
+        return LazyList(lambda: chat_logprobs(self._tokenizer, token_ids, rows, has_ids=False)["content"])
 
     def _event(self, kind: str, **fields: Any) -> Event:
         assert self._open is not None
@@ -151,7 +165,7 @@ class OutputItems:
         return {"type": kind, "output_index": len(self.items), "item": dict(self._open)}
 
 
-def _text_part(text: str, logprobs: list[Any] | None = None) -> dict[str, Any]:
+def _text_part(text: str, logprobs: LazyList | list[Any] | None = None) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 

@@ -14,6 +14,7 @@ from services.gateway.access.access import Caller
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
+from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.http.json_route import parse_json
 from services.gateway.resources.heavy_work import HeavyWork
 
@@ -61,11 +62,10 @@ class ResponseRecord:
             raise InvalidRequest(f"the earlier conversation cannot be continued: {reason}", FIELD) from error
 
     def keep(self, response: Mapping[str, Any]) -> None:
-        """Keeps a complete response, unless the request says not to. May be called in any thread."""
+        """Keeps a complete response without log-probabilities, unless the request says not to."""
         if self._is_stored:
-            stored = StoredResponse(
-                to_json(response), (*self._conversation, self._own_items), to_json(response["output"])
-            )
+            whole, output = (to_json(each, fallback=_nothing) for each in (response, response["output"]))
+            stored = StoredResponse(whole, (*self._conversation, self._own_items), output)
             self._store.put(self._owner, response["id"], stored)
 
 
@@ -88,6 +88,11 @@ def _own_items(body: ResponsesRequest, request_id: str) -> bytes:
             item["content"] = [{"type": kind, "text": item["content"]}]
         item.setdefault("id", f"in_{request_id}_{i}")
     return to_json(items)
+
+
+def _nothing(_: LazyList) -> list[Any]:
+    """In place of log-probabilities, which would take most of the store."""
+    return []
 
 
 def _no_previous(response_id: str) -> InvalidRequest:

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 import structlog
 from fastapi.responses import Response
-from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
 from services.gateway.apis.shared.generations import Generations
-from services.gateway.apis.shared.json_pieces import json_pieces
+from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import ClientGone, while_connected
@@ -108,7 +107,7 @@ class Answer(Response):
                 return
         finally:
             await generations.close()  # when a large answer has been sent: its memory is counted until then
-        body = to_json(self._format.whole(answers))
+        body = json_at_once(self._format.whole(answers))
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _whole_pieces(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Iterator[bytes]:
@@ -189,7 +188,7 @@ class Answer(Response):
 
 def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
     """The objects as server-sent events (HTML standard, "Interpreting an event stream"). See `has_event_names`."""
-    return b"".join([_start(each, has_names) + to_json(each) + b"\n\n" for each in objects])
+    return b"".join([_start(each, has_names) + json_at_once(each) + b"\n\n" for each in objects])
 
 
 async def send_pieces(send: Send, pieces: AsyncIterator[bytes], media_type: bytes = b"application/json") -> None:

@@ -6,7 +6,7 @@ which take ten times the memory of what they tell, never exist all at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from pydantic_core import to_json
@@ -15,6 +15,23 @@ from services.gateway.apis.shared.hidden_states import HiddenStates
 
 MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
 UNLIKE = ("choices", "output")  # lists with large elements
+
+
+class LazyList:
+    """A list that several objects may have: its elements are made each time that it is encoded."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def json_at_once(value: Any) -> bytes:
+    """The JSON of a value that is not large."""
+    return to_json(value, fallback=iter)  # of a `LazyList`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -31,7 +48,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
                 yield from json_pieces(each)
             separator = b","
         yield b"}" if value else b"{}"
-    elif isinstance(value, list | Iterator):
+    elif isinstance(value, list | Iterator | LazyList):
         yield from _list_pieces(iter(value))
     else:
         yield to_json(value)
@@ -66,11 +83,12 @@ def _is_large(element: Any) -> bool:
     """Whether it is made while it is encoded, or has many values in its lists and objects."""
     if isinstance(element, Iterator):
         return True
+    made_later = Iterator | LazyList | HiddenStates
     count = 0
     for each in element.values() if isinstance(element, dict) else element:
-        if isinstance(each, Iterator | HiddenStates):
+        if isinstance(each, made_later):
             return True
-        if isinstance(each, dict) and any(isinstance(inner, Iterator | HiddenStates) for inner in each.values()):
+        if isinstance(each, dict) and any(isinstance(inner, made_later) for inner in each.values()):
             return True
         count += len(each) if isinstance(each, dict | list | tuple) else 1
     return count > MAX_PIECE_VALUES
