@@ -99,7 +99,7 @@ class Gateway:
             section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies
         )
         self._journal = Journal()
-        self._memory = MemoryBudget(section.max_held_bytes)
+        self._memory = MemoryBudget(section.max_held_bytes, section.max_held_wait_s, section.max_held_waiting)
         self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens)
         self._dense = DensePool(
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams

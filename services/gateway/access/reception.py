@@ -12,6 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -34,6 +35,20 @@ MIN_KEYLESS_CALLS = 4
 MAX_OPEN_STREAMS = 1024
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # the caller of the call that this task handles
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRequest:
+    """One message of a stream of requests. Call `release` when it has been answered."""
+
+    message: Any
+    held: HeldMemory
+    open_requests: set[HeldMemory]  # of the stream
+
+    def release(self) -> None:
+        """Gives back the memory that its message takes."""
+        self.held.release()
+        self.open_requests.discard(self.held)
 
 
 def current_caller() -> Caller:
@@ -122,23 +137,30 @@ class Reception(grpc.aio.ServerInterceptor):
     def _guarded_stream(self, handler: grpc.RpcMethodHandler) -> Callable[..., Awaitable[None]]:
         """A handler of a stream of requests: the first message has the time limit of a single message.
 
-        Its behaviour is a coroutine that writes the responses itself and ends streams that rest for too long.
+        Its behaviour is a coroutine that gets a `StreamedRequest` for each, writes the responses itself and ends
+        streams that rest for too long.
         """
 
-        async def requests(context: grpc.aio.ServicerContext, held: HeldMemory) -> AsyncIterator[Any]:
+        async def requests(
+            context: grpc.aio.ServicerContext, client: Client, open_requests: set[HeldMemory]
+        ) -> AsyncIterator[StreamedRequest]:
             message = await self._receive(context)
             while message is not grpc.aio.EOF:
-                held.reserve(BYTES_PER_BODY_BYTE * len(message), "its message")
-                yield await self._parse(message, handler.request_deserializer)
-                held.release()  # the next one is asked for when this one runs
+                held = HeldMemory(self._memory, client)
+                open_requests.add(held)
+                await _count(held, message)
+                parsed = await self._parse(message, handler.request_deserializer)
+                del message
+                yield StreamedRequest(parsed, held, open_requests)
                 message = await self._receive_later(context)
 
         async def handle(_: object, context: grpc.aio.ServicerContext) -> None:
-            held = HeldMemory(self._memory, self._identify(context))
+            client, open_requests = self._identify(context), set[HeldMemory]()
             try:
-                await handler.stream_stream(requests(context, held), context)
+                await handler.stream_stream(requests(context, client, open_requests), context)
             finally:
-                held.release()
+                for held in open_requests:
+                    held.release()
 
         return handle
 
@@ -217,7 +239,7 @@ class Reception(grpc.aio.ServerInterceptor):
         if message is grpc.aio.EOF:
             raise RequestAborted("the call has no message")
         if held is not None:
-            held.reserve(BYTES_PER_BODY_BYTE * len(message), "its message")
+            await _count(held, message)
         return await self._parse(message, handler.request_deserializer)
 
     async def _parse(self, data: bytes, deserialize: Callable[[bytes], Any]) -> Any:
@@ -230,6 +252,12 @@ class Reception(grpc.aio.ServerInterceptor):
             return message
         except DecodeError as error:
             raise InvalidRequest(f"the message of {len(data)} bytes cannot be parsed: {error}") from None
+
+
+async def _count(held: HeldMemory, message: bytes) -> None:
+    """Counts a message that is here already, and then what will be made of it."""
+    held.add(len(message))
+    await held.reserve((BYTES_PER_BODY_BYTE - 1) * len(message), "what is made of its message")
 
 
 def _after(receive: Callable[..., Awaitable[Any]], behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:

@@ -162,7 +162,7 @@ class RequestService:
             num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
             if num_bytes and self.prompt_embeds is not None:
                 advice = "send fewer or half precision"
-                held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
+                await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
             limits = replace(self.limits, names=self.names_for(caller))
             request = caller.adapt(await read_request(message, self.tokenizer, limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
@@ -173,14 +173,14 @@ class RequestService:
                 request = replace(request, spec=replace(request.spec, sampling=sampling))
             if request.max_num_held_logprobs:
                 num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
-                held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
+                await held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
             if request.max_num_logit_rows:
                 num_bytes = BYTES_PER_LOGIT * request.max_num_logit_rows * self.model.vocab_size
                 num_bytes *= COPIES_OF_LOGITS + num_messages
                 advice = "shorten the prompt or lower max_tokens or n"
-                held.reserve(num_bytes, "logits", "return_generation_logits", advice)
+                await held.reserve(num_bytes, "logits", "return_generation_logits", advice)
             if request.max_num_hidden_states:
-                self._reserve_hidden_states(request, held)
+                await self._reserve_hidden_states(request, held)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -192,7 +192,7 @@ class RequestService:
             span.end(str(error) or type(error).__name__)
             raise
 
-    def _reserve_hidden_states(self, request: GenerationRequest, held: HeldMemory) -> None:
+    async def _reserve_hidden_states(self, request: GenerationRequest, held: HeldMemory) -> None:
         hidden_size = self.model.hidden_size
         if not hidden_size:
             raise InvalidRequest(
@@ -200,7 +200,8 @@ class RequestService:
                 "return_hidden_states",
             )
         num_bytes = BYTES_PER_HIDDEN_VALUE * hidden_size * request.max_num_hidden_states
-        held.reserve(num_bytes, "hidden states", "return_hidden_states", "shorten the prompt or lower max_tokens or n")
+        advice = "shorten the prompt or lower max_tokens or n"
+        await held.reserve(num_bytes, "hidden states", "return_hidden_states", advice)
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:

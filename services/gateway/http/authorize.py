@@ -64,12 +64,12 @@ class Authorize:
 
 
 def _counted(receive: Receive, held: HeldMemory) -> Receive:
-    """`receive`, with the body counted while it arrives. Raises `CapacityError` if it does not fit."""
+    """`receive`, with the body counted while it arrives: what does not fit waits. Raises `CapacityError`."""
 
     async def receive_counted() -> Message:
         message = await receive()
         if body := message.get("body"):
-            held.reserve(BYTES_PER_BODY_BYTE * len(body), "its body")
+            await held.reserve(BYTES_PER_BODY_BYTE * len(body), "its body")
         return message
 
     return receive_counted

@@ -1,11 +1,13 @@
 """`MemoryBudget`: limits the memory that all open requests together take. Runs in the event loop.
 
-Whatever is large is counted before it is read, computed or encoded: bodies, embeddings, log-probabilities, logits.
+Whatever is large is counted before it is read, computed or encoded: bodies, embeddings, log-probabilities, logits. What
+does not fit waits for a while: each client's requests in order of arrival, and the clients in turns.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from services.common.errors import CapacityError, InvalidRequest
@@ -15,41 +17,96 @@ from services.common.fairness.kept_room import may_wait, refusal
 KEY = "gateway.max_held_bytes"
 BYTES_PER_BODY_BYTE = 4  # of a body or message: itself, the objects that are made of it, and the prompt
 
+Place = tuple[int, asyncio.Future[None]]  # the bytes that a request waits for; done as soon as it holds them
+
 
 class MemoryBudget:
     """One for a gateway. The last part is kept for clients that hold nothing, or little."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_wait_s: float = 0.0, max_waiting: int = 0) -> None:
+        """`max_wait_s`: how long a request may wait for memory; `max_waiting`: how many may do so at once."""
         self.max_bytes = max_bytes
         self.num_held = 0
+        self._max_wait_s = max_wait_s
+        self._max_waiting = max_waiting
         self._held_of = Counter[Client]()  # a client that holds nothing has no entry
+        self._waiting: dict[Client, deque[Place]] = {}  # in the order of their turns; no deque is empty
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for memory."""
+        return sum(map(len, self._waiting.values()))
 
     def add(self, client: Client, num_bytes: int) -> None:
-        """Counts what a client holds more, or less."""
+        """Counts what a client holds more, or less, and lets those go on who wait for it."""
         self.num_held += num_bytes
         self._held_of[client] += num_bytes
         if not self._held_of[client]:
             del self._held_of[client]
+        if self._waiting and num_bytes < 0:
+            self._grant()
 
-    def check(self, client: Client, num_bytes: int, what: str, param: str | None, advice: str) -> None:
-        """Raises `InvalidRequest` or `CapacityError`, as in `HeldMemory.reserve`, if so much more does not fit."""
-        if num_bytes > self.max_bytes:
-            raise InvalidRequest(
-                f"the request may take {num_bytes} bytes of memory for {what}, {KEY} is {self.max_bytes}: {advice}",
-                param,
-            )
+    async def take(self, client: Client, num_bytes: int, what: str) -> None:
+        """Adds so many bytes for `what`, if need be after a while. Raises `CapacityError`."""
+        reason = self._refusal(client, num_bytes, what)
+        if reason is None and client not in self._waiting:
+            self.add(client, num_bytes)
+            return
+        reason = reason or f"other requests of this client wait for memory ({KEY})"
+        if self.num_waiting >= self._max_waiting:
+            raise CapacityError(f"{reason}; {self.num_waiting} requests wait already, gateway.max_held_waiting")
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append((num_bytes, place))
+        try:
+            await asyncio.wait({place}, timeout=self._max_wait_s)
+        except asyncio.CancelledError:
+            if place.done():
+                self.add(client, -num_bytes)
+            else:
+                self._leave(client, num_bytes, place)
+            raise
+        if not place.done():
+            self._leave(client, num_bytes, place)
+            raise CapacityError(f"{reason}; waited for {self._max_wait_s:g} s, gateway.max_held_wait_s")
+
+    def _grant(self) -> None:
+        """Lets those go on whose bytes fit now, one of each client at a time."""
+        has_granted = True
+        while has_granted:
+            has_granted = False
+            for client in list(self._waiting):
+                num_bytes, place = self._waiting[client][0]
+                if self._refusal(client, num_bytes, "") is None:
+                    places = self._waiting.pop(client)
+                    places.popleft()
+                    if places:
+                        self._waiting[client] = places  # at the end
+                    self.add(client, num_bytes)
+                    place.set_result(None)
+                    has_granted = True
+
+    def _leave(self, client: Client, num_bytes: int, place: asyncio.Future[None]) -> None:
+        places = self._waiting[client]
+        places.remove((num_bytes, place))
+        if not places:
+            del self._waiting[client]
+        self._grant()  # a smaller one may have waited behind this one
+
+    def _refusal(self, client: Client, num_bytes: int, what: str) -> str | None:
+        """Why a client may not hold so much more for `what`; None if it may."""
         if self.num_held + num_bytes > self.max_bytes:
-            raise CapacityError(
+            return (
                 f"open requests may take {self.num_held} bytes of memory, {num_bytes} more for {what} would exceed "
                 f"{self.max_bytes} ({KEY})"
             )
         num_own = self._held_of[client]
         if any(client) and not may_wait(self.max_bytes, self.num_held, num_own, num_bytes):
             held = f"{num_own} of {self.num_held} bytes of memory that requests may take ({KEY})"
-            raise CapacityError(refusal(held, num_bytes, self.max_bytes))
+            return refusal(held, num_bytes, self.max_bytes)
+        return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HeldMemory:
     """What one request holds of the budget, until `release`."""
 
@@ -57,14 +114,20 @@ class HeldMemory:
     client: Client
     num_bytes: int = field(default=0, init=False)
 
-    def reserve(self, num_bytes: int, what: str, param: str | None = None, advice: str = "send less") -> None:
-        """Holds more. `what` takes the bytes, such as "logits"; `param`: the field to blame.
+    async def reserve(self, num_bytes: int, what: str, param: str | None = None, advice: str = "send less") -> None:
+        """Holds more, if need be after a while. `what` takes the bytes, such as "logits"; `param`: the field to blame.
 
-        Raises `InvalidRequest` for more than the whole budget, with an `advice`, and `CapacityError` for more than is
-        left of it for this client.
+        Raises `InvalidRequest` if the request would hold more than the whole budget, with an `advice`, and
+        `CapacityError` if too little of it is left for this client for too long.
         """
-        self.budget.check(self.client, num_bytes, what, param, advice)
-        self.budget.add(self.client, num_bytes)
+        if self.num_bytes + num_bytes > self.budget.max_bytes:
+            beside = f" beside {self.num_bytes} others" if self.num_bytes else ""
+            raise InvalidRequest(
+                f"the request may take {num_bytes} bytes of memory for {what}{beside}, {KEY} is "
+                f"{self.budget.max_bytes}: {advice}",
+                param,
+            )
+        await self.budget.take(self.client, num_bytes, what)
         self.num_bytes += num_bytes
 
     def add(self, num_bytes: int) -> None:
@@ -74,5 +137,5 @@ class HeldMemory:
 
     def release(self) -> None:
         """Gives back all that the request holds."""
-        self.budget.add(self.client, -self.num_bytes)
-        self.num_bytes = 0
+        num_bytes, self.num_bytes = self.num_bytes, 0
+        self.budget.add(self.client, -num_bytes)

@@ -52,7 +52,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         note_size(request, len(body), service.heavy_work)
         await next_turn(request)
         plain = decompressed(body, encoding, section.max_body_bytes)
-        request.state.held.reserve(BYTES_PER_BODY_BYTE * max(0, len(plain) - len(body)), "its body")
+        await request.state.held.reserve(BYTES_PER_BODY_BYTE * max(0, len(plain) - len(body)), "its body")
         return plain
 
     async def parse(body: bytes) -> Any:

@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 
 from services.common.errors import DeadlineExceeded, TwostrokeError, UnknownModel
 from services.gateway.access.access import Caller
-from services.gateway.access.reception import current_caller
+from services.gateway.access.reception import StreamedRequest, current_caller
 from services.gateway.access.slow_reader import SlowReaders, WatchedCall
 from services.gateway.apis.triton.inference import InferRequest, Triton, server_metadata
 from services.gateway.apis.triton.messages import decode_infer_request, encode_response
@@ -105,17 +105,18 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         return response
 
     async def ModelStreamInfer(
-        self, messages: AsyncIterator[triton_pb2.ModelInferRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[StreamedRequest], context: grpc.aio.ServicerContext
     ) -> None:
         """Runs each request as it comes. The error of a request is a message, and the others go on."""
         caller, lock = current_caller(), asyncio.Lock()
         running: set[asyncio.Task[None]] = set()
         with self._slow_readers.watching(context, "") as call:
             try:
-                async for message in self._until_idle(messages, running):
-                    task = asyncio.create_task(self._run(message, call, lock, caller))
+                async for request in self._until_idle(requests, running):
+                    task = asyncio.create_task(self._run(request.message, call, lock, caller))
                     running.add(task)
                     task.add_done_callback(running.discard)
+                    task.add_done_callback(lambda _, request=request: request.release())
                 while running:
                     await asyncio.wait(running)
             finally:
@@ -136,10 +137,10 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         return decode_infer_request(message, self._triton.max_batch_size, traceparent, has_tables=has_tables)
 
     async def _until_idle(
-        self, messages: AsyncIterator[triton_pb2.ModelInferRequest], running: set[asyncio.Task[None]]
-    ) -> AsyncIterator[triton_pb2.ModelInferRequest]:
-        """The messages. Raises `DeadlineExceeded` if no request runs and none comes for `idle_timeout_s`."""
-        reader = asyncio.ensure_future(anext(messages, None))
+        self, requests: AsyncIterator[StreamedRequest], running: set[asyncio.Task[None]]
+    ) -> AsyncIterator[StreamedRequest]:
+        """The requests. Raises `DeadlineExceeded` if no request runs and none comes for `idle_timeout_s`."""
+        reader = asyncio.ensure_future(anext(requests, None))
         try:
             while True:
                 if len(running) >= MAX_STREAM_REQUESTS:
@@ -148,11 +149,11 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
                 if not done and not running:
                     raise DeadlineExceeded(f"the stream had no request for {self._idle_timeout_s:g} s, the limit")
                 if done:
-                    message = reader.result()
-                    if message is None:
+                    request = reader.result()
+                    if request is None:
                         return
-                    yield message
-                    reader = asyncio.ensure_future(anext(messages, None))
+                    yield request
+                    reader = asyncio.ensure_future(anext(requests, None))
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)

@@ -203,7 +203,7 @@ def test_open_requests_have_limited_memory(tmp_path: Path) -> None:
         while (await client.post(COMPLETIONS, json=body_of(encoded(VECTORS)))).status_code != 200:
             pass  # until the gateway has seen that its clients are gone; `run` limits it
 
-    with_gateway(tmp_path, test, max_held_bytes=16 * VECTORS.nbytes + 2048)
+    with_gateway(tmp_path, test, max_held_bytes=16 * VECTORS.nbytes + 2048, max_held_wait_s=0.1)
 
 
 def test_embeddings_and_a_lora_adapter_go_together(tmp_path: Path) -> None:

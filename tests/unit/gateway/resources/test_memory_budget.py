@@ -1,6 +1,10 @@
-"""What open requests hold together is limited, with room for clients that hold little."""
+"""What open requests hold together is limited, with room for clients that hold little. What does not fit waits."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -8,44 +12,154 @@ from services.common.errors import CapacityError, InvalidRequest
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 
 GREEDY, OTHER, ANYBODY = (0, 1), (0, 2), (0, 0)
+LONG_S = 60.0  # longer than any test
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, LONG_S / 2))
+
+
+async def settle() -> None:
+    """Lets all tasks go on as far as they can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def test_a_request_that_could_never_fit_is_wrong_and_names_value_and_limit() -> None:
-    message = r"1001 bytes of memory for logits, gateway.max_held_bytes is 1000: ask for less"
-    with pytest.raises(InvalidRequest, match=message) as refused:
-        HeldMemory(MemoryBudget(1000), GREEDY).reserve(1001, "logits", "n", "ask for less")
-    assert refused.value.param == "n"
+    async def test() -> None:
+        budget = MemoryBudget(1000, LONG_S, 10)
+        message = r"1001 bytes of memory for logits, gateway.max_held_bytes is 1000: ask for less"
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            await HeldMemory(budget, GREEDY).reserve(1001, "logits", "n", "ask for less")
+        assert refused.value.param == "n"
+        held = HeldMemory(budget, GREEDY)
+        await held.reserve(600, "its body")
+        with pytest.raises(InvalidRequest, match=r"401 bytes of memory for logits beside 600 others"):
+            await held.reserve(401, "logits")
+
+    run(test())
 
 
 def test_the_sum_over_all_requests_counts_until_they_end() -> None:
-    budget = MemoryBudget(1000)
-    first, second = HeldMemory(budget, ANYBODY), HeldMemory(budget, ANYBODY)
-    first.reserve(600, "its body")
-    first.reserve(100, "logits")
-    with pytest.raises(CapacityError, match=r"700 bytes of memory, 301 more for logits would exceed 1000"):
-        second.reserve(301, "logits")
-    second.reserve(300, "logits")
-    first.release()
-    first.release()
-    assert budget.num_held == 300
-    second.reserve(700, "logits")
+    async def test() -> None:
+        budget = MemoryBudget(1000)
+        first, second = HeldMemory(budget, ANYBODY), HeldMemory(budget, ANYBODY)
+        await first.reserve(600, "its body")
+        await first.reserve(100, "logits")
+        with pytest.raises(CapacityError, match=r"700 bytes of memory, 301 more for logits would exceed 1000"):
+            await second.reserve(301, "logits")
+        await second.reserve(300, "logits")
+        first.release()
+        first.release()
+        assert budget.num_held == 300
+        await second.reserve(700, "logits")
+
+    run(test())
 
 
 def test_the_last_eighth_is_for_clients_that_hold_little() -> None:
-    budget = MemoryBudget(6400)
-    greedy = HeldMemory(budget, GREEDY)
-    for _ in range(14):
-        greedy.reserve(400, "logits")
-    with pytest.raises(CapacityError, match=r"this client has 5600 of 5600 bytes of memory .*gateway.max_held_bytes"):
-        HeldMemory(budget, GREEDY).reserve(101, "logits")
-    HeldMemory(budget, OTHER).reserve(800, "logits")
+    async def test() -> None:
+        budget = MemoryBudget(6400)
+        greedy = HeldMemory(budget, GREEDY)
+        for _ in range(14):
+            await greedy.reserve(400, "logits")
+        with pytest.raises(CapacityError, match=r"this client has 5600 of 5600 bytes of memory .*gateway.max_held_by"):
+            await HeldMemory(budget, GREEDY).reserve(101, "logits")
+        await HeldMemory(budget, OTHER).reserve(800, "logits")
+
+    run(test())
 
 
 def test_what_has_been_made_already_counts_but_is_not_refused() -> None:
-    budget = MemoryBudget(1000)
-    held = HeldMemory(budget, OTHER)
-    held.add(1200)
-    with pytest.raises(CapacityError):
-        HeldMemory(budget, GREEDY).reserve(1, "its body")
-    held.release()
-    assert budget.num_held == 0
+    async def test() -> None:
+        budget = MemoryBudget(1000)
+        held = HeldMemory(budget, OTHER)
+        held.add(1200)
+        with pytest.raises(CapacityError):
+            await HeldMemory(budget, GREEDY).reserve(1, "its body")
+        held.release()
+        assert budget.num_held == 0
+
+    run(test())
+
+
+def test_what_does_not_fit_waits_until_it_does_clients_in_turns_and_each_in_order() -> None:
+    async def test() -> None:
+        budget, order = MemoryBudget(1000, LONG_S, 10), list[str]()
+
+        async def ask(client: tuple[int, int], name: str) -> HeldMemory:
+            held = HeldMemory(budget, client)
+            await held.reserve(500, "logits")
+            order.append(name)
+            return held
+
+        holding = HeldMemory(budget, ANYBODY)
+        await holding.reserve(600, "logits")
+        tasks = [
+            asyncio.create_task(ask(client, name))
+            for client, name in ((GREEDY, "a1"), (GREEDY, "a2"), (GREEDY, "a3"), (OTHER, "b1"))
+        ]
+        await settle()
+        assert order == [] and budget.num_waiting == 4
+        holding.release()
+        await settle()
+        while tasks:
+            done = [task for task in tasks if task.done()]
+            assert done and budget.num_held <= 1000
+            tasks = [task for task in tasks if not task.done()]
+            done[0].result().release()
+            tasks += done[1:]
+            await settle()
+        assert order == ["a1", "b1", "a2", "a3"]
+        assert budget.num_held == budget.num_waiting == 0
+
+    run(test())
+
+
+def test_a_small_request_of_another_client_passes_those_that_wait() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(6400, LONG_S, 10)
+        await HeldMemory(budget, GREEDY).reserve(5000, "logits")
+        waiting = asyncio.create_task(HeldMemory(budget, GREEDY).reserve(1000, "logits"))
+        await settle()
+        await HeldMemory(budget, OTHER).reserve(100, "its body")
+        behind = asyncio.create_task(HeldMemory(budget, GREEDY).reserve(1, "its body"))
+        await settle()
+        assert not waiting.done() and not behind.done()
+        waiting.cancel()  # its client has gone away
+        await behind
+        assert (budget.num_waiting, budget.num_held) == (0, 5101)
+
+    run(test())
+
+
+def test_waiting_is_bounded_in_time_and_in_number() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(1000, 0.05, 2)
+        await HeldMemory(budget, ANYBODY).reserve(900, "logits")
+        refused = await asyncio.gather(
+            *(HeldMemory(budget, ANYBODY).reserve(101, "logits") for _ in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(each, CapacityError) for each in refused), refused
+        assert "waited for 0.05 s, gateway.max_held_wait_s" in str(refused[0])
+        assert "900 bytes of memory, 101 more for logits would exceed 1000" in str(refused[0])
+        assert "2 requests wait already, gateway.max_held_waiting" in str(refused[2])
+        assert (budget.num_waiting, budget.num_held) == (0, 900)
+
+    run(test())
+
+
+def test_who_leaves_with_its_part_just_given_gives_it_back() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(1000, LONG_S, 2)
+        holding = HeldMemory(budget, ANYBODY)
+        await holding.reserve(900, "logits")
+        waiting = asyncio.create_task(HeldMemory(budget, ANYBODY).reserve(500, "logits"))
+        await settle()
+        holding.release()
+        assert budget.num_held == 500
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert budget.num_held == 0
+
+    run(test())

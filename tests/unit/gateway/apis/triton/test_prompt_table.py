@@ -193,4 +193,4 @@ def test_open_requests_have_limited_memory(tmp_path: Path) -> None:
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         running.cancel()
 
-    with_gateway(tmp_path, test, max_held_bytes=7 * ROWS.nbytes + 2048)
+    with_gateway(tmp_path, test, max_held_bytes=7 * ROWS.nbytes + 2048, max_held_wait_s=0.1)
