@@ -338,7 +338,7 @@ class Engine:
         opening = session.openings.get(answer.seq_id)
         output = self._scheduler.opened(answer)
         if answer.error is None and opening is not None:
-            self._runner.open(opening.known)
+            self._runner.open(opening.state)
             log.debug("opened", request_id=opening.new.request_id, num_cached_tokens=answer.num_cached_tokens)
         return [] if output is None else [output]
 

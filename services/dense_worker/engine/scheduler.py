@@ -192,8 +192,8 @@ class Scheduler:
                 self._residency.enter(sequence)
                 continue
             sequence.status = SequenceStatus.OPENING
-            known = sequence.describe_to_runner()
-            opening = Opening(sequence, sequence.describe(), known, time.monotonic())
+            state = sequence.describe_to_runner()
+            opening = Opening(sequence, sequence.describe(), state, time.monotonic())
             session.openings[sequence.seq_id] = opening
             session.to_open.append(opening.new)
             if sequence.is_suspect:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from services.common.errors import TwostrokeError
 from services.dense_worker.engine.fairness.flows import Flow
 from services.dense_worker.engine.sequence_counts import SequenceCounts
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, SequenceSpec, TokenReport
 
@@ -197,9 +197,9 @@ class Sequence:
             traceparent=self.traceparent,
         )
 
-    def describe_to_runner(self) -> KnownSequence:
+    def describe_to_runner(self) -> RequestState:
         """The sequence with the same tokens, for the runner."""
-        return KnownSequence(
+        return RequestState(
             self.seq_id,
             self.spec,
             self._token_ids_before_fork(),

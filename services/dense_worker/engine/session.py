@@ -21,8 +21,8 @@ from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenC
 
 if TYPE_CHECKING:  # these need torch; the scheduler must not
     from services.channel import Channel
-    from services.dense_worker.runner.known_sequence import KnownSequence
     from services.dense_worker.runner.model_runner import RunningStep
+    from services.dense_worker.runner.request_state import RequestState
 
 # How long after an attachment gateways may submit the sequences of an earlier dense worker again.
 CLAIM_TIMEOUT_S = 30.0
@@ -34,7 +34,7 @@ class Opening:
 
     sequence: Sequence
     new: NewSequence  # what was sent
-    known: KnownSequence  # what the runner gets when it is open
+    state: RequestState  # what the runner gets when it is open
     asked_s: float  # on the monotonic clock
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 
 
 class RowFeature:
@@ -39,7 +39,7 @@ class BatchRows:
         self.adapter_slots, self.features, self.serials = rest
         self.version = 0  # changes whenever a slot changes hands
 
-    def begin(self, slot: int, sequence: KnownSequence) -> None:
+    def begin(self, slot: int, sequence: RequestState) -> None:
         """Gives a slot to a sequence."""
         token_ids = sequence.token_ids
         self.num_known[slot], self.last_token[slot] = len(token_ids), token_ids[-1]
@@ -50,7 +50,7 @@ class BatchRows:
         self.serials[slot] = self.version
         sequence.slot = slot
 
-    def end(self, sequence: KnownSequence) -> None:
+    def end(self, sequence: RequestState) -> None:
         """Takes the slot away."""
         assert sequence.slot is not None, "it has a slot"
         self.version += 1
@@ -64,7 +64,7 @@ class BatchRows:
         self.num_known[slots] += 1
         self.last_token[slots] = token_ids
 
-    def extend(self, sequence: KnownSequence, token_ids: SequenceOf[int]) -> None:
+    def extend(self, sequence: RequestState, token_ids: SequenceOf[int]) -> None:
         """Tokens of one sequence, at least one, have become known; it may not have a slot yet."""
         sequence.token_ids.extend(token_ids)
         if sequence.slot is not None:
@@ -72,7 +72,7 @@ class BatchRows:
             self.last_token[sequence.slot] = token_ids[-1]
 
 
-def _features(sequence: KnownSequence) -> int:
+def _features(sequence: RequestState) -> int:
     present = {
         RowFeature.GRAMMAR: sequence.grammar is not None,
         RowFeature.GIVEN_VECTORS: sequence.table is not None,

@@ -20,7 +20,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows, RowFeature
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import FollowUp, KeptResiduals, StepHook
 from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
 from services.dense_worker.runner.step_logits import NO_LOGITS, PendingLogits, WantedLogits, copy_rows, copy_sampled
@@ -71,8 +71,8 @@ class ModelRunner:
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
         self._rows = BatchRows(max_num_seqs)
-        self._sequences: dict[int, KnownSequence] = {}  # by seq_id
-        self._running: dict[int, KnownSequence] = {}  # by slot
+        self._sequences: dict[int, RequestState] = {}  # by seq_id
+        self._running: dict[int, RequestState] = {}  # by slot
         self._batch: Batch | None = None  # of the newest plan; None: one of its ids may mean another sequence by now
 
     @property
@@ -94,7 +94,7 @@ class ModelRunner:
         if self._hook is not None:
             self._hook.forget_all()
 
-    def open(self, sequence: KnownSequence) -> None:
+    def open(self, sequence: RequestState) -> None:
         """Adds a sequence, which later plans may name until one closes it. Its adapter stays in its slot meanwhile."""
         if sequence.grammar is not None:
             sequence.grammar.sync(sequence.token_ids[sequence.spec.num_prompt_tokens :])
@@ -208,7 +208,7 @@ class ModelRunner:
         )
 
     def _copy_known(
-        self, entry: PlanEntry, sequence: KnownSequence, row_end: int, token_ids: np.ndarray, given: GivenRowsOfStep
+        self, entry: PlanEntry, sequence: RequestState, row_end: int, token_ids: np.ndarray, given: GivenRowsOfStep
     ) -> bool:
         """Writes the known tokens and drafts of an entry before `row_end`; returns whether its last one is unknown."""
         _, position, num_tokens, _, drafts = entry
@@ -342,7 +342,7 @@ class ModelRunner:
                 self._assign_slot(sequence)
         batch.take_rows(self._rows)
 
-    def _assign_slot(self, sequence: KnownSequence) -> None:
+    def _assign_slot(self, sequence: RequestState) -> None:
         slot = self._free_slots.pop()
         self._rows.begin(slot, sequence)
         self._running[slot] = sequence
@@ -360,7 +360,7 @@ class ModelRunner:
             sequence.grammar,
         )
 
-    def _release_slot(self, sequence: KnownSequence) -> None:
+    def _release_slot(self, sequence: RequestState) -> None:
         assert sequence.slot is not None, "it has a slot"
         self._sampler.remove(sequence.slot)
         del self._running[sequence.slot]

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.step import PlanEntry
 
 
@@ -43,7 +43,7 @@ class StepHook(Protocol):
         """Runs it at its largest, so that this memory is there."""
 
     def keep(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor | None
     ) -> None:
         """Enqueues what has to be kept of a step.
 
@@ -51,7 +51,7 @@ class StepHook(Protocol):
         entries; sampled: int64 [num_sampled], on the device, or None: the step samples no token
         """
 
-    def forget(self, sequences: Iterable[KnownSequence]) -> None:
+    def forget(self, sequences: Iterable[RequestState]) -> None:
         """These sequences have been closed."""
 
     def forget_all(self) -> None:
@@ -62,7 +62,7 @@ class FollowUp(Protocol):
     """Is asked for once, for the step under way; the next one may wait for it."""
 
     def enqueue(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor
     ) -> None:
         """Enqueues it. Called before another step is enqueued, and not for a step that samples no token.
 

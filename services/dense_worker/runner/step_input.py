@@ -11,7 +11,7 @@ import torch
 
 from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.runner.batch_rows import BatchRows
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_logits import WantedLogits
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan
 from services.step import PlanEntries, StepPlan
@@ -26,7 +26,7 @@ class Batch:
     present: the `RowFeature`s that any of the sequences has
     """
 
-    def __init__(self, seq_ids: np.ndarray, sequences: SequenceOf[KnownSequence]) -> None:
+    def __init__(self, seq_ids: np.ndarray, sequences: SequenceOf[RequestState]) -> None:
         """Before its first step is prepared, a step under way may still have slots that it needs."""
         self.seq_ids = seq_ids
         self.sequences = sequences
@@ -60,7 +60,7 @@ class BoundPlan:
 
     plan: StepPlan
     batch: Batch
-    closed: SequenceOf[KnownSequence]
+    closed: SequenceOf[RequestState]
 
 
 @dataclass(frozen=True, slots=True)

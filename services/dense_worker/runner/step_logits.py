@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.prompt_logprobs import MAX_ROWS_AT_A_TIME
 from services.dense_worker.sampling.upload import upload
@@ -47,7 +47,7 @@ class WantedLogits:
         """Whether rows beyond the sampled ones are needed."""
         return bool(self.prompts or self.hidden)
 
-    def add_tokens(self, entry: PlanEntry, sequence: KnownSequence, first_row: int) -> None:
+    def add_tokens(self, entry: PlanEntry, sequence: RequestState, first_row: int) -> None:
         """Adds what is reported of the tokens of an entry, which begin at `first_row`."""
         if sequence.token_report is TokenReport.HIDDEN_STATES:
             self.hidden.append(TokenRows(entry.seq_id, entry.position, first_row, entry.num_tokens))

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import sequence as engine
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.step import SequenceSpec
 
 _SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
@@ -33,13 +33,13 @@ def new_sequence(
     return engine.Sequence(seq_id, spec, **options)
 
 
-def make_known(
+def make_state(
     seq_id: int,
     token_ids: Sequence[int],
     num_prompt_tokens: int | None = None,
     sampling: SamplingParams | None = None,
     **options: Any,
-) -> KnownSequence:
+) -> RequestState:
     """A sequence as the runner gets it, with all tokens so far; `options` are fields of its spec or of itself."""
     asked = {name: options.pop(name) for name in _SPEC_FIELDS & options.keys()}
     prompt_token_ids = list(token_ids[:num_prompt_tokens])
@@ -47,7 +47,7 @@ def make_known(
     options.setdefault("num_logprobs", spec.num_logprobs)
     options.setdefault("reports_prompt_logprobs", spec.num_prompt_logprobs is not None)
     options.setdefault("token_report", spec.token_report)
-    return KnownSequence(seq_id, spec, list(token_ids), **options)
+    return RequestState(seq_id, spec, list(token_ids), **options)
 
 
 def ask(sequence: engine.Sequence, **asked: Any) -> None:

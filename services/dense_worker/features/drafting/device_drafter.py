@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry
@@ -35,7 +35,7 @@ class DeviceDrafter(StepHook, Protocol):
     def draft(
         self,
         entries: Iterable[PlanEntry],
-        sequences: SequenceOf[KnownSequence],
+        sequences: SequenceOf[RequestState],
         sampled: torch.Tensor,
         num_tokens: int,
     ) -> PendingDrafts:
@@ -57,7 +57,7 @@ class DraftRequest:
         self._pending: PendingDrafts | None = None
 
     def enqueue(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor
     ) -> None:
         """Enqueues the drafter."""
         self._pending = self._drafter.draft(entries, sequences, sampled, self.num_tokens)
@@ -80,7 +80,7 @@ class DraftedRows:
         return dict(zip(self.seq_ids, map(tuple, self.token_ids.tolist()), strict=True))
 
 
-def may_be_drafted(sequence: KnownSequence) -> bool:
+def may_be_drafted(sequence: RequestState) -> bool:
     """Whether drafts of it could be used, see `may_have_drafts`; those that a form forces need no model."""
     is_plain = sequence.grammar is None and sequence.table is None and not sequence.has_forced_tokens
     return is_plain and not sequence.spec.sampling.depends_on_output

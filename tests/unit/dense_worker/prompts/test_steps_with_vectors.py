@@ -16,7 +16,7 @@ from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntry, StepPlan
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
 from tests.support.plans import plan_of
 
@@ -80,7 +80,7 @@ class CountingGraphs(EagerGraphs):
 
 def open_sequence(runner: ModelRunner, seq_id: int, *token_ids: int, table: LoadedTable | None = None) -> None:
     sampling = SamplingParams(temperature=0.0)
-    runner.open(make_known(seq_id, token_ids, len(token_ids), sampling, table=table))
+    runner.open(make_state(seq_id, token_ids, len(token_ids), sampling, table=table))
 
 
 def run(
@@ -121,6 +121,6 @@ def test_a_fork_has_the_vectors_of_its_parent(runner: ModelRunner) -> None:
 def test_a_resumed_sequence_begins_with_its_vectors_again(runner: ModelRunner) -> None:
     """As after a kill or a preemption: the prompt, and the tokens so far."""
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
-    runner.open(make_known(1, (VOCAB_SIZE + 1, 31), 1, sampling, table=TABLE))
+    runner.open(make_state(1, (VOCAB_SIZE + 1, 31), 1, sampling, table=TABLE))
     assert run(runner, PlanEntry(1, 0, 2, 1)) == [[32]]
     assert steps_of(runner)[0] == ([30, 31], True)

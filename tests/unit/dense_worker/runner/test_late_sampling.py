@@ -21,7 +21,7 @@ from services.dense_worker.sampling.sampler import Sampler
 from services.grammar.matcher import GrammarMatcher
 from services.step import PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
 from tests.support.plans import plan_of
 
@@ -71,7 +71,7 @@ def start(runner: ModelRunner, forms: Forms, forms_of: dict[int, StructuredOutpu
     runner.attach([CHANNEL])
     for seq_id, form in forms_of.items():
         grammar = None if form is None else forms.matcher(form)
-        runner.open(make_known(seq_id, (5, 6), 2, SamplingParams(seed=seq_id), grammar=grammar))
+        runner.open(make_state(seq_id, (5, 6), 2, SamplingParams(seed=seq_id), grammar=grammar))
 
 
 def plans(seq_ids: list[int]) -> list[StepPlan]:
@@ -132,7 +132,7 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
         """The output of a sequence, and the number of steps. Each step is planned after the one before."""
         runner.attach([CHANNEL])
         grammar, token_ids, position, num_steps = forms.matcher(LONG), [5, 6], 0, 0
-        runner.open(make_known(1, (5, 6), 2, SamplingParams(**options), grammar=grammar))
+        runner.open(make_state(1, (5, 6), 2, SamplingParams(**options), grammar=grammar))
         while not grammar.is_complete:
             num_steps += 1
             drafts = tuple(ForcedTokens(grammar).draft(num_drafts))

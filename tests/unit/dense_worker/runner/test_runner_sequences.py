@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_tokens import verify
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntry, StepPlan
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.plans import plan_of
 
 VOCAB_SIZE = 64
@@ -61,8 +61,8 @@ def make_runner(max_num_seqs: int = 2) -> tuple[ModelRunner, NextNumber]:
     return runner, backend
 
 
-def new(seq_id: int, *token_ids: int) -> KnownSequence:
-    return make_known(seq_id, token_ids, len(token_ids), SamplingParams(temperature=0.0))
+def new(seq_id: int, *token_ids: int) -> RequestState:
+    return make_state(seq_id, token_ids, len(token_ids), SamplingParams(temperature=0.0))
 
 
 def test_right_drafts_are_kept_and_wrong_ones_are_rolled_back() -> None:
@@ -102,7 +102,7 @@ def test_a_fork_that_was_opened_has_options_of_its_own() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6, 7))
     biased = SamplingParams(temperature=0.0, logit_bias=((30, 100.0),))
-    runner.open(make_known(2, (5, 6, 7), 3, biased))
+    runner.open(make_state(2, (5, 6, 7), 3, biased))
     runner.launch(plan_of(1, PlanEntry(1, 0, 3, 1)), CHANNEL).collect()
     plan = plan_of(2, PlanEntry(1, 3, 1, 1), PlanEntry(2, 2, 1, 1), forks=(Fork(1, 2, 2),), forced=((2, 7),))
     assert runner.launch(plan, CHANNEL).collect().token_ids.rows() == [[9], [30]]

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
 from services.dense_worker.sampling.prompt_logprobs import find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.examples import examples
 
 VOCAB_SIZE = 50
@@ -101,9 +101,9 @@ def test_logprobs_do_not_change_the_tokens() -> None:
     assert draw(None) == draw(0) == draw(5)
 
 
-def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: int = 1) -> KnownSequence:
+def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: int = 1) -> RequestState:
     token_ids = tuple((7 * i + 3) % VOCAB_SIZE for i in range(num_prompt_tokens))
-    return make_known(seq_id, token_ids, num_prompt_tokens, num_prompt_logprobs=num_prompt_logprobs)
+    return make_state(seq_id, token_ids, num_prompt_tokens, num_prompt_logprobs=num_prompt_logprobs)
 
 
 class RowBackend:
@@ -199,7 +199,7 @@ def test_named_tokens_are_reported_behind_the_most_likely_ones_of_their_own_row(
 def test_prompts_have_named_tokens_and_one_with_the_whole_vocabulary_widens_no_other() -> None:
     named = SamplingParams(logprob_token_ids=(30, 4))
     sequences = [
-        make_known(1, prompt_sequence(4, 2).token_ids, 4, named, num_prompt_logprobs=2),
+        make_state(1, prompt_sequence(4, 2).token_ids, 4, named, num_prompt_logprobs=2),
         prompt_sequence(5, VOCAB_SIZE, seq_id=2),
         prompt_sequence(6, 0, seq_id=3),
     ]

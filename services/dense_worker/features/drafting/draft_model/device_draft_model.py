@@ -26,7 +26,7 @@ from services.dense_worker.features.drafting.kv_cache.draft_blocks import (
     DraftBlocks,
     padded_groups,
 )
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import KeptResiduals
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.sampler import Sampler
@@ -43,7 +43,7 @@ _MAX_SCORES = 2**22  # of one head, in a pass that computes known tokens: a long
 class _Drafted:
     """A sequence that gets drafts, or is being made ready for them."""
 
-    sequence: KnownSequence
+    sequence: RequestState
     entry: PlanEntry
     index: int  # of the entry, among those that need logits
     first: int  # its first row, among the step's sampled ones
@@ -88,7 +88,7 @@ class DeviceDraftModel:
         self._forward = model.forward
         self._sampler = sampler
         self._max_num_seqs = max_num_seqs
-        self._blocks = DraftBlocks[KnownSequence](model.num_blocks)
+        self._blocks = DraftBlocks[RequestState](model.num_blocks)
 
     def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """It reads no hidden states."""
@@ -99,7 +99,7 @@ class DeviceDraftModel:
         return None
 
     def keep(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor | None
     ) -> None:
         """It computes the tokens itself, when it drafts."""
 
@@ -116,7 +116,7 @@ class DeviceDraftModel:
         if device.type == "cuda":
             self._forward = DraftGraphs(self._model).forward
 
-    def forget(self, sequences: Iterable[KnownSequence]) -> None:
+    def forget(self, sequences: Iterable[RequestState]) -> None:
         """These sequences have been closed."""
         for sequence in sequences:
             self._blocks.forget(sequence)
@@ -128,7 +128,7 @@ class DeviceDraftModel:
     def draft(
         self,
         entries: Iterable[PlanEntry],
-        sequences: SequenceOf[KnownSequence],
+        sequences: SequenceOf[RequestState],
         sampled: torch.Tensor,
         num_tokens: int,
     ) -> PendingModelDrafts:
@@ -151,10 +151,10 @@ class DeviceDraftModel:
         return PendingModelDrafts(ready, num_known, to_host(torch.cat(found)), behind)
 
     def _reserve(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], num_tokens: int
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], num_tokens: int
     ) -> list[_Drafted]:
         """The sequences that may have drafts and for which there is room."""
-        places: list[tuple[PlanEntry, KnownSequence, int, int]] = []
+        places: list[tuple[PlanEntry, RequestState, int, int]] = []
         index = first = 0
         for entry, sequence in zip(entries, sequences, strict=True):
             if entry.num_logits:

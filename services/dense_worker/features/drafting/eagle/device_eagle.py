@@ -29,7 +29,7 @@ from services.dense_worker.features.drafting.kv_cache.draft_blocks import (
     DraftBlocks,
     padded_groups,
 )
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import KeptResiduals
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.sampler import Sampler
@@ -43,7 +43,7 @@ _KNOWN = -1  # instead of a sampled row: the host knows the token
 class _Kept:
     """A sequence of the newest step whose tokens the head has."""
 
-    sequence: KnownSequence
+    sequence: RequestState
     entry: PlanEntry
     cached: CachedTokens
     index: int  # of the entry, among those that need logits
@@ -65,7 +65,7 @@ class DeviceEagle:
         self._forward = model.forward
         self._sampler = sampler
         self._max_num_seqs = max_num_seqs
-        self._blocks = DraftBlocks[KnownSequence](model.num_blocks)
+        self._blocks = DraftBlocks[RequestState](model.num_blocks)
         shape = (max_num_tokens, len(model.residual_layers), model.hidden_size)
         memory = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self._residuals = KeptResiduals(model.residual_layers, memory)
@@ -97,7 +97,7 @@ class DeviceEagle:
         if device.type == "cuda":
             self._forward = EagleGraphs(model).forward
 
-    def forget(self, sequences: Iterable[KnownSequence]) -> None:
+    def forget(self, sequences: Iterable[RequestState]) -> None:
         """These sequences have been closed."""
         for sequence in sequences:
             self._blocks.forget(sequence)
@@ -108,7 +108,7 @@ class DeviceEagle:
         self._kept = []
 
     def keep(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor | None
     ) -> None:
         """Enqueues the keys and values of the step's tokens, see `StepHook.keep`."""
         present = {each for each in sequences if may_be_drafted(each)}
@@ -149,7 +149,7 @@ class DeviceEagle:
     def draft(
         self,
         entries: Iterable[PlanEntry],
-        sequences: SequenceOf[KnownSequence],
+        sequences: SequenceOf[RequestState],
         sampled: torch.Tensor,
         num_tokens: int,
     ) -> DraftedRows:
@@ -167,7 +167,7 @@ class DeviceEagle:
         drafts = [self._draft_group(group, last, num_tokens) for group in padded_groups(ready)]
         return DraftedRows([each.entry.seq_id for each in ready], to_host(torch.cat(drafts)))
 
-    def _reserve(self, entry: PlanEntry, sequence: KnownSequence, present: set[KnownSequence]) -> CachedTokens | None:
+    def _reserve(self, entry: PlanEntry, sequence: RequestState, present: set[RequestState]) -> CachedTokens | None:
         """Room for the rows of an entry, where the sequence's rows before it are, if the head has these."""
         first, end = entry.position, entry.position + entry.num_tokens
         num_known = entry.num_tokens - entry.num_logits

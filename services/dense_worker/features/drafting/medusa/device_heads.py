@@ -12,7 +12,7 @@ import torch
 
 from services.dense_worker.features.drafting.device_drafter import DraftedRows, last_rows
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import KeptResiduals
 from services.dense_worker.sampling.logprobs import to_host
 from services.step import PlanEntry
@@ -40,11 +40,11 @@ class DeviceHeads:
         self._heads.draft(self.hidden)
 
     def keep(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor | None
     ) -> None:
         """It keeps nothing but the hidden states."""
 
-    def forget(self, sequences: Iterable[KnownSequence]) -> None:
+    def forget(self, sequences: Iterable[RequestState]) -> None:
         """It keeps nothing of them."""
 
     def forget_all(self) -> None:
@@ -53,7 +53,7 @@ class DeviceHeads:
     def draft(
         self,
         entries: Iterable[PlanEntry],
-        sequences: SequenceOf[KnownSequence],
+        sequences: SequenceOf[RequestState],
         sampled: torch.Tensor,
         num_tokens: int,
     ) -> DraftedRows:

@@ -25,13 +25,13 @@ from services.dense_worker.features.drafting.draft_model.model import DraftModel
 from services.dense_worker.features.drafting.kv_cache import draft_blocks
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry
 from tests.support.dense.family_models import VARIANTS, make_family_model
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs
 from tests.support.examples import examples
 from tests.support.models import make_model_dir
@@ -68,7 +68,7 @@ def continued(path: Path, text: list[int], num_tokens: int, sampling: SamplingPa
     return tuple(text[-num_tokens:])
 
 
-Added = dict[KnownSequence, tuple[list[int], list[int]]]  # right tokens and wrong ones
+Added = dict[RequestState, tuple[list[int], list[int]]]  # right tokens and wrong ones
 
 
 class DraftedSteps:
@@ -84,14 +84,14 @@ class DraftedSteps:
         self._free_slots = list(range(MAX_NUM_SEQS))
         self._num_opened = 0
 
-    def open(self, token_ids: list[int], sampling: SamplingParams = GREEDY, **options: Any) -> KnownSequence:
+    def open(self, token_ids: list[int], sampling: SamplingParams = GREEDY, **options: Any) -> RequestState:
         self._num_opened += 1
         slot = self._free_slots.pop()
-        sequence = make_known(self._num_opened, token_ids, len(token_ids), sampling, slot=slot, **options)
+        sequence = make_state(self._num_opened, token_ids, len(token_ids), sampling, slot=slot, **options)
         self._sampler.add(sequence.slot, sampling, token_ids, [], ())
         return sequence
 
-    def close(self, sequence: KnownSequence) -> None:
+    def close(self, sequence: RequestState) -> None:
         self._sampler.remove(sequence.slot)
         self._free_slots.append(sequence.slot)
         self.on_device.forget([sequence])
@@ -124,7 +124,7 @@ class DraftedSteps:
         on_device = upload(np.array(sampled), self._device)
         return self.on_device.draft(entries, list(added), on_device, num_tokens)
 
-    def check(self, drafts: dict[int, tuple[int, ...]], sequences: list[KnownSequence]) -> None:
+    def check(self, drafts: dict[int, tuple[int, ...]], sequences: list[RequestState]) -> None:
         for sequence in sequences:
             if found := drafts.get(sequence.seq_id):
                 assert found == continued(self._path, sequence.token_ids, len(found), sequence.spec.sampling)
@@ -262,7 +262,7 @@ OPERATIONS = st.one_of(
 def test_drafts_are_right_after_forks_and_wrong_drafts(path: Path, operations: list[Any], num_blocks: int) -> None:
     """Sequences open, fork, end, run without drafts, and lose their blocks to others; workers are restarted."""
     drafting = DraftedSteps(path, num_blocks)
-    running: list[KnownSequence] = []
+    running: list[RequestState] = []
     for operation in operations:
         match operation:
             case ("open", token_ids) if len(running) < MAX_NUM_SEQS:

@@ -20,7 +20,7 @@ from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry, StepPlan, StepResult
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
 from tests.support.plans import plan_of
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make_runner: Any, is_s
     runner.attach([channel])
     texts = {seq_id: list(prompt) for seq_id, (prompt, _) in PROMPTS.items()}
     for seq_id, (prompt, sampling) in PROMPTS.items():
-        runner.open(make_known(seq_id, tuple(prompt), len(prompt), sampling))
+        runner.open(make_state(seq_id, tuple(prompt), len(prompt), sampling))
     proposed: dict[int, tuple[int, ...]] = dict.fromkeys(PROMPTS, ())
     num_accepted = num_drafts = 0
     for number in range(1, 1 + NUM_STEPS):

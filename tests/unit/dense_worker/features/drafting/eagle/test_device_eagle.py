@@ -23,12 +23,12 @@ from services.dense_worker.features.drafting.eagle.graphs import EagleGraphs
 from services.dense_worker.features.drafting.eagle.load_eagle import load_eagle
 from services.dense_worker.features.drafting.kv_cache import draft_blocks
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
-from services.dense_worker.runner.known_sequence import KnownSequence
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry
 from tests.support.dense.eagle_head import PlainHead, config_of, random_head, write_head
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.examples import examples
 from tests.support.models import make_model_dir
 from tests.unit.dense_worker.features.drafting.draft_model.test_device_draft_model import EagerDraftGraphs
@@ -40,7 +40,7 @@ VOCAB, NUM_TOKENS, MAX_NUM_SEQS, MAX_NUM_TOKENS = 160, 3, 4, 400
 GREEDY = SamplingParams(temperature=0.0)
 HEAD = random_head(64, VOCAB, layers=(2, 0, 1), draft_vocab_size=100)
 
-Added = dict[KnownSequence, tuple[list[int], list[int]]]  # right tokens and wrong ones
+Added = dict[RequestState, tuple[list[int], list[int]]]  # right tokens and wrong ones
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +77,21 @@ class DraftedSteps:
         self.on_device = DeviceEagle(model, self.sampler, MAX_NUM_SEQS, MAX_NUM_TOKENS)
         self._free_slots = list(range(MAX_NUM_SEQS))
         self._num_opened = 0
-        self.starts: dict[KnownSequence, tuple[int, int]] = {}  # where the head's knowledge begins and ends
+        self.starts: dict[RequestState, tuple[int, int]] = {}  # where the head's knowledge begins and ends
 
-    def open(self, token_ids: list[int], sampling: SamplingParams = GREEDY, **options: Any) -> KnownSequence:
+    def open(self, token_ids: list[int], sampling: SamplingParams = GREEDY, **options: Any) -> RequestState:
         self._num_opened += 1
         slot = self._free_slots.pop()
-        sequence = make_known(self._num_opened, token_ids, len(token_ids), sampling, slot=slot, **options)
+        sequence = make_state(self._num_opened, token_ids, len(token_ids), sampling, slot=slot, **options)
         self.sampler.add(sequence.slot, sampling, token_ids, [], ())
         return sequence
 
-    def close(self, sequence: KnownSequence) -> None:
+    def close(self, sequence: RequestState) -> None:
         self.sampler.remove(sequence.slot)
         self._free_slots.append(sequence.slot)
         self.on_device.forget([sequence])
 
-    def decode(self, sequence: KnownSequence, right: list[int], wrong: list[int], position: int | None = None) -> Any:
+    def decode(self, sequence: RequestState, right: list[int], wrong: list[int], position: int | None = None) -> Any:
         """An entry and its sampled tokens. The last right token is sampled after the drafts.
 
         position: of the first row; None: that of the last known token
@@ -116,7 +116,7 @@ class DraftedSteps:
         return pending.read()
 
     @torch.inference_mode()
-    def run(self, entries: dict[KnownSequence, Any], num_tokens: int | None) -> PendingDrafts | None:
+    def run(self, entries: dict[RequestState, Any], num_tokens: int | None) -> PendingDrafts | None:
         """Fills in the residuals of a step as the model runner does, and asks for drafts unless that is None."""
         sampled: list[int] = []
         first = 0
@@ -142,16 +142,16 @@ class DraftedSteps:
         self.on_device.keep(plan, list(entries), on_device if sampled else None)
         return None if num_tokens is None else self.on_device.draft(plan, list(entries), on_device, num_tokens)
 
-    def prompt(self, sequence: KnownSequence, position: int, num_tokens: int) -> None:
+    def prompt(self, sequence: RequestState, position: int, num_tokens: int) -> None:
         """A step with a part of a text, which samples nothing."""
         self.run({sequence: (PlanEntry(sequence.seq_id, position, num_tokens, 0), [])}, None)
 
-    def expected(self, sequence: KnownSequence, num_tokens: int, start: int = 0) -> tuple[int, ...]:
+    def expected(self, sequence: RequestState, num_tokens: int, start: int = 0) -> tuple[int, ...]:
         sampling = sequence.spec.sampling
         options = (start, sampling.temperature, sampling.seed or 0)
         return self._head.draft(self._truth, sequence.token_ids, num_tokens, *options)
 
-    def check(self, drafts: dict[int, tuple[int, ...]], starts: dict[KnownSequence, int]) -> None:
+    def check(self, drafts: dict[int, tuple[int, ...]], starts: dict[RequestState, int]) -> None:
         expected = {each.seq_id: self.expected(each, NUM_TOKENS, start) for each, start in starts.items()}
         assert drafts == expected
 
@@ -325,7 +325,7 @@ def test_drafts_are_right_whatever_happens(
 ) -> None:
     """Sequences open behind cached prefixes, end, go back, lose their blocks to others; workers are restarted."""
     drafting = DraftedSteps(path, truth, tmp_path_factory.getbasetemp() / "head", num_blocks=num_blocks)
-    running: dict[KnownSequence, int] = {}  # where the next step of each begins
+    running: dict[RequestState, int] = {}  # where the next step of each begins
     for operation in operations:
         sequences = list(running)
         match operation:

@@ -28,7 +28,7 @@ from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntries, PlanEntry, StepPlan, StepResult
 from tests.support.dense.eagle_head import config_of, random_head, write_head
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
 from tests.unit.dense_worker.features.drafting.draft_model.test_device_draft_model import CPU, GREEDY, continued
@@ -113,7 +113,7 @@ class Server:
 
     def open(self, seq_id: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> None:
         self.prompts[seq_id], self.texts[seq_id] = (prompt, sampling), list(prompt)
-        self.runner.open(make_known(seq_id, tuple(prompt), len(prompt), sampling))
+        self.runner.open(make_state(seq_id, tuple(prompt), len(prompt), sampling))
 
     def launch(self, *entries: PlanEntry, num_drafts: int = 0, **options: Any) -> Any:
         self._num_steps += 1
@@ -233,7 +233,7 @@ def test_a_cached_prefix_and_a_lost_attachment(server: Server) -> None:
     server.step(PlanEntry(2, 4, 2, 1), server.decode(1), num_drafts=NUM_TOKENS)
     assert server.drafts == {2: server.expected(2, start=4), 1: server.expected(1)}
     server.runner.attach([server.channel])
-    server.runner.open(make_known(1, tuple(server.texts[1]), 6, GREEDY))
+    server.runner.open(make_state(1, tuple(server.texts[1]), 6, GREEDY))
     server.step(server.decode(1), num_drafts=NUM_TOKENS)
     assert server.drafts == {1: server.expected(1, start=len(server.texts[1]) - 2)}
     server.check_texts()

@@ -28,7 +28,7 @@ from services.dense_worker.runner.step_tokens import verify
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry, StepPlan, StepResult
 from tests.support.dense.medusa_heads import in_layout_of_medusa, random_heads, write_heads
-from tests.support.dense.sequences import make_known
+from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
 from tests.support.plans import plan_of
@@ -82,7 +82,7 @@ class Steps:
         self.runner.attach([self._channel])
         self.num_steps = 0
         for seq_id, prompt in PROMPTS.items():
-            new = make_known(seq_id, tuple(prompt), len(prompt), SamplingParams(temperature=0.0))
+            new = make_state(seq_id, tuple(prompt), len(prompt), SamplingParams(temperature=0.0))
             self.runner.open(new)
 
     def launch(self, texts: dict[int, list[int]], drafts: dict[int, list[int]]) -> Any:

@@ -1,4 +1,4 @@
-"""`KnownSequence`: what the model runner keeps of a sequence."""
+"""`RequestState`: what the model runner keeps of a sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it needs torch
 
 
 @dataclass(slots=True, eq=False)
-class KnownSequence:
+class RequestState:
     """The runner's data about a sequence."""
 
     seq_id: int
@@ -28,7 +28,7 @@ class KnownSequence:
     adapter_slot: int | None = None  # where its adapter is; None if it has none
     table: LoadedTable | None = None  # vectors for some of its prompt tokens; None: it has tokens only
 
-    def fork(self, seq_id: int, position: int) -> KnownSequence:
+    def fork(self, seq_id: int, position: int) -> RequestState:
         """A sequence with its first tokens, for which the same was asked. It has no slot yet."""
         assert self.grammar is None, "a fork would need a grammar of its own"
         return replace(self, seq_id=seq_id, token_ids=self.token_ids[:position], slot=None)
