@@ -30,8 +30,8 @@ from bench.load.own_server import add_server_options, open_server
 from services.common.model_config import load_model_config
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import Sequence as EngineSequence
+from services.dense_worker.features.grammar.grammars import Grammars
 from services.gateway.text.form_trials import FormTrials
 from services.grammar.matcher import GrammarMatcher
 from services.grammar.vocabulary import read_vocabulary

@@ -17,19 +17,19 @@ from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.engine import Engine
-from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
+from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.load_drafter import make_drafting
+from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.installed import make_fork_policy
-from services.dense_worker.lora.adapter_slots import AdapterSlots
-from services.dense_worker.lora.loader import AdapterLoader
+from services.dense_worker.features.prompt_embeds.table_loader import TableLoader
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.prompts.table_loader import TableLoader
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
 from services.grammar.vocabulary import Vocabulary, read_vocabulary

@@ -18,14 +18,14 @@ from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.engine.engine import Engine
-from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.installed import has_progress, prepare_policy
+from services.dense_worker.features.prompt_embeds.table_loader import ReceivedTable, TableLoader
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.prompts.table_loader import ReceivedTable, TableLoader
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.watchdog import Watchdog

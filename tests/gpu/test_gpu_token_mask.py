@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.dense_worker.sampling.grammar_mask import FLOOR, apply_masks
+from services.dense_worker.features.grammar.grammar_mask import FLOOR, apply_masks
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.sampling import triton_token_mask
+from services.dense_worker.features.grammar import triton_token_mask
 
 
 @pytest.mark.parametrize("vocab_size", [1, 32, 4_095, 4_096, 32_000, 128_256])

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.step import StepPlan
 
 

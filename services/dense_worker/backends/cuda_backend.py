@@ -16,6 +16,7 @@ import torch
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_operations import CudaOperations
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
@@ -24,7 +25,6 @@ from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import Middle, segments_of
 from services.dense_worker.parameters import parts_of_type
-from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
 

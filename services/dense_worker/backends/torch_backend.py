@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
-from services.dense_worker.prompts.given_rows import GivenRows
 from services.step import StepPlan, positions_of
 
 

@@ -29,9 +29,9 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
-from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
 from services.step import PlanAccepted, SequenceOpened, StepResult, spans_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
-from services.dense_worker.lora.adapter_slots import AdapterSlots
+from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 
 
 class Residency:

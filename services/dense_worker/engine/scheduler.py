@@ -24,10 +24,10 @@ from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Openin
 from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
 from services.dense_worker.features.row_policy import RowPolicy
-from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns
 
 GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id

@@ -16,8 +16,8 @@ from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, SequenceSpec, TokenReport
 
 if TYPE_CHECKING:  # they need torch and protobuf
+    from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
     from services.dense_worker.features.row_policy import OutputReport, RowPolicy
-    from services.dense_worker.prompts.loaded_table import LoadedTable
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.parameters import Parameter
-from services.dense_worker.prompts.given_rows import GivenRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ import torch
 
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.model.head import Embedding, Head
 from services.dense_worker.model.layer import AfterAttention, BeforeAttention
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.parameters import tensors_by_name
-from services.dense_worker.prompts.given_rows import GivenRows
 
 Weights = dict[str, torch.Tensor]  # by name of the parameter
 

@@ -19,7 +19,7 @@ from services.common.batch_buckets import bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.runner.model_runner import LayerRun, ModelRunner, RunningStep
 from services.dense_worker.runner.step_hook import FollowUp, StepHook
 from services.dense_worker.runner.step_input import StepInput

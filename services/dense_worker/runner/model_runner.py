@@ -17,15 +17,21 @@ import torch
 
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows, GivenRowsOfStep
+from services.dense_worker.features.returned_logits.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
+from services.dense_worker.features.returned_logits.step_logits import (
+    NO_LOGITS,
+    PendingLogits,
+    WantedLogits,
+    copy_rows,
+    copy_sampled,
+)
 from services.dense_worker.kernels.lora.tensors import LoraStore
-from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows, RowFeature
 from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import FollowUp, KeptResiduals, StepHook
 from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
-from services.dense_worker.runner.step_logits import NO_LOGITS, PendingLogits, WantedLogits, copy_rows, copy_sampled
 from services.dense_worker.runner.step_tokens import PendingTokens
-from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NO_ROWS, PlanEntries, PlanEntry, StepPlan, StepResult
 

@@ -9,7 +9,7 @@ from services.grammar.matcher import GrammarMatcher
 from services.step import SequenceSpec, TokenReport
 
 if TYPE_CHECKING:  # it needs torch
-    from services.dense_worker.prompts.loaded_table import LoadedTable
+    from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
 
 
 @dataclass(slots=True, eq=False)

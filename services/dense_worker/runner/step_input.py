@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
+from services.dense_worker.features.returned_logits.prompt_logprobs import PromptSpan
+from services.dense_worker.features.returned_logits.step_logits import WantedLogits
 from services.dense_worker.runner.batch_rows import BatchRows
 from services.dense_worker.runner.request_state import RequestState
-from services.dense_worker.runner.step_logits import WantedLogits
-from services.dense_worker.sampling.prompt_logprobs import PromptSpan
 from services.step import PlanEntries, StepPlan
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.features.returned_logits.prompt_logprobs import RankedSpans
+from services.dense_worker.features.returned_logits.step_logits import PendingLogits
 from services.dense_worker.runner.batch_rows import BatchRows, RowFeature
 from services.dense_worker.runner.step_hook import FollowUp
 from services.dense_worker.runner.step_input import BoundPlan
-from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
-from services.dense_worker.sampling.prompt_logprobs import RankedSpans
 from services.grammar.matcher import GrammarMatcher
 from services.step import Logits, PlanEntries, RaggedTokens, StepResult
 

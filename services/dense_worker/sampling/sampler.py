@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.features.grammar.grammar_mask import GrammarMask
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.allowed_tokens import AllowedTokens
 from services.dense_worker.sampling.bad_words import BadWords
-from services.dense_worker.sampling.grammar_mask import GrammarMask
 from services.dense_worker.sampling.logit_bias import LogitBias
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.logprobs import RankedTokens, rank_tokens

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.step import StepPlan
 
 # Microseconds by segment, number of tokens (of `last`: of rows), and "tensorrt" or "torch".

@@ -11,11 +11,11 @@ import torch
 
 from services.common.model_config import ModelConfig, RopeConfig
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import random_weights
-from services.dense_worker.prompts.given_rows import GivenRows
 from tests.gpu.dense.operands import ACTIVATIONS, EPS, NORMS, SWIGLU, Case, exact_activation, exact_norm, linear
 
 pytest.importorskip("triton", reason="needs triton")

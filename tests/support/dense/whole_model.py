@@ -18,12 +18,12 @@ from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows, GivenRowsOfStep
+from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
 from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.gated.recurrence_weights import load_recurrence_weights
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
-from services.dense_worker.prompts.loaded_table import LoadedTable
 from tests.support.plans import make_plan
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 
 from services.dense_worker.__main__ import main
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 
 POISON = [1000, 1000, 1000]  # no other prompt and no answer contains them
 

@@ -11,11 +11,11 @@ import grpc
 import numpy as np
 import pytest
 
-from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2, sampling_pb2

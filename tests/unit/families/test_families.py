@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
-from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
 from services.dense_worker.tensorrt.api import load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache

@@ -17,6 +17,7 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.norm.norm import RmsNorm
@@ -35,7 +36,6 @@ from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.parameters import Parameter, parts_of_type, with_tensors
-from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.steps import attend, make_noisy, relative_error, run_step

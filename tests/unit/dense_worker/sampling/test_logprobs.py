@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.features.returned_logits.prompt_logprobs import find_span, rank_prompt_tokens
 from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
-from services.dense_worker.sampling.prompt_logprobs import find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry
 from tests.support.dense.sequences import make_state

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.tensorrt import engine_contexts, engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
 
 _ANY_TOKEN = 0  # a valid id for rows whose embeddings are replaced
 

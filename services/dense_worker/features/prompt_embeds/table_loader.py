@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from services.common.errors import InvalidRequest, RequestAborted
-from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
 from services.pb import dense_pb2
 from services.step import PromptTableRef
 

@@ -13,7 +13,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import InFlight
-from services.dense_worker.lora.adapter_slots import AdapterSlots
+from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 from services.lora.adapter import Adapter
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples

@@ -16,9 +16,9 @@ from llguidance import LLMatcher, LLParserLimits
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.engine import grammars as module
-from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.features.grammar import grammars as module
+from services.dense_worker.features.grammar.grammars import Grammars
 from services.grammar import matcher as matcher_module
 from services.grammar.form_error import FormError
 from services.grammar.matcher import CREDIT_S, GrammarMatcher

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from services.common.errors import InvalidRequest, RequestAborted
-from services.dense_worker.prompts.loaded_table import LoadedTable
-from services.dense_worker.prompts.table_loader import ReceivedTable, TableLoader
+from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.table_loader import ReceivedTable, TableLoader
 from services.pb import dense_pb2
 from services.step import PromptTableRef
 

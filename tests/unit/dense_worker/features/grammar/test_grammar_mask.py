@@ -8,7 +8,7 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.sampling.grammar_mask import FLOOR, apply_masks
+from services.dense_worker.features.grammar.grammar_mask import FLOOR, apply_masks
 from services.dense_worker.sampling.sampler import Sampler
 from tests.support.dense.forms import EOS, Forms, make_vocabulary
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.features.returned_logits.prompt_logprobs import MAX_ROWS_AT_A_TIME
 from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.logprobs import to_host
-from services.dense_worker.sampling.prompt_logprobs import MAX_ROWS_AT_A_TIME
 from services.dense_worker.sampling.upload import upload
 from services.step import Logits, PlanEntry, TokenReport
 

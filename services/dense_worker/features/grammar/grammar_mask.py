@@ -26,7 +26,7 @@ class GrammarMask:
         self._grammars: list[GrammarMatcher | None] = [None] * num_slots
         self._apply_masks = apply_masks
         if device.type == "cuda":
-            from services.dense_worker.sampling import triton_token_mask
+            from services.dense_worker.features.grammar import triton_token_mask
 
             self._apply_masks = triton_token_mask.apply_masks
 

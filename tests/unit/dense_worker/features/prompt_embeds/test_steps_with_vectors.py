@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.prompts.given_rows import GivenRows
-from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
+from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner

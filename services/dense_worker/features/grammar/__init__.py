@@ -1,0 +1,1 @@
+"""Structured output: the grammars of forms, and the masks that let only fitting tokens through."""

@@ -1,0 +1,1 @@
+"""Logits, hidden states and log-probabilities of prompts, which clients ask for."""
