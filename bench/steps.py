@@ -60,7 +60,7 @@ class Steps:
         self.runner.attach(())
         metrics = DenseMetrics(CollectorRegistry())
         tracer: Any = SimpleNamespace(end=lambda *outcome: None)
-        self.servicer = DenseServicer(metrics, tracer, None)  # type: ignore[arg-type]
+        self.servicer = DenseServicer(metrics, tracer)
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
         self.servicer._streams[1] = self.outbox
         self.report: Any = None
@@ -103,7 +103,7 @@ class Steps:
         self.timed("commit", self.cache.commit_step)
         prepared = self.timed("prepare", lambda: self.runner.prepare(self.runner.bind(plan)))
         tokens = torch.full((len(prepared.sampled_rows),), TOKEN)
-        pending = PendingTokens(prepared.bound, self.runner._rows, tokens, {}, None, None)
+        pending = PendingTokens(prepared.bound, self.runner._rows, tokens, {}, None)
         result = self.timed("read", pending.read)
         self.timed("update", self.update, step, result)
         self.timed("report", self.send_report)

@@ -20,6 +20,9 @@ from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import load_drafter
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.grammar.grammars import Grammars
+from services.dense_worker.features.installed import make_features
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
@@ -39,8 +42,9 @@ from services.dense_worker.model.weights import load_weights, random_weights, we
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_hook import StepHook
-from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.sampling.sampler import EDITORS, Sampler
 from services.dense_worker.tensorrt.profiles import Limits
+from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.pb import dense_pb2
 
 log = structlog.get_logger()
@@ -54,7 +58,7 @@ class LoadedModel:
     weights_hash: str
     backend: str  # its name
     runner: ModelRunner
-    lora: LoraStore | None  # the adapters of the backend; None: they are off
+    features: tuple[Feature, ...]  # of the runner
     drafter: Drafter | None  # None: speculation is off
     kv_cache_dtype: KVCacheFormat
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
@@ -110,6 +114,7 @@ def load_model(
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     section, scheduler = config.model, config.scheduler
     is_dummy = section.load_format == "dummy"
+    grammars = Grammars(lambda: _read_vocabulary(section, model))  # begins now: reading it holds the lock
     digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
     kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
     scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
@@ -128,12 +133,14 @@ def load_model(
     lora = make_lora(config, model, weights)
     with naming_what_needs_memory("the buffers of a step"):
         selected = prepared.load(weights, lora)
-        sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
+        features = make_features(config, model, selected.backend, lora, grammars)
+        editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
+        sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors)
         drafter = make_drafter and make_drafter(weights, sampler)
-        runner = _build_runner(config, model, selected, sampler, lora, drafter and drafter.on_device, takes_over)
+        runner = _build_runner(config, model, selected, sampler, features, drafter and drafter.on_device, takes_over)
     experts = make_expert_loads(weights)
     return LoadedModel(
-        model, digest, selected.name, runner, lora, drafter, kv_cache_dtype, scales, sinks, gated_delta, experts
+        model, digest, selected.name, runner, features, drafter, kv_cache_dtype, scales, sinks, gated_delta, experts
     )
 
 
@@ -186,13 +193,13 @@ def _build_runner(
     model: ResolvedModel,
     selected: SelectedBackend,
     sampler: Sampler,
-    lora: LoraStore | None,
+    features: tuple[Feature, ...],
     hook: StepHook | None,
     takes_over: bool,
 ) -> ModelRunner:
     scheduler = config.scheduler
     if model.device.type == "cpu":
-        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora, hook)
+        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, features, hook)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     cuda_runner = CudaModelRunner(
@@ -203,12 +210,17 @@ def _build_runner(
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         captures_lazily=config.dense.captures_lazily or takes_over,
-        lora=lora,
+        features=features,
         hook=hook,
     )
     if takes_over:
         cuda_runner.warm_up()
     return cuda_runner
+
+
+def _read_vocabulary(section: ModelSection, model: ResolvedModel) -> Vocabulary:
+    config, is_dummy = model.config, section.load_format == "dummy"
+    return read_vocabulary(section.path, config.vocab_size, config.eos_token_ids, is_optional=is_dummy)
 
 
 def make_lora(config: Config, model: ResolvedModel, weights: ModelWeights) -> LoraStore | None:

@@ -12,7 +12,6 @@ import structlog
 from services.channel import ChannelSpec
 from services.common.child_options import ChildOptions
 from services.common.config import Config
-from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
@@ -22,18 +21,12 @@ from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
-from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.load_drafter import make_drafting
-from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.installed import make_fork_policy
-from services.dense_worker.features.prompt_embeds.table_loader import TableLoader
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
-from services.grammar.vocabulary import Vocabulary, read_vocabulary
-from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -71,14 +64,13 @@ class DenseWorker:
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
         resolved = resolve_dense_model(config)
         use_device(resolved.device, config.dense.num_threads)
-        # While the weights load: reading the vocabulary holds the interpreter lock.
-        grammars = Grammars(lambda: self._read_vocabulary(resolved))
-        self._opened.callback(grammars.close)
         self._loop = asyncio.get_running_loop()
-        bound_address = await self._start_server(tracer, grammars)
+        bound_address = await self._start_server(tracer)
         self._model = await asyncio.to_thread(
             load_model, config, resolved, self._report_loading, takes_over=self._is_standby
         )
+        for feature in self._model.features:
+            self._opened.callback(feature.close)
         self._model = with_stated_hash(self._model, self._stated_weights_hash)
         observers: list[EngineObserver] = [self._metrics, *step_logs]
         loads = self._model.expert_loads
@@ -121,7 +113,7 @@ class DenseWorker:
         log.info("loading", progress=line)
         self._loop.call_soon_threadsafe(setattr, self._servicer.status, "loading", line)
 
-    async def _start_server(self, tracer: Tracer, grammars: Grammars) -> str:
+    async def _start_server(self, tracer: Tracer) -> str:
         config = self._config
         tls = read_peer_tls(config.peers)
         self._server = GrpcServer(
@@ -131,17 +123,11 @@ class DenseWorker:
             tls and tls.files,
             options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
         )
-        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer), grammars)
+        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer))
         dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
         address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         return address
-
-    def _read_vocabulary(self, resolved: ResolvedModel) -> Vocabulary:
-        model, config = self._config.model, resolved.config
-        return read_vocabulary(
-            model.path, config.vocab_size, config.eos_token_ids, is_optional=model.load_format == "dummy"
-        )
 
     def _start_engine(self, observers: Sequence[EngineObserver]) -> None:
         config, model = self._config, self._model
@@ -163,7 +149,7 @@ class DenseWorker:
             result_timeout_s=config.channel.wait_timeout_s,
             observers=observers,
             drafting=drafting,
-            adapters=self._adapter_slots(),
+            features=model.features,
             forks=make_fork_policy(model.resolved.config),
         )
         self._metrics.watch(lambda: engine.counts)
@@ -177,24 +163,10 @@ class DenseWorker:
         self._opened.push_async_callback(asyncio.to_thread, engine.stop, STOP_GRACE_S)
         self._opened.callback(self._client.abort)  # the engine thread may wait for the attention worker
 
-    def _adapter_slots(self) -> AdapterSlots:
-        """The slots of the loaded model; none if adapters are off."""
-        section, store = self._config.dense, self._model.lora
-        if store is None:
-            return AdapterSlots()
-        shapes = adapted_shapes(load_model_config(self._config.model.path))  # of all layers, also of those not run
-        loader = AdapterLoader(store, shapes, section.max_lora_rank)
-        self._opened.callback(loader.close)
-        return AdapterSlots(
-            section.max_loras, lambda slot, adapter: loader.load(slot, adapter, self._engine.on_adapter)
-        )
-
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""
         servicer, state = self._servicer, dense_pb2.DenseStatus
-        model = self._model.resolved
-        tables = TableLoader(model.dtype, model.config.hidden_size, self._model.runner.takes_prompt_tables)
-        servicer.set_engine(self._engine, self._watchdog, tables)
+        servicer.set_engine(self._engine, self._watchdog, self._model.features)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.loading = ""
         servicer.status.state = state.STANDBY

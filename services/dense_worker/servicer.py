@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from services.common.dense_info import dense_info_metadata
-from services.common.errors import PeerError, RequestAborted, TwostrokeError
+from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.engine.engine import Engine
@@ -22,14 +22,12 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.features.grammar.grammars import Grammars
+from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.installed import has_progress, prepare_policy
-from services.dense_worker.features.prompt_embeds.table_loader import ReceivedTable, TableLoader
 from services.dense_worker.metrics import DenseMetrics
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.watchdog import Watchdog
-from services.step import Logits, PromptLogprobs, PromptTableRef, TokenReport
 from services.step.sequence_spec import decode_spec
 
 log = structlog.get_logger()
@@ -40,8 +38,7 @@ _REASONS = {
     FinishReason.ERROR: dense_pb2.SequenceEnd.ERROR,
 }
 
-MAX_LOGPROBS = 2**17  # of prompts in one message: about a megabyte
-MAX_LOGITS_BYTES = 4 * 2**20  # of one message, which must fit into peers.max_message_bytes
+MAX_REPORT_BYTES = 2**20  # of reports in a step's message, about; a larger one has a message of its own
 
 _POLL_S = 0.005
 _LEAVE_TIMEOUT_S = 10.0  # for the running step to end
@@ -52,26 +49,24 @@ _Outbox = asyncio.Queue[dense_pb2.StepOutput | Exception]  # an error ends the s
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     """Serves gateways. It knows which gateway owns which sequence; the engine does not."""
 
-    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer, grammars: Grammars) -> None:
+    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer) -> None:
         self._metrics = metrics
         self._tracer = tracer
-        self._grammars = grammars
-        # Of sequences that wait for their grammars or prompt tables.
-        self._preparing: dict[asyncio.Task[None], _Outbox] = {}
+        self._preparing: dict[asyncio.Task[None], _Outbox] = {}  # of sequences that are not ready for the queue
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
         self._engine: Engine | None = None
         self._watchdog: Watchdog | None = None
-        self._tables: TableLoader | None = None
+        self._features: SequenceOf[Feature] = ()
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._owned: dict[int, tuple[Sequence, _Outbox]] = {}  # by seq_id
         self._streams: dict[int, _Outbox] = {}  # by number
         self._stream_numbers = itertools.count(1)
         self._readers: set[asyncio.Task[None]] = set()
 
-    def set_engine(self, engine: Engine, watchdog: Watchdog, tables: TableLoader) -> None:
-        """Called when the model is loaded."""
-        self._engine, self._watchdog, self._tables = engine, watchdog, tables
+    def set_engine(self, engine: Engine, watchdog: Watchdog, features: SequenceOf[Feature]) -> None:
+        """Called when the model is loaded. features: those of the engine"""
+        self._engine, self._watchdog, self._features = engine, watchdog, features
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""
@@ -160,6 +155,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
             # arriving into freed memory.
             del self._streams[number]
+            for feature in self._features:
+                feature.end_stream(number)
             orphans = [seq_id for seq_id, (_, owner) in self._owned.items() if owner is outbox]
             for seq_id in orphans:
                 del self._owned[seq_id]
@@ -172,7 +169,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         messages: dict[_Outbox, dense_pb2.StepOutput] = defaultdict(
             lambda: dense_pb2.StepOutput(step_id=report.step_id)
         )
-        self._deliver_logits(report, messages)
+        if report.reports:
+            self._deliver_reports(report, messages)
         for sequence in report.started:
             if outbox := self._outbox_of(sequence):
                 messages[outbox].started.add(
@@ -180,15 +178,6 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_us=round(1e6 * (sequence.started_s - sequence.arrival_s)),
                 )
-        num_values = defaultdict[_Outbox, int](int)
-        for sequence, logprobs in report.prompt_logprobs:
-            if outbox := self._outbox_of(sequence):
-                for part in encode_prompt_logprobs(logprobs):
-                    messages[outbox].prompt_logprobs.append(part)
-                    num_values[outbox] += len(part.tokens) * (1 + len(part.tokens[0].top_token_ids))
-                    if num_values[outbox] >= MAX_LOGPROBS:
-                        outbox.put_nowait(messages.pop(outbox))
-                        num_values[outbox] = 0
         for outbox, seq_ids, token_ids in self._split(report.outputs.decoded):
             messages[outbox].seq_ids.extend(seq_ids.tolist())
             messages[outbox].token_ids.extend(token_ids.tolist())
@@ -217,18 +206,23 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 is_own = slice(None) if is_one else numbers == number
                 yield outbox, decoded.seq_ids[is_own], decoded.token_ids[is_own]
 
-    def _deliver_logits(self, report: StepReport, messages: dict[_Outbox, dense_pb2.StepOutput]) -> None:
-        """Sends logits before the tokens that they belong to, in messages of limited size. Rows without values join
-        the step's message.
+    def _deliver_reports(self, report: StepReport, messages: dict[_Outbox, dense_pb2.StepOutput]) -> None:
+        """Sends reports before the tokens that they belong to, in messages of limited size. Small ones join the step's
+        message.
         """
-        for field, pairs in (("logits", report.logits), ("prompt_logits", report.prompt_logits)):
-            for sequence, logits in pairs:
-                if outbox := self._outbox_of(sequence):
-                    if not logits.values.size:
-                        messages[outbox].prompt_logits.extend(encode_logits(logits))
+        num_bytes = defaultdict[_Outbox, int](int)  # of the reports in each message
+        for sequence, each in report.reports:
+            if outbox := self._outbox_of(sequence):
+                for part, num_part_bytes in each.encode():
+                    if num_part_bytes >= MAX_REPORT_BYTES:  # copying it would take long
+                        part.step_id = report.step_id
+                        outbox.put_nowait(part)
                         continue
-                    for part in encode_logits(logits):
-                        outbox.put_nowait(dense_pb2.StepOutput(step_id=report.step_id, **{field: [part]}))
+                    messages[outbox].MergeFrom(part)
+                    num_bytes[outbox] += num_part_bytes
+                    if num_bytes[outbox] >= MAX_REPORT_BYTES:
+                        outbox.put_nowait(messages.pop(outbox))
+                        num_bytes[outbox] = 0
 
     def _outbox_of(self, sequence: Sequence) -> _Outbox | None:
         """The outbox of a sequence; None if it was cancelled, even if its seq_id has been submitted again since."""
@@ -253,7 +247,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def _handle_all(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, number: int, vocab_size: int
     ) -> None:
-        received, outbox = ReceivedTable(), self._streams[number]
+        outbox = self._streams[number]
+        receivers = {feature.message: feature for feature in self._features if feature.message}
         async for request in until_over(requests):
             if number not in self._streams:
                 return
@@ -267,21 +262,21 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 is_recovered = has_progress(request.submit)
                 self._metrics.on_submitted(is_recovered=is_recovered)
                 self._tracer.begin(sequence, is_recovered=is_recovered)
-                preparations: list[Awaitable[None]] = []
-                if sequence.spec.sampling.structured_output is not None:
-                    preparations.append(self._grammars.prepare(sequence))
+                try:
+                    preparations = self._admit(sequence, request.submit)
+                except InvalidRequest as error:
+                    self._refuse(sequence, error)
+                    continue
                 if (preparation := prepare_policy(sequence, request.submit, vocab_size)) is not None:
                     preparations.append(preparation)
-                if sequence.spec.prompt_table is not None:
-                    preparations.append(self._load_table(sequence, sequence.spec.prompt_table, received))
                 if preparations:
                     task = asyncio.create_task(self._submit_prepared(sequence, preparations, engine))
                     self._preparing[task] = outbox
                     task.add_done_callback(self._preparing.pop)
                 else:
                     engine.submit(sequence)
-            elif kind == "prompt_table_part":
-                received = received.with_part(request.prompt_table_part)
+            elif (feature := receivers.get(kind)) is not None:
+                feature.receive(request, number)
             elif kind == "resumed":
                 preparing = [task for task, owner in self._preparing.items() if owner is outbox]
                 if preparing:  # their blocks are claimed, too
@@ -292,31 +287,40 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._tracer.end(request.cancel.seq_id, "cancelled")
                 engine.cancel(request.cancel.seq_id)
 
-    async def _load_table(self, sequence: Sequence, table: PromptTableRef, received: ReceivedTable) -> None:
-        assert self._tables is not None, "the worker serves"
-        sequence.prompt_table = await self._tables.load(table, received)
+    def _admit(self, sequence: Sequence, submit: dense_pb2.Submit) -> list[Awaitable[None]]:
+        """Gives a sequence its features, and returns what has to end before it is submitted; mostly nothing.
+
+        Raises `InvalidRequest` if it cannot have one.
+        """
+        found = [feature.admit(sequence.spec, submit, sequence.stream) for feature in self._features]
+        sequence.features = tuple([each for each in found if each is not None])
+        preparations = [each.prepare() for each in sequence.features]
+        return [each for each in preparations if each is not None]
 
     async def _submit_prepared(
         self, sequence: Sequence, preparations: SequenceOf[Awaitable[None]], engine: Engine
     ) -> None:
-        """Submits a sequence when its grammar, policy and prompt table are ready. An error ends only this sequence."""
+        """Submits a sequence when all that it needs is ready. An error ends only this sequence."""
         try:
             for result in await asyncio.gather(*preparations, return_exceptions=True):
                 if result is not None:
                     raise result
-        except Exception as error:  # whatever a form or a table does, it concerns no other sequence
+        except Exception as error:  # whatever a client's request does here, it concerns no other sequence
             if not isinstance(error, TwostrokeError):
                 log.exception("a sequence cannot be prepared", request_id=sequence.spec.request_id)
-                error = RequestAborted(f"the form of the output, the search or the prompt cannot be used: {error}")
-            output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
-            self.deliver(StepReport(0, outputs=StepOutputs(others=[output])))
+                error = RequestAborted(f"the sequence cannot be prepared: {error}")
+            self._refuse(sequence, error)
             return
         if self._outbox_of(sequence) is not None:
             engine.submit(sequence)
 
+    def _refuse(self, sequence: Sequence, error: TwostrokeError) -> None:
+        output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
+        self.deliver(StepReport(0, outputs=StepOutputs(others=[output])))
+
 
 def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
-    """The sequence of a gateway's message, which the gateway has validated; without what has to be prepared.
+    """The sequence of a gateway's message, which the gateway has validated; without features and row policy.
 
     stream: the number of the stream by which it came
     """
@@ -325,41 +329,12 @@ def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
         seq_id=submit.seq_id,
         spec=spec,
         output_token_ids=list(submit.output_token_ids),
-        reports_prompt_logprobs=spec.num_prompt_logprobs is not None and not submit.has_prompt_logprobs,
-        token_report=TokenReport(submit.token_report),
         arrival_s=time.monotonic(),
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
         num_crashes=submit.num_crashes,
         group_id=submit.group_id,
         stream=stream,
     )
-
-
-def encode_prompt_logprobs(logprobs: PromptLogprobs) -> Iterator[dense_pb2.PromptLogprobs]:
-    """Messages of at most about `MAX_LOGPROBS` values, or one token; nearly always one."""
-    tokens = logprobs.tokens
-    size = max(1, MAX_LOGPROBS // (1 + len(tokens[0].top)))
-    for first in range(0, len(tokens), size):
-        yield dense_pb2.PromptLogprobs(
-            seq_id=logprobs.seq_id,
-            start=logprobs.start + first,
-            tokens=[encode_logprobs(token) for token in tokens[first : first + size]],
-        )
-
-
-def encode_logits(logits: Logits) -> list[dense_pb2.Logits]:
-    """Messages of at most `MAX_LOGITS_BYTES`, or one row."""
-    values = logits.values
-    size = max(1, MAX_LOGITS_BYTES // max(1, values[0].nbytes))
-    return [
-        dense_pb2.Logits(
-            seq_id=logits.seq_id,
-            start=logits.start + first,
-            num_rows=len(values[first : first + size]),
-            values=values[first : first + size].tobytes(),
-        )
-        for first in range(0, len(values), size)
-    ]
 
 
 def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:

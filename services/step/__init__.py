@@ -16,7 +16,7 @@ from services.step.plan import (
     positions_of,
     spans_of,
 )
-from services.step.result import NO_ROWS, Logits, PromptLogprobs, RaggedTokens, StepResult
+from services.step.result import NO_ROWS, RaggedTokens, Report, StepResult
 from services.step.sequence_spec import PromptTableRef, SequenceSpec, TokenReport
 
 __all__ = [
@@ -24,14 +24,13 @@ __all__ = [
     "NO_ROWS",
     "NO_TOKENS",
     "Fork",
-    "Logits",
     "NewSequence",
     "PlanAccepted",
     "PlanEntries",
     "PlanEntry",
-    "PromptLogprobs",
     "PromptTableRef",
     "RaggedTokens",
+    "Report",
     "SequenceOpened",
     "SequenceSpec",
     "StepPlan",

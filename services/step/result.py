@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from services.common.errors import TwostrokeError
 from services.common.token_logprobs import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens from index `start` on."""
+class Report(Protocol):
+    """What only some sequences report of their tokens, besides the tokens."""
 
     seq_id: int
-    start: int  # at least 1: nothing precedes the first token
-    tokens: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """Logits of consecutive tokens of a sequence, a row for each."""
-
-    seq_id: int
-    start: int  # index of the first row's token: in the prompt, or among the output tokens
-    values: np.ndarray  # float32 [num_rows, vocab_size]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +62,8 @@ class StepResult:
 
     token_ids: RaggedTokens  # aligned with the plan's entries; none for entries without logits
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # by seq_id, if requested
-    prompt_logprobs: Sequence[PromptLogprobs] = ()
-    # Sequences that end because of the form of their output, by seq_id. None: the last token completes the form; else
-    # an error of the form, because of which the last token does not count.
-    ended: Mapping[int, str | None] = field(default_factory=dict)
-    logits: Sequence[Logits] = ()  # from which output tokens were sampled, if requested
-    prompt_logits: Sequence[Logits] = ()  # after prompt tokens, if requested
+    # Sequences that end with this step, by seq_id. None: the last token completes their output; else an error, because
+    # of which the last token does not count.
+    ended: dict[int, TwostrokeError | None] = field(default_factory=dict)
+    reports: list[Report] = field(default_factory=list)  # in the order in which they are sent
     follow_up_s: float = 0.0  # how long what followed the step's sampler took; 0: nothing did

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.step import StepPlan
+
+
+class InputEmbeds(NamedTuple):
+    """Vectors for e rows of a step, in place of the embeddings of their tokens, in the model's dtype."""
+
+    rows: torch.Tensor  # int64 [e], all different
+    vectors: torch.Tensor  # [e, hidden]
+
+    def upload(self, device: torch.device) -> InputEmbeds:
+        """The same on a GPU. Enqueues copies from the host."""
+        # torch keeps pinned memory until the copy is done.
+        return InputEmbeds(*(each.pin_memory().to(device, non_blocking=True) for each in self))
 
 
 class DenseBackend(Protocol):
@@ -21,7 +32,7 @@ class DenseBackend(Protocol):
     before, `middle` for one layer.
     """
 
-    takes_given_rows: bool  # whether `first` may be given vectors in place of embeddings
+    takes_input_embeds: bool  # whether `first` may be given any
     gives_hidden_states: bool  # whether `last` may be given `hidden_out`
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
@@ -32,11 +43,11 @@ class DenseBackend(Protocol):
         """
 
     def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> torch.Tensor:
         """token_ids int64 [n]; writes the qkv of layer 0 into qkv_out [n, qkv_size] -> a new residual [n, hidden].
 
-        given: rows of the step whose vectors are given; their token ids are any valid ones. Never during a capture.
+        input_embeds: their rows have any valid token ids. Never during a capture.
         """
 
     def middle(

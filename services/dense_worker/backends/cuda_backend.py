@@ -15,8 +15,8 @@ import torch
 
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.cuda_operations import CudaOperations
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
@@ -47,7 +47,7 @@ class CudaBackend:
     pool.
     """
 
-    takes_given_rows = True
+    takes_input_embeds = True
     gives_hidden_states = True
 
     def __init__(
@@ -85,9 +85,11 @@ class CudaBackend:
         if self._operations.experts is not None:
             self._operations.experts.set_num_tokens(plan.num_tokens)
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None) -> torch.Tensor:
+    def first(
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
+    ) -> torch.Tensor:
         """Enqueues the first segment -> a new residual."""
-        return self._segments.first.forward(self._operations, token_ids, qkv_out, given)[1]
+        return self._segments.first.forward(self._operations, token_ids, qkv_out, input_embeds)[1]
 
     def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Enqueues a middle segment -> the very residual it was given, overwritten."""

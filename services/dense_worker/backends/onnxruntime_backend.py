@@ -20,7 +20,7 @@ class OnnxRuntimeBackend:
     Raises ConfigError if onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
     """
 
-    takes_given_rows = False  # the network looks the embeddings up
+    takes_input_embeds = False  # the network looks the embeddings up
     gives_hidden_states = False
 
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:
@@ -45,7 +45,7 @@ class OnnxRuntimeBackend:
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Does nothing."""
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: None = None) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:
         """Runs the first segment, copies its qkv -> the residual."""
         qkv, residual = self._run("first", 0, token_ids=token_ids.int())
         qkv_out.copy_(qkv)

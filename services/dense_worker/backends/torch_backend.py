@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segments_of
@@ -19,7 +19,7 @@ class TorchBackend:
     loop belongs) it is a little faster still.
     """
 
-    takes_given_rows = True
+    takes_input_embeds = True
     gives_hidden_states = True
 
     def __init__(self, weights: ModelWeights, lora: LoraStore | None = None) -> None:
@@ -33,10 +33,10 @@ class TorchBackend:
             self._operations.set_positions(torch.from_numpy(positions_of(plan, num_tokens)).to(self._device))
 
     def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> torch.Tensor:
         """Writes qkv in place -> a new residual."""
-        return self._segments.first.forward(self._operations, token_ids, qkv_out, given)[1]
+        return self._segments.first.forward(self._operations, token_ids, qkv_out, input_embeds)[1]
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor

@@ -29,8 +29,8 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport
-from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 from services.dense_worker.features.drafting.drafting import Drafting
+from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
@@ -61,11 +61,11 @@ class Engine:
         result_timeout_s: float,
         observers: SequenceOf[EngineObserver] = (),
         drafting: Drafting | None = None,
-        adapters: AdapterSlots | None = None,
+        features: SequenceOf[Feature] = (),
         forks: ForkPolicy | None = None,
     ) -> None:
         drafting = drafting or Drafting()
-        self._scheduler = Scheduler(limits, drafting, adapters, forks)
+        self._scheduler = Scheduler(limits, drafting, features, forks)
         self._runner = runner
         self._attention = attention
         self._deliver = deliver
@@ -75,6 +75,8 @@ class Engine:
         self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
         self._has_run_suspect = False  # since the last opening
+        for feature in features:
+            feature.start(self.on_event)
 
     @property
     def counts(self) -> EngineCounts:
@@ -113,9 +115,9 @@ class Engine:
         """Closes all other sequences of a gateway that has submitted its sequences again."""
         self._thread.post(self._scheduler.close_unclaimed, gateway)
 
-    def on_adapter(self, slot: int, error: TwostrokeError | None) -> None:
-        """The adapter of a slot has been loaded, or could not be."""
-        self._thread.post(self._handle_adapter, slot, error)
+    def on_event(self, event: Event) -> None:
+        """Something has happened to the resources of a feature."""
+        self._thread.post(self._handle_event, event)
 
     def leave(self) -> None:
         """Gives up the attachment after the running step, whose tokens are still delivered."""
@@ -252,18 +254,14 @@ class Engine:
         sequences = [entry.sequence for entry in published.entries]
         self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
         started = step_report.record_started(sequences, step.begin_s)
-        prompt_logprobs = step_report.record_prompt_logprobs(sequences, result.prompt_logprobs)
-        logits = step_report.record_logits(sequences, result.logits)
-        prompt_logits = step_report.record_prompt_logits(sequences, result.prompt_logits)
+        reports = step_report.record_reports(sequences, result.reports)
         outputs = self._scheduler.update(published, result)
         step_report.record_first_tokens(outputs.others, step.end_s)
-        return StepReport(
-            published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs, logits, prompt_logits
-        )
+        return StepReport(published.plan.step_id, started, outputs, result.logprobs, reports)
 
     def _report(self, step: InFlight, report: StepReport) -> None:
         """Delivers the step's report to the gateways, then its figures to the observers."""
-        if report.started or report.outputs or report.prompt_logprobs or report.prompt_logits:
+        if report.started or report.outputs or report.reports:
             self._deliver(report)
         stats = _describe_step(step, self._scheduler, report.outputs.num_tokens)
         for observer in self._observers:
@@ -298,8 +296,8 @@ class Engine:
             output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
             self._deliver(StepReport(0, outputs=StepOutputs(others=[output])))
 
-    def _handle_adapter(self, slot: int, error: TwostrokeError | None) -> None:
-        if outputs := self._scheduler.adapter_loaded(slot, error):
+    def _handle_event(self, event: Event) -> None:
+        if outputs := self._scheduler.handle(event):
             self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
 
     def _attach(self, attachment: Attachment) -> None:

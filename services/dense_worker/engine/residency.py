@@ -5,22 +5,21 @@ from __future__ import annotations
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
-from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 
 
 class Residency:
     """Of one attachment. Whoever decides that a sequence has to go, scheduler, turns or planner, says so here."""
 
-    def __init__(self, session: Session, waiting: WaitingQueue, adapters: AdapterSlots) -> None:
+    def __init__(self, session: Session, waiting: WaitingQueue) -> None:
         self._session = session
         self._waiting = waiting
-        self._adapters = adapters
         self.last_step_id = 0  # of the newest plan, which may still run what leaves now
         self.num_preemptions = 0
 
     def wait(self, sequence: Sequence) -> None:
         """A sequence waits, for the first time or again."""
-        self._waiting.push(sequence, is_parked=not self._adapters.is_ready(sequence))
+        missing = [each.resource for each in sequence.features if not each.is_ready]
+        self._waiting.push(sequence, missing)
         if sequence.policy is not None:
             sequence.policy.leave_cache()
             held = self._session.held_blocks.keys() - {sequence.seq_id}  # rows from before the attachment
@@ -39,7 +38,8 @@ class Residency:
     def close(self, sequence: Sequence) -> None:
         """The next plan closes a sequence that no step runs any more."""
         self._session.close(sequence)
-        self._adapters.unpin(sequence, self.last_step_id)
+        for feature in sequence.features:
+            feature.leave(self.last_step_id)
 
     def preempt(self, victim: Sequence) -> None:
         """A running sequence gives up its blocks, and waits again."""

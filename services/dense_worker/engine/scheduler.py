@@ -13,7 +13,7 @@ from itertools import compress
 
 import numpy as np
 
-from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
+from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
 from services.dense_worker.engine.decode_rows import PlannedRows
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.limits import SchedulerLimits
@@ -24,8 +24,8 @@ from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Openin
 from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue
-from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
 from services.dense_worker.features.drafting.drafting import Drafting
+from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
 from services.dense_worker.features.row_policy import RowPolicy
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns
@@ -49,13 +49,13 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         drafting: Drafting | None = None,
-        adapters: AdapterSlots | None = None,
+        features: SequenceOf[Feature] = (),
         forks: ForkPolicy | None = None,
     ) -> None:
         self.limits = limits
         self.session = Session(NO_ATTACHMENT)  # until the first attachment
         self._drafting = drafting or Drafting()
-        self._adapters = adapters or AdapterSlots()
+        self._features = features
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self._suspects = Suspects()
@@ -102,6 +102,10 @@ class Scheduler:
 
         Plans in flight are void. Their tokens were never known; sampling gives the same ones again.
         """
+        opening = [each.sequence for each in self.session.openings.values()]
+        for sequence in {*opening, *self.session.running}:  # a cancelled one may still be being opened
+            for feature in sequence.features:
+                feature.leave(self.num_steps)
         self.session = session
         self._num_past_preemptions = self.num_preemptions
         self._begin_parts()
@@ -109,7 +113,6 @@ class Scheduler:
         for sequence in self._sequences.values():
             sequence.leave_cache()
             sequence.num_pending_tokens = 0
-            self._adapters.unpin(sequence, self.num_steps)
             self._residency.wait(sequence)
 
     def add(self, sequence: Sequence) -> None:
@@ -130,7 +133,6 @@ class Scheduler:
             raise CapacityError(
                 f"{num_tokens} tokens need {num_blocks} KV cache blocks, the cache has {ledger.num_blocks}"
             )
-        self._adapters.check(sequence)
         self._waiting.admit(sequence)
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
@@ -143,20 +145,12 @@ class Scheduler:
         if sequence is not None:
             self._finish(sequence)
 
-    def adapter_loaded(self, slot: int, error: TwostrokeError | None) -> list[SequenceOutput]:
-        """The adapter of a slot has been loaded; or it could not be, which ends the sequences that wait for it.
-
-        Those whose adapter has the same tensors under another name, or in another directory, go on to wait: it may
-        belong to another tenant, whose files may be sound.
-        """
-        if error is None:
-            self._adapters.loaded(slot, self._waiting)
-            return []
-        adapter = self._adapters.failed(slot)
-        failed = [each for each in self._waiting.all_of(adapter.hash) if each.spec.adapter == adapter]
-        for sequence in failed:
+    def handle(self, event: Event) -> list[SequenceOutput]:
+        """Something has happened to the resources of a feature. Ends the sequences that fail because of it."""
+        failed = list(event(self._waiting))
+        for sequence, _ in failed:
             self._finish(sequence)
-        return [SequenceOutput(sequence, (), FinishReason.ERROR, error) for sequence in failed]
+        return [SequenceOutput(sequence, (), FinishReason.ERROR, error) for sequence, error in failed]
 
     def expire(self, now_s: float) -> list[SequenceOutput]:
         """Ends sequences that have waited too long for their first step; `now_s` is on the monotonic clock."""
@@ -177,13 +171,15 @@ class Scheduler:
         session, chosen = self.session, list[Sequence]()
         if self._waiting.has_parked:
             oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
-            for sequence in self._adapters.assign(self._waiting, oldest_step_id):
-                self._turns.forget(sequence)
+            for feature in self._features:
+                for sequence in feature.provide(self._waiting, oldest_step_id):
+                    self._turns.forget(sequence)
         if self._suspects.active() is not None:
             return chosen
         while (sequence := self._turns.next_to_open(self._next_suspect())) is not None:
             self._waiting.choose(sequence)
-            self._adapters.pin(sequence)
+            for feature in sequence.features:
+                feature.enter()
             sequence.num_reserved_blocks = self._turns.blocks_to_reserve(sequence)
             session.ledger.reserve(sequence.num_reserved_blocks)
             chosen.append(sequence)
@@ -345,7 +341,7 @@ class Scheduler:
             return None  # ended by an earlier step, or cancelled: this step was wasted
         if error := result.ended.get(sequence.seq_id):
             self._finish(sequence)
-            return SequenceOutput(sequence, (), FinishReason.ERROR, InvalidRequest(error, sequence.form_field))
+            return SequenceOutput(sequence, (), FinishReason.ERROR, error)
         if num_draft_tokens:
             self._drafting.counts.add(num_draft_tokens, len(token_ids) - 1)
         first = len(sequence.output_token_ids)
@@ -384,7 +380,7 @@ class Scheduler:
     def _begin_parts(self) -> None:
         """Makes the parts that work for one session."""
         session, limits = self.session, self.limits
-        self._residency = Residency(session, self._waiting, self._adapters)
+        self._residency = Residency(session, self._waiting)
         self._residency.last_step_id = self.num_steps
         self._turns = Turns(
             session,
@@ -401,7 +397,7 @@ class Scheduler:
 
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
-        return suspect if suspect is None or self._adapters.is_ready(suspect) else None
+        return suspect if suspect is None or suspect.is_ready else None
 
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
@@ -422,7 +418,8 @@ class Scheduler:
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)
-        self._adapters.unpin(sequence, self.num_steps)
+        for feature in sequence.features:
+            feature.leave(self.num_steps)
         if sequence.status is SequenceStatus.FINISHED:
             return None
         sequence.status = SequenceStatus.FINISHED

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from services.common.errors import TwostrokeError
 from services.dense_worker.engine.fairness.flows import Flow
 from services.dense_worker.engine.sequence_counts import SequenceCounts
+from services.dense_worker.features.sequence_feature import ResourceKey, SequenceFeature
 from services.dense_worker.runner.request_state import RequestState
-from services.grammar.matcher import GrammarMatcher
-from services.step import NewSequence, SequenceSpec, TokenReport
+from services.step import NewSequence, SequenceSpec
 
 if TYPE_CHECKING:  # they need torch and protobuf
-    from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
     from services.dense_worker.features.row_policy import OutputReport, RowPolicy
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
@@ -50,21 +49,17 @@ class Sequence:
     seq_id: int
     spec: SequenceSpec
     output_token_ids: list[int] = field(default_factory=list)
-    reports_prompt_logprobs: bool = False  # the spec asks for them, and they have not all been reported
-    token_report: TokenReport = TokenReport.NONE  # as in the spec; NONE after the prompt, if it is of the prompt only
-    # Names all sequences with the same prompt, salt, adapter and table: they may be forked from each other. 0: only it.
+    features: SequenceOf[SequenceFeature] = ()  # what it has that only some sequences have; mostly nothing
+    # Names all sequences with equal prompts and prefix keys: they may be forked from each other. 0: only it.
     group_id: int = 0
-    prompt_table: LoadedTable | None = None  # the vectors of `spec.prompt_table`
     stream: int = 0  # number of the gateway's stream by which it came
     arrival_s: float = 0.0  # arrival at this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest time from arrival to the first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
-    grammar: GrammarMatcher | None = None  # of `spec.sampling.structured_output`; the runner moves it
     policy: RowPolicy | None = None  # None: it is one row, whose tokens are sampled
 
     status: SequenceStatus = SequenceStatus.WAITING
-    adapter_slot: int | None = None  # where its adapter is; None while it is not in the cache
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; preemption does not change it
     flow: Flow | None = None  # its client's, while it is live; set by the waiting queue
     num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits
@@ -124,10 +119,19 @@ class Sequence:
         return len(self.spec.prompt_token_ids)
 
     @property
-    def form_field(self) -> str | None:
-        """The field of the client's request that gave the form of its output; None without a form."""
-        form = self.spec.sampling.structured_output
-        return None if form is None else form.field_name
+    def resources(self) -> list[ResourceKey]:
+        """What it shares with other sequences, and has to be in memory before it is opened."""
+        return [each.resource for each in self.features if each.resource is not None]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all its resources are in memory."""
+        return all([each.is_ready for each in self.features])
+
+    @property
+    def forced_by(self) -> SequenceFeature | None:
+        """What knows some of its next tokens for certain; None: nothing does."""
+        return next((each for each in self.features if each.forces_tokens), None)
 
     @property
     def num_rows(self) -> int:
@@ -164,7 +168,7 @@ class Sequence:
     @property
     def is_plain(self) -> bool:
         """Whether a step that decodes it gets one token from it, and has nothing else to report or to do for it."""
-        reports = self.spec.num_logprobs is not None or self.spec.return_generation_logits or self.token_report
+        reports = self.spec.num_logprobs is not None or any([each.reports for each in self.features])
         return self.policy is None and not reports
 
     def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
@@ -193,7 +197,7 @@ class Sequence:
             token_ids=tuple(self._token_ids_before_fork()),
             num_prompt_tokens=self.num_prompt_tokens,
             prefix_key=self.spec.prefix_key,
-            ignores_prefix_cache=self.reports_prompt_logprobs or self.token_report.needs_all_tokens,
+            ignores_prefix_cache=any([each.ignores_prefix_cache for each in self.features]),
             traceparent=self.traceparent,
         )
 
@@ -204,12 +208,8 @@ class Sequence:
             self.spec,
             self._token_ids_before_fork(),
             num_logprobs=self.spec.num_logprobs if self.policy is None else self.policy.num_logprobs,
-            reports_prompt_logprobs=self.reports_prompt_logprobs,
-            token_report=self.token_report,
             has_forced_tokens=self.policy is not None,
-            grammar=self.grammar,
-            adapter_slot=self.adapter_slot,
-            table=self.prompt_table,
+            features=tuple([each.at_opening() for each in self.features]),
         )
 
     def _token_ids_before_fork(self) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.step_outputs import StepOutputs
-from services.step import Logits, PromptLogprobs, TokenReport
+from services.dense_worker.features.report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,7 @@ class StepReport:
     started: SequenceOf[Sequence] = ()
     outputs: StepOutputs = field(default_factory=StepOutputs)
     logprobs: Mapping[int, SequenceOf[TokenLogprobs]] = field(default_factory=dict)  # by seq_id
-    prompt_logprobs: SequenceOf[tuple[Sequence, PromptLogprobs]] = ()
-    logits: SequenceOf[tuple[Sequence, Logits]] = ()  # of output tokens
-    prompt_logits: SequenceOf[tuple[Sequence, Logits]] = ()
+    reports: SequenceOf[tuple[Sequence, Report]] = ()  # that only some sequences have
     admitted: SequenceOf[Sequence] = ()  # sequences that steps may run from now on
 
 
@@ -41,33 +39,14 @@ def record_first_tokens(outputs: Iterable[SequenceOutput], end_s: float) -> None
             output.sequence.first_token_s = end_s
 
 
-def record_prompt_logprobs(
-    sequences: Iterable[Sequence], found: SequenceOf[PromptLogprobs]
-) -> list[tuple[Sequence, PromptLogprobs]]:
-    """Adds the sequence to each span; leaves out ended ones. A sequence with a complete prompt reports it no more."""
+def record_reports(sequences: Iterable[Sequence], found: SequenceOf[Report]) -> list[tuple[Sequence, Report]]:
+    """Adds the sequence to each report; leaves out those of ended ones. Called before the step's tokens are appended.
+    """
     if not found:  # in almost all steps
         return []
     live = {each.seq_id: each for each in sequences if each.status is not SequenceStatus.FINISHED}
     recorded = [(live[each.seq_id], each) for each in found if each.seq_id in live]
     for sequence, each in recorded:
-        if each.start + len(each.tokens) == sequence.num_prompt_tokens:
-            sequence.reports_prompt_logprobs = False
-    return recorded
-
-
-def record_logits(sequences: Iterable[Sequence], found: SequenceOf[Logits]) -> list[tuple[Sequence, Logits]]:
-    """Adds the sequence to each span of logits; leaves out ended ones. Called before the step's tokens are appended."""
-    if not found:  # in almost all steps
-        return []
-    live = {each.seq_id: each for each in sequences if each.status is not SequenceStatus.FINISHED}
-    return [(live[each.seq_id], each) for each in found if each.seq_id in live]
-
-
-def record_prompt_logits(sequences: Iterable[Sequence], found: SequenceOf[Logits]) -> list[tuple[Sequence, Logits]]:
-    """The same for what is reported of each token. If that is of prompts only, it ends with the prompt."""
-    recorded = record_logits(sequences, found)
-    for sequence, each in recorded:
-        is_complete = each.start + len(each.values) == sequence.num_prompt_tokens
-        if is_complete and sequence.token_report is not TokenReport.HIDDEN_STATES:
-            sequence.token_report = TokenReport.NONE
+        for feature in sequence.features:
+            feature.note_reported(each)
     return recorded

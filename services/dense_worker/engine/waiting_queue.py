@@ -12,7 +12,7 @@ cost the fewest tokens of prompts and outputs, then its client with the fewest, 
 Of two clients that both keep waiting, none gets ahead of the other by more than the tokens of one sequence. The bound
 on overtaking above holds between priorities, and between the sequences of one client.
 
-A sequence whose adapter has no slot is parked: it keeps its order, and nobody's turn waits for it.
+A sequence one of whose resources is not in memory is parked: it keeps its order, and nobody's turn waits for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from services.common.errors import CapacityError, QueueTimeout
 from services.common.fairness.kept_room import may_wait, refusal
 from services.dense_worker.engine.fairness.flows import Flow, FlowGroup
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from services.dense_worker.features.sequence_feature import ResourceKey
 
 EXPECTED_OUTPUT_TOKENS = 256  # of a sequence that may get more; the real number is charged when it ends
 CHECK_INTERVAL_S = 0.25  # checking 10,000 sequences takes about 1 ms
@@ -40,8 +41,9 @@ class WaitingQueue:
         self._priority_ageing_s = priority_ageing_s
         self._sequences: list[Sequence] = []
         self._of_client = defaultdict[Flow, list[Sequence]](list)  # the same sequences
-        self._of_adapter: dict[str, list[Sequence]] = {}  # those with adapters, by hash, parked ones included
-        self._parked: set[str] = set()  # hashes of adapters whose sequences are only in `_of_adapter`
+        self._of_resource: dict[ResourceKey, list[Sequence]] = {}  # those that need one, parked ones included
+        self._missing: set[ResourceKey] = set()  # resources whose sequences are parked
+        self._parked: set[Sequence] = set()
         self._tenants: dict[int, FlowGroup] = {}  # of live sequences, by priority
         self._num_live = Counter[tuple[int, int]]()  # live sequences, by tenant and client
         self._num_new = 0  # number of waiting sequences that never ran
@@ -52,11 +54,11 @@ class WaitingQueue:
         self._numbers = itertools.count()  # arrival numbers, so that no two sequences compare equal
 
     def __len__(self) -> int:
-        return len(self._sequences) + sum(len(self._of_adapter[each]) for each in self._parked)
+        return len(self._sequences) + len(self._parked)
 
     def __iter__(self) -> Iterator[Sequence]:
         """All of them, in no particular order."""
-        return itertools.chain(self._sequences, *(self._of_adapter[each] for each in self._parked))
+        return itertools.chain(self._sequences, self._parked)
 
     @property
     def has_parked(self) -> bool:
@@ -109,58 +111,68 @@ class WaitingQueue:
         if not self._num_live[client]:
             del self._num_live[client]
 
-    def push(self, sequence: Sequence, *, is_parked: bool = False) -> None:
-        """Adds an admitted sequence, for the first time or again. `is_parked`: its adapter has no slot."""
+    def push(self, sequence: Sequence, missing: Iterable[ResourceKey] = ()) -> None:
+        """Adds an admitted sequence, for the first time or again. `missing`: its resources that are not in memory."""
         sequence.status = SequenceStatus.WAITING
         self._settle(sequence)
         self._count(sequence, 1)
-        if sequence.spec.adapter is not None:
-            insert(self._of_adapter.setdefault(sequence.spec.adapter.hash, []), sequence)
-            if is_parked:
-                self._parked.add(sequence.spec.adapter.hash)
-                return
-        self._line_up(sequence)
+        for resource in sequence.resources:
+            insert(self._of_resource.setdefault(resource, []), sequence)
+        self._missing.update(missing)
+        if self._lacks_any(sequence):
+            self._parked.add(sequence)
+        else:
+            self._line_up(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence."""
         self._count(sequence, -1)
-        if (adapter := sequence.spec.adapter) is not None:
-            of_adapter, is_parked = self._of_adapter[adapter.hash], adapter.hash in self._parked
-            remove(of_adapter, sequence)
-            if not of_adapter:
-                del self._of_adapter[adapter.hash]
-                self._parked.discard(adapter.hash)
-            if is_parked:
-                return
-        self._step_out(sequence)
-
-    def park(self, adapter_hash: str) -> list[Sequence]:
-        """Takes the sequences of an adapter out of all turns, because it loses its slot; returns them."""
-        if adapter_hash in self._parked or adapter_hash not in self._of_adapter:
-            return []
-        self._parked.add(adapter_hash)
-        for sequence in self._of_adapter[adapter_hash]:
+        for resource in sequence.resources:
+            waiting = self._of_resource[resource]
+            remove(waiting, sequence)
+            if not waiting:
+                del self._of_resource[resource]
+                self._missing.discard(resource)
+        if sequence in self._parked:
+            self._parked.remove(sequence)
+        else:
             self._step_out(sequence)
-        return self._of_adapter[adapter_hash]
 
-    def unpark(self, adapter_hash: str) -> None:
-        """Gives the sequences of an adapter their turns, because it has a slot."""
-        if adapter_hash in self._parked:
-            self._parked.remove(adapter_hash)
-            for sequence in self._of_adapter[adapter_hash]:
-                self._line_up(sequence)
+    def park(self, resource: ResourceKey) -> list[Sequence]:
+        """Takes the sequences that need a resource out of all turns, because it leaves the memory; returns them."""
+        if resource in self._missing or resource not in self._of_resource:
+            return []
+        self._missing.add(resource)
+        for sequence in self._of_resource[resource]:
+            if sequence not in self._parked:
+                self._parked.add(sequence)
+                self._step_out(sequence)
+        return self._of_resource[resource]
 
-    def first_of(self, adapter_hash: str) -> Sequence | None:
-        """The first waiting sequence of an adapter."""
-        return next(iter(self._of_adapter.get(adapter_hash, ())), None)
+    def unpark(self, resource: ResourceKey) -> None:
+        """Gives the sequences that need a resource their turns, because it is in memory."""
+        if resource in self._missing:
+            self._missing.remove(resource)
+            for sequence in self._of_resource[resource]:
+                if not self._lacks_any(sequence):
+                    self._parked.remove(sequence)
+                    self._line_up(sequence)
 
-    def parked(self) -> list[Sequence]:
-        """The first sequence of each parked adapter, in their order."""
-        return sorted((self._of_adapter[each][0] for each in self._parked), key=_order)
+    def first_of(self, resource: ResourceKey) -> Sequence | None:
+        """The first waiting sequence that needs a resource."""
+        return next(iter(self._of_resource.get(resource, ())), None)
 
-    def all_of(self, adapter_hash: str) -> list[Sequence]:
-        """All waiting sequences of an adapter."""
-        return list(self._of_adapter.get(adapter_hash, ()))
+    def missing(self) -> list[tuple[ResourceKey, Sequence]]:
+        """The resources for which sequences are parked, each with the first of these, in their order."""
+        found = [(resource, self._of_resource[resource][0]) for resource in self._missing]
+        return sorted(found, key=lambda each: each[1].order)
+
+    def all_of(self, resource: ResourceKey) -> list[Sequence]:
+        """All waiting sequences that need a resource."""
+        return list(self._of_resource.get(resource, ()))
+
+    def _lacks_any(self, sequence: Sequence) -> bool:
+        return not self._missing.isdisjoint(sequence.resources)
 
     def _line_up(self, sequence: Sequence) -> None:
         insert(self._sequences, sequence)
@@ -233,7 +245,8 @@ class WaitingQueue:
             flow.set_num_waiting(0)
         self._of_client.clear()
         self._sequences.clear()
-        self._of_adapter.clear()
+        self._of_resource.clear()
+        self._missing.clear()
         self._parked.clear()
         self._num_new = self._num_new_tokens = 0
         self._num_new_of.clear()

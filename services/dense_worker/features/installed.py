@@ -1,16 +1,43 @@
-"""The rooms of this folder that a worker has: whoever adds one adds it here."""
+"""The features and row policies that a worker has: whoever adds one adds it here."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
 
+from services.common.config import Config
 from services.common.families.shape import ModelConfig
+from services.common.model_config import load_model_config
+from services.common.resolve import ResolvedModel
+from services.dense_worker.backends import DenseBackend
 from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
+from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
 from services.dense_worker.features.beams.add_beams import add_beams
+from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
+from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
+from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
+from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader
+from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
+from services.dense_worker.features.returned_logits.returned_logits_feature import ReturnedLogitsFeature
+from services.dense_worker.kernels.lora.tensors import LoraStore
+from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2
+
+
+def make_features(
+    config: Config, model: ResolvedModel, backend: DenseBackend, lora: LoraStore | None, grammars: Grammars
+) -> tuple[Feature, ...]:
+    """All features, which the caller closes. lora: the adapters of the backend; None: they are off."""
+    embeds = EmbedsLoader(model.dtype, model.config.hidden_size, backend.takes_input_embeds)
+    return (
+        _make_adapters(config, lora),
+        PromptEmbedsFeature(embeds),
+        ReturnedLogitsFeature(),
+        GrammarFeature(grammars),
+    )
 
 
 def make_fork_policy(model: ModelConfig) -> ForkPolicy:
@@ -31,3 +58,11 @@ def prepare_policy(sequence: Sequence, submit: dense_pb2.Submit, vocab_size: int
 def has_progress(submit: dense_pb2.Submit) -> bool:
     """Whether a sequence is submitted again, with tokens or with what its row policy had found."""
     return bool(submit.output_token_ids or submit.search.beams)
+
+
+def _make_adapters(config: Config, lora: LoraStore | None) -> AdapterFeature:
+    if lora is None:
+        return AdapterFeature(0)
+    shapes = adapted_shapes(load_model_config(config.model.path))  # of all layers, also of those not run
+    loader = AdapterLoader(lora, shapes, config.dense.max_lora_rank)
+    return AdapterFeature(config.dense.max_loras, loader, lora)

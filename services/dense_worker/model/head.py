@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.operations import Operations, Residual
@@ -56,17 +56,17 @@ class Embedding:
     layer_inputs: LayerInputs | None = None
 
     def forward(
-        self, operations: Operations, token_ids: torch.Tensor, given: GivenRows | None = None
+        self, operations: Operations, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> Residual:
-        """token_ids int64 [n] -> residual [n, hidden]. `given` vectors take the place of rows of the table."""
+        """token_ids int64 [n] -> residual [n, hidden]. `input_embeds` take the place of rows of the table."""
         residual = operations.embed(self.table, token_ids)
         hidden = residual.hidden
-        if given is not None and not self.is_multiplier_of_table:
-            hidden.index_copy_(0, given.rows, given.vectors)
+        if input_embeds is not None and not self.is_multiplier_of_table:
+            hidden.index_copy_(0, input_embeds.rows, input_embeds.vectors)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
-        if given is not None and self.is_multiplier_of_table:
-            hidden.index_copy_(0, given.rows, given.vectors)
+        if input_embeds is not None and self.is_multiplier_of_table:
+            hidden.index_copy_(0, input_embeds.rows, input_embeds.vectors)
         if self.positions is not None:
             rows = operations.positions(len(token_ids)) + self.positions.offset
             hidden = hidden + F.embedding(rows, self.positions.table.data)

@@ -13,7 +13,7 @@ import torch
 
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.model.head import Embedding, Head
 from services.dense_worker.model.layer import AfterAttention, BeforeAttention
 from services.dense_worker.model.model_weights import ModelWeights
@@ -35,13 +35,13 @@ class First:
         operations: Operations,
         token_ids: torch.Tensor,
         qkv_out: torch.Tensor | None = None,
-        given: GivenRows | None = None,
+        input_embeds: InputEmbeds | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids int64 [n] -> qkv [n, qkv_size], residual [n, hidden].
 
-        If `qkv_out` is given, qkv is that tensor, written in place. `given` vectors replace embeddings.
+        If `qkv_out` is given, qkv is that tensor, written in place. `input_embeds` replace embeddings.
         """
-        residual = self.embedding.forward(operations, token_ids, given)
+        residual = self.embedding.forward(operations, token_ids, input_embeds)
         qkv, residual = self.before.forward(operations, residual, qkv_out)
         return qkv, operations.settle(residual)
 

@@ -14,29 +14,12 @@ import numpy as np
 from services.dense_worker.runner.request_state import RequestState
 
 
-class RowFeature:
-    """What only some sequences have, as bits. A step asks for each once, and for the rows that have it."""
-
-    GRAMMAR = 1  # its output has a form
-    GIVEN_VECTORS = 2  # instead of some prompt tokens
-    PROMPT_LOGPROBS = 4
-    TOKEN_REPORT = 8  # see `services.step.TokenReport`
-    GENERATION_LOGITS = 16
-    FORCED_TOKENS = 32  # the scheduler's, not those that are sampled
-
-
-# Those that ask for more of a step than tokens, or give it more.
-MORE_THAN_TOKENS = (
-    RowFeature.GIVEN_VECTORS | RowFeature.PROMPT_LOGPROBS | RowFeature.TOKEN_REPORT | RowFeature.GENERATION_LOGITS
-)
-
-
 class BatchRows:
     """All arrays are int64 [num_slots]."""
 
     def __init__(self, num_slots: int) -> None:
-        self.num_known, self.last_token, self.num_prompt_tokens, *rest = np.zeros((6, num_slots), np.int64)
-        self.adapter_slots, self.features, self.serials = rest
+        self.num_known, self.last_token, self.num_prompt_tokens, *rest = np.zeros((5, num_slots), np.int64)
+        self.has_forced_tokens, self.serials = rest
         self.version = 0  # changes whenever a slot changes hands
 
     def begin(self, slot: int, sequence: RequestState) -> None:
@@ -44,8 +27,7 @@ class BatchRows:
         token_ids = sequence.token_ids
         self.num_known[slot], self.last_token[slot] = len(token_ids), token_ids[-1]
         self.num_prompt_tokens[slot] = sequence.spec.num_prompt_tokens
-        self.adapter_slots[slot] = -1 if sequence.adapter_slot is None else sequence.adapter_slot
-        self.features[slot] = _features(sequence)
+        self.has_forced_tokens[slot] = sequence.has_forced_tokens
         self.version += 1
         self.serials[slot] = self.version
         sequence.slot = slot
@@ -70,15 +52,3 @@ class BatchRows:
         if sequence.slot is not None:
             self.num_known[sequence.slot] += len(token_ids)
             self.last_token[sequence.slot] = token_ids[-1]
-
-
-def _features(sequence: RequestState) -> int:
-    present = {
-        RowFeature.GRAMMAR: sequence.grammar is not None,
-        RowFeature.GIVEN_VECTORS: sequence.table is not None,
-        RowFeature.PROMPT_LOGPROBS: sequence.reports_prompt_logprobs,
-        RowFeature.TOKEN_REPORT: bool(sequence.token_report),
-        RowFeature.GENERATION_LOGITS: sequence.spec.return_generation_logits,
-        RowFeature.FORCED_TOKENS: sequence.has_forced_tokens,
-    }
-    return sum(feature for feature, is_present in present.items() if is_present)

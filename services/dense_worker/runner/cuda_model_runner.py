@@ -7,10 +7,11 @@ next step; the host reads it from pinned memory after an event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import combinations
+from typing import NamedTuple
 
 import torch
 
@@ -18,17 +19,14 @@ from services.channel import Channel
 from services.common.batch_buckets import bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
-from services.dense_worker.backends import DenseBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
+from services.dense_worker.backends import DenseBackend, InputEmbeds
+from services.dense_worker.features.feature import Feature
 from services.dense_worker.runner.model_runner import LayerRun, ModelRunner, RunningStep
 from services.dense_worker.runner.step_hook import FollowUp, StepHook
 from services.dense_worker.runner.step_input import StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NO_ROWS, StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from services.dense_worker.kernels.lora.cuda_lora import CudaLora  # needs triton
 
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
 FEW_SAMPLED = 16  # rows
@@ -39,7 +37,7 @@ class _Size(NamedTuple):
 
     num_rows: int
     num_sampled: int
-    has_adapters: bool
+    active: frozenset[Feature]  # those with kernels of their own of which the step has rows
 
 
 class CudaModelRunner(ModelRunner):
@@ -55,11 +53,10 @@ class CudaModelRunner(ModelRunner):
         max_num_tokens: int,
         *,
         captures_lazily: bool,
-        lora: CudaLora | None = None,
+        features: Iterable[Feature] = (),
         hook: StepHook | None = None,
     ) -> None:
-        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora, hook)
-        self._cuda_lora = lora
+        super().__init__(backend, sampler, config.num_layers, max_num_seqs, features, hook)
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
@@ -72,7 +69,7 @@ class CudaModelRunner(ModelRunner):
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
-        self._unsampled: _Launched | None = None  # a step whose grammars lack tokens of the step before
+        self._unsampled: _Launched | None = None  # a step that waits for tokens of the step before
         self._sampleable: _Launched | None = None  # it, once the step before has been collected
         if self._hook is not None:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -89,8 +86,8 @@ class CudaModelRunner(ModelRunner):
                 qkv, attn_out = (
                     torch.zeros(num_rows, size, dtype=self._dtype, device="cuda") for size in self._seam_sizes
                 )
-                for _, num_sampled, has_adapters in self._sizes([num_rows]):
-                    with self._adapters(has_adapters):
+                for _, num_sampled, active in self._sizes([num_rows]):
+                    with self._activated(active):
                         self._run_segments(qkv, attn_out, attn_out, num_sampled)
             self._stream.synchronize()
 
@@ -109,11 +106,11 @@ class CudaModelRunner(ModelRunner):
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:
-            with self._adapters(size.has_adapters):
+            with self._activated(size.active):
                 self._logits[: size.num_sampled] = self._run_rows(channel, size.num_rows, size.num_sampled)[0]
 
         def warm_up(size: _Size) -> None:
-            with self._adapters(size.has_adapters):
+            with self._activated(size.active):
                 self._warm_up(channel, size.num_rows, size.num_sampled)
 
         graphs = StepGraphs(self._stream, warm_up, run)
@@ -122,24 +119,29 @@ class CudaModelRunner(ModelRunner):
         return graphs
 
     def _sizes(self, buckets: Iterable[int]) -> list[_Size]:
-        """The graphs of these numbers of rows: steps without adapters pay nothing for those with adapters."""
-        kinds = (False,) if self._cuda_lora is None else (False, True)
+        """The graphs of these numbers of rows: plain steps pay nothing for those with features' kernels."""
+        num_features = range(len(self._with_kernels) + 1)
+        kinds = [frozenset(each) for num in num_features for each in combinations(self._with_kernels, num)]
         return [
-            _Size(rows, sampled, has_adapters)
+            _Size(rows, sampled, active)
             for rows in buckets
             for sampled in self._sampled_sizes(rows)
-            for has_adapters in kinds
+            for active in kinds
         ]
 
-    def _adapters(self, has_adapters: bool) -> AbstractContextManager[None]:
-        """A context in which steps add the deltas of adapters, or do not."""
-        return nullcontext() if self._cuda_lora is None else self._cuda_lora.activated(has_adapters)
+    @contextmanager
+    def _activated(self, active: frozenset[Feature]) -> Iterator[None]:
+        """A context in which steps run the kernels of these features, and of no others."""
+        with ExitStack() as stack:
+            for feature in self._with_kernels:
+                stack.enter_context(feature.activated(feature in active))
+            yield
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Enqueues the whole step; waits for the device only to capture a graph.
 
-        If grammars need tokens of the step before, sampling is enqueued later, see `sample_next`.
+        If a feature needs tokens of the step before, sampling is enqueued later, see `sample_next`.
         """
         self.sample_next()  # before this step's layers, and while the slots of sequences that it closes are valid
         assert self._unsampled is None, "at most one step is launched ahead"
@@ -149,7 +151,7 @@ class CudaModelRunner(ModelRunner):
             step = self.prepare(self.bind(plan))
             sample = self._enqueue(step, channel, stage) if plan.entries else None
         launched = _Launched(self, channel, sample)
-        if step.has_unknown_tokens:
+        if step.waits_for_tokens:
             self._unsampled = launched
         else:
             self._finish(launched)
@@ -159,7 +161,7 @@ class CudaModelRunner(ModelRunner):
     def sample_next(self) -> None:
         """Enqueues the sampling of a step that had to wait for the tokens of the one before, if they are known now.
 
-        This finds its masks, which takes the host up to a few milliseconds, while the device runs the step's layers.
+        Editors may take the host some milliseconds to find their masks, while the device runs the step's layers.
         Not called before it must be: so the attention worker gets the plan of the next step first, and the gateways
         get the tokens of the step before.
         """
@@ -188,10 +190,10 @@ class CudaModelRunner(ModelRunner):
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
         # Logits of further rows need another call of `last`, but a graph's residual is in memory that graphs share.
         # And vectors in place of embeddings are in no graph.
-        is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual and step.given is None
+        is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual and step.input_embeds is None
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
-        has_adapters = step.bound.batch.has_adapters
-        graph = self._find_graph(channel, num_rows, num_sampled, has_adapters) if is_captured else None
+        active = frozenset([feature for feature in self._with_kernels if feature in step.parts])
+        graph = self._find_graph(channel, num_rows, num_sampled, active) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any valid token and row
@@ -201,31 +203,31 @@ class CudaModelRunner(ModelRunner):
         sampled_rows[num_sampled:] = 0
         # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
-        self._begin_step(step.bound, num_rows)
+        self._begin_step(step, num_rows)
         if graph is not None:
             graph.replay()
             logits, residual = self._logits, None
         else:
-            given = None if step.given is None else step.given.upload(self._input.device)
-            logits, residual = self._run_rows(channel, num_rows, num_sampled, given)
+            embeds = None if step.input_embeds is None else step.input_embeds.upload(self._input.device)
+            logits, residual = self._run_rows(channel, num_rows, num_sampled, embeds)
         outputs = self._outputs[stage][:num_sampled]
         return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs)
 
     def _find_graph(
-        self, channel: Channel, num_rows: int, num_sampled: int, has_adapters: bool
+        self, channel: Channel, num_rows: int, num_sampled: int, active: frozenset[Feature]
     ) -> torch.cuda.CUDAGraph:
         bucket = bucket_for(self._sampled_sizes(num_rows), num_sampled)
-        return self._graphs[channel].find(_Size(num_rows, bucket, has_adapters))
+        return self._graphs[channel].find(_Size(num_rows, bucket, active))
 
     def _run_rows(
-        self, channel: Channel, num_rows: int, num_sampled: int, given: GivenRows | None = None
+        self, channel: Channel, num_rows: int, num_sampled: int, input_embeds: InputEmbeds | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs all layers for `num_rows` tokens; returns logits float32 [num_sampled, vocab_size] and the residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
         layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
-        layers.begin(token_ids, given)
+        layers.begin(token_ids, input_embeds)
         return layers.finish(sampled_rows[:num_sampled], self._hidden_out(num_sampled))
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -16,24 +17,16 @@ import numpy as np
 import torch
 
 from services.channel import Channel, Flag, qkv_flag
-from services.dense_worker.backends import DenseBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows, GivenRowsOfStep
-from services.dense_worker.features.returned_logits.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
-from services.dense_worker.features.returned_logits.step_logits import (
-    NO_LOGITS,
-    PendingLogits,
-    WantedLogits,
-    copy_rows,
-    copy_sampled,
-)
-from services.dense_worker.kernels.lora.tensors import LoraStore
-from services.dense_worker.runner.batch_rows import MORE_THAN_TOKENS, BatchRows, RowFeature
+from services.dense_worker.backends import DenseBackend, InputEmbeds
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.step_part import FurtherRows, StepPart, StepView
+from services.dense_worker.runner.batch_rows import BatchRows
 from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import FollowUp, KeptResiduals, StepHook
 from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
-from services.step import NO_ROWS, PlanEntries, PlanEntry, StepPlan, StepResult
+from services.step import NO_ROWS, PlanEntry, StepPlan, StepResult
 
 
 class RunningStep(Protocol):
@@ -66,13 +59,15 @@ class ModelRunner:
         sampler: Sampler,
         num_layers: int,
         max_num_seqs: int,
-        lora: LoraStore | None = None,
+        features: Iterable[Feature] = (),
         hook: StepHook | None = None,
     ) -> None:
+        """`features`: those of all sequences that are opened"""
         self._backend = backend
         self._sampler = sampler
         self._num_layers = num_layers
-        self._lora = lora  # the backend's; None: no sequence has an adapter
+        self._features = {feature.sequence_type: feature for feature in features}
+        self._with_kernels = tuple(feature for feature in self._features.values() if feature.has_kernels)
         self._hook = hook  # None: nothing is kept of steps
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
@@ -80,11 +75,6 @@ class ModelRunner:
         self._sequences: dict[int, RequestState] = {}  # by seq_id
         self._running: dict[int, RequestState] = {}  # by slot
         self._batch: Batch | None = None  # of the newest plan; None: one of its ids may mean another sequence by now
-
-    @property
-    def takes_prompt_tables(self) -> bool:
-        """Whether sequences may have vectors in place of some of their prompt tokens."""
-        return self._backend.takes_given_rows
 
     @property
     def gives_hidden_states(self) -> bool:
@@ -101,9 +91,9 @@ class ModelRunner:
             self._hook.forget_all()
 
     def open(self, sequence: RequestState) -> None:
-        """Adds a sequence, which later plans may name until one closes it. Its adapter stays in its slot meanwhile."""
-        if sequence.grammar is not None:
-            sequence.grammar.sync(sequence.token_ids[sequence.spec.num_prompt_tokens :])
+        """Adds a sequence, which later plans may name until one closes it."""
+        for feature in sequence.features:
+            feature.restore(sequence.token_ids[sequence.spec.num_prompt_tokens :])
         self._batch = None
         self._sequences[sequence.seq_id] = sequence
 
@@ -143,7 +133,8 @@ class ModelRunner:
         batch = bound.batch
         if len(batch.slots) < len(bound.plan.entries):
             self._assign_slots(batch)
-        return self._prepare_newest(bound) or self._prepare_any(bound)
+        step = self._prepare_newest(bound) or self._prepare_any(bound)
+        return self._with_features(step) if batch.features else step
 
     def _prepare_newest(self, bound: BoundPlan) -> StepInput | None:
         """The input of a step that samples from the newest token of each sequence, as most steps do; None: another one.
@@ -153,7 +144,7 @@ class ModelRunner:
         batch, entries = bound.batch, bound.plan.entries
         num_rows, slots = len(entries), batch.slots
         is_one_each = bound.plan.num_tokens == num_rows == np.count_nonzero(entries.num_logits)
-        if not num_rows or not is_one_each or batch.present & MORE_THAN_TOKENS:
+        if not num_rows or not is_one_each:
             return None
         num_unknown = entries.positions - self._rows.num_known[slots] + 1
         least, most = np.minimum.reduce(num_unknown), np.maximum.reduce(num_unknown)
@@ -170,10 +161,6 @@ class ModelRunner:
             slots,
             positions,
             positions - batch.num_prompt_tokens,
-            [],
-            NO_LOGITS,
-            bool(num_fed and batch.present & RowFeature.GRAMMAR),
-            None,
         )
 
     def _prepare_any(self, bound: BoundPlan) -> StepInput:
@@ -184,17 +171,15 @@ class ModelRunner:
         row_ends = np.cumsum(num_tokens)
         num_known = rows.num_known[slots]
         token_ids = np.zeros(bound.plan.num_tokens, np.int64)
-        given = GivenRowsOfStep()
         # Most entries have one token, the newest one: the host knows it, or an earlier step leaves it in the slot.
         is_newest = (num_tokens == 1) & (entries.positions >= num_known - 1)
-        is_newest[batch.with_feature(RowFeature.GIVEN_VECTORS)] = False
         is_fed = is_newest & (ends > num_known)
         others = np.flatnonzero(~is_newest)
         if not is_fed.all():
             token_ids[row_ends[is_newest] - 1] = rows.last_token[slots[is_newest]]
         for index in others.tolist():
             row_end = int(row_ends[index])
-            is_fed[index] = self._copy_known(entries[index], batch.sequences[index], row_end, token_ids, given)
+            is_fed[index] = self._copy_known(entries[index], batch.sequences[index], row_end, token_ids)
         fed = np.flatnonzero(is_fed)
         sampled = SampledRows.of(entries, row_ends)
         of_rows = slots[sampled.entries]
@@ -208,56 +193,42 @@ class ModelRunner:
             of_rows,
             positions,
             positions - batch.num_prompt_tokens[sampled.entries],
-            *self._wanted_rows(bound, row_ends),
-            self._has_unknown_tokens(batch, entries),
-            given.gather(),
         )
 
-    def _copy_known(
-        self, entry: PlanEntry, sequence: RequestState, row_end: int, token_ids: np.ndarray, given: GivenRowsOfStep
-    ) -> bool:
+    def _copy_known(self, entry: PlanEntry, sequence: RequestState, row_end: int, token_ids: np.ndarray) -> bool:
         """Writes the known tokens and drafts of an entry before `row_end`; returns whether its last one is unknown."""
         _, position, num_tokens, _, drafts = entry
         first_row = row_end - num_tokens
         known = sequence.token_ids[position : position + num_tokens - len(drafts)]
-        if sequence.table is not None:
-            known = given.take(sequence.table, known, first_row)
         assert not drafts or len(known) + len(drafts) == num_tokens, "drafts follow tokens that are known"
         token_ids[first_row : first_row + len(known) + len(drafts)] = [*known, *drafts]
         return len(known) + len(drafts) < num_tokens
 
-    def _wanted_rows(self, bound: BoundPlan, row_ends: np.ndarray) -> tuple[list[PromptSpan], WantedLogits]:
-        """The prompts whose log-probabilities, and the rows whose logits are reported: nearly always none."""
-        batch, entries = bound.batch, bound.plan.entries
-        spans, wanted = list[PromptSpan](), WantedLogits()
-        for index in batch.with_feature(RowFeature.PROMPT_LOGPROBS):
-            entry = entries[index]
-            if span := find_span(entry, batch.sequences[index].spec, int(row_ends[index]) - entry.num_tokens):
-                spans.append(span)
-        for index in batch.with_feature(RowFeature.TOKEN_REPORT):
-            entry = entries[index]
-            wanted.add_tokens(entry, batch.sequences[index], int(row_ends[index]) - entry.num_tokens)
-        for index in batch.with_feature(RowFeature.GENERATION_LOGITS):
-            first = int(entries.num_logits[:index].sum())
-            wanted.sampled.extend(range(first, first + entries.num_logits.item(index)))
-        return spans, wanted
-
-    def _has_unknown_tokens(self, batch: Batch, entries: PlanEntries) -> bool:
-        """Whether a sequence with a grammar is sampled that lacks its last token."""
-        for index in batch.with_feature(RowFeature.GRAMMAR):
-            _, position, num_tokens, num_logits, drafts = entries[index]
-            if num_logits and self._rows.num_known[batch.slots[index]] < position + num_tokens - len(drafts):
-                return True
-        return False
+    def _with_features(self, step: StepInput) -> StepInput:
+        """The input of a step some of whose sequences have features."""
+        batch = step.bound.batch
+        view = StepView(step.bound.plan.entries, step.token_ids, batch.token_lists, self._rows.num_known[batch.slots])
+        parts: dict[Feature, StepPart] = {}
+        for kind, rows in batch.features.items():
+            feature = self._features[kind]
+            if (part := feature.prepare_step(view, rows)) is not None:
+                parts[feature] = part
+        return replace(
+            step,
+            parts=parts,
+            needs_residual=any(part.needs_further_rows for part in parts.values()),
+            waits_for_tokens=any(part.waits_for_tokens for part in parts.values()),
+            input_embeds=next((part.input_embeds for part in parts.values() if part.input_embeds is not None), None),
+        )
 
     @torch.inference_mode()
     def run_most(self, step: StepInput, channel: Channel) -> LayerRun:
         """Runs three quarters of the layers. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
-        self._begin_step(step.bound, len(token_ids))
+        self._begin_step(step, len(token_ids))
         layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
-        layers.begin(token_ids, step.given)
+        layers.begin(token_ids, step.input_embeds)
         return layers
 
     @torch.inference_mode()
@@ -284,30 +255,24 @@ class ModelRunner:
         logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled;
         residual: that of `LayerRun.finish`; None if the step does not need it
         """
-        wanted = step.wanted_logits
-        num_logprobs: dict[int, int] = {}
-        ranked = prompt_ranked = prompt_logits = hidden = token_ids = None
-        kept_logits = copy_sampled(logits, wanted)
+        parts, num_logprobs = step.parts.values(), dict[int, int]()
+        ranked = token_ids = None
+        for part in parts:
+            part.copy_logits(logits)
         if len(step.sampled_rows):
             sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
             token_ids = sampled.token_ids
             host_token_ids.copy_(token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
-        if wanted.needs_residual:
+        if step.needs_residual:
             assert residual is not None, "further rows need the step's residual"
             attn_out = channel.attn_out[: len(step.token_ids)]
-            prompt_logits, hidden = copy_rows(self._backend, attn_out, residual, wanted, self._max_num_seqs)
-        if step.spans:
-            assert residual is not None, "spans need the step's residual"
-            attn_out = channel.attn_out[: len(step.token_ids)]
-            ranked_rows = rank_prompt_tokens(self._backend, attn_out, residual, step.spans, self._max_num_seqs)
-            prompt_ranked = ranked_rows.to_host()
+            further = FurtherRows(self._backend, attn_out, residual, self._max_num_seqs)
+            for part in parts:
+                part.compute_rows(further)
         if self._hook is not None:
             self._hook.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
-        logits = PendingLogits(wanted, kept_logits, prompt_logits, hidden) if wanted else None
-        return PendingTokens(
-            step.bound, self._rows, host_token_ids, num_logprobs, ranked, prompt_ranked, logits, token_ids
-        )
+        return PendingTokens(step.bound, self._rows, host_token_ids, num_logprobs, ranked, parts, token_ids)
 
     def follow(self, tokens: PendingTokens, follow_up: FollowUp) -> PendingTokens:
         """Enqueues what follows the newest step, unless that samples no token."""
@@ -326,20 +291,10 @@ class ModelRunner:
         """Where the step's residuals go; None if nobody reads them."""
         return None if self._hook is None else self._hook.residuals_out()
 
-    def _begin_step(self, bound: BoundPlan, num_rows: int) -> None:
-        if self._lora is not None:
-            self._lora.begin_step(self._adapter_slots(bound, num_rows))
-        self._backend.begin_step(bound.plan, num_rows)
-
-    def _adapter_slots(self, bound: BoundPlan, num_rows: int) -> np.ndarray | None:
-        """int64 [num_rows]: the slot of each row's adapter, -1 without one and for padding; None if no row has one."""
-        if not bound.batch.has_adapters:
-            return None
-        slots = np.full(num_rows, -1, np.int64)
-        slots[: bound.plan.num_tokens] = np.repeat(
-            self._rows.adapter_slots[bound.batch.slots], bound.plan.entries.num_tokens
-        )
-        return slots
+    def _begin_step(self, step: StepInput, num_rows: int) -> None:
+        for feature in self._with_kernels:
+            feature.begin_step(step.parts.get(feature), num_rows)
+        self._backend.begin_step(step.bound.plan, num_rows)
 
     def _assign_slots(self, batch: Batch) -> None:
         """Gives slots to the new sequences of a batch, and finds those of all."""
@@ -353,9 +308,9 @@ class ModelRunner:
         self._rows.begin(slot, sequence)
         self._running[slot] = sequence
         spec, num_prompt_tokens = sequence.spec, sequence.spec.num_prompt_tokens
-        prompt_token_ids = sequence.token_ids[:num_prompt_tokens]
-        if sequence.table is not None:  # the sampler knows only tokens of the vocabulary
-            prompt_token_ids = sequence.table.without_rows(prompt_token_ids)
+        prompt_token_ids: SequenceOf[int] = sequence.token_ids[:num_prompt_tokens]
+        for feature in sequence.features:
+            prompt_token_ids = feature.vocabulary_tokens(prompt_token_ids)
         self._sampler.add(
             slot,
             spec.sampling,
@@ -363,7 +318,7 @@ class ModelRunner:
             sequence.token_ids[num_prompt_tokens:],
             spec.stop_token_ids,
             sequence.num_logprobs,
-            sequence.grammar,
+            sequence.features,
         )
 
     def _release_slot(self, sequence: RequestState) -> None:
@@ -391,13 +346,13 @@ class LayerRun:
         self._residual: torch.Tensor | None = None
         self._layer = 0  # the attention worker computes it, or will next
 
-    def begin(self, token_ids: torch.Tensor, given: GivenRows | None = None) -> None:
+    def begin(self, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None) -> None:
         """Runs the first three quarters of the layers; the attention worker computes the next one meanwhile.
 
-        token_ids: int64 [num_tokens]; given: rows with vectors in place of tokens
+        token_ids: int64 [num_tokens]
         """
         self._num_tokens = len(token_ids)
-        self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], given))
+        self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], input_embeds))
         self._channel.signal(qkv_flag(self._num_tokens))
         while self._layer < self._num_layers * 3 // 4:
             self._run_layer()

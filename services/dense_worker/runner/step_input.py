@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
-from services.dense_worker.features.returned_logits.prompt_logprobs import PromptSpan
-from services.dense_worker.features.returned_logits.step_logits import WantedLogits
+from services.dense_worker.backends import InputEmbeds
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.sequence_feature import SequenceFeature
+from services.dense_worker.features.step_part import FeatureRows, StepPart, group_by_type
 from services.dense_worker.runner.batch_rows import BatchRows
 from services.dense_worker.runner.request_state import RequestState
 from services.step import PlanEntries, StepPlan
@@ -21,9 +23,10 @@ class Batch:
     """The sequences of a plan, in batch order. Later plans with the same ones share it: mostly nobody comes or goes.
 
     seq_ids: np.uint64 [num_entries]
-    slots, serials, features, num_prompt_tokens: np.int64 [num_entries], of their rows of `BatchRows`, which stay the
-        same; empty until `take_rows`
-    present: the `RowFeature`s that any of the sequences has
+    slots, serials, num_prompt_tokens: np.int64 [num_entries], of their rows of `BatchRows`, which stay the same; empty
+        until `take_rows`
+    forced: np.int64, the indexes of sequences whose tokens are the scheduler's, not those that are sampled; likewise
+    features: the rows that have each feature, by the type of what their sequences have of it; nearly always none
     """
 
     def __init__(self, seq_ids: np.ndarray, sequences: SequenceOf[RequestState]) -> None:
@@ -31,9 +34,8 @@ class Batch:
         self.seq_ids = seq_ids
         self.sequences = sequences
         self.token_lists = [sequence.token_ids for sequence in sequences]
-        self.slots = self.serials = self.features = self.num_prompt_tokens = np.zeros(0, np.int64)
-        self.present = 0
-        self.has_adapters = False
+        self.features = self._find_features()
+        self.slots = self.serials = self.num_prompt_tokens = self.forced = np.zeros(0, np.int64)
         self.version = 0  # of `BatchRows`, when the rows were looked up
         # The rows of a step with one token of each sequence, and `slots`: int64 [num_entries], on the host.
         self.every_row = torch.arange(len(seq_ids))
@@ -42,16 +44,14 @@ class Batch:
     def take_rows(self, rows: BatchRows) -> None:
         """Looks up the rows of its sequences, which have slots."""
         slots = self.slots = np.array([sequence.slot for sequence in self.sequences], np.int64)
-        self.serials, self.features = rows.serials[slots], rows.features[slots]
-        self.present = int(np.bitwise_or.reduce(self.features))
-        self.num_prompt_tokens = rows.num_prompt_tokens[slots]
-        self.has_adapters = bool((rows.adapter_slots[slots] >= 0).any())
+        self.serials, self.num_prompt_tokens = rows.serials[slots], rows.num_prompt_tokens[slots]
+        self.forced = np.flatnonzero(rows.has_forced_tokens[slots])
         self.version = rows.version
         self.slot_ids = torch.from_numpy(slots)
 
-    def with_feature(self, feature: int) -> list[int]:
-        """The indexes of the sequences that have a feature; in almost all batches there are none."""
-        return np.flatnonzero(self.features & feature).tolist() if self.present & feature else []
+    def _find_features(self) -> dict[type[SequenceFeature], FeatureRows]:
+        has_any = any([sequence.features for sequence in self.sequences])
+        return group_by_type([sequence.features for sequence in self.sequences]) if has_any else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,10 @@ class StepInput:
     sampled_slots: np.ndarray  # int64 [num_sampled]
     positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
-    spans: list[PromptSpan]  # of prompts whose log-probabilities are requested
-    wanted_logits: WantedLogits  # that are reported
-    has_unknown_tokens: bool  # a sequence with a grammar lacks its last token, which the step before samples
-    given: GivenRows | None  # rows whose vectors are given, on the host; None: there are none
-
-    @property
-    def needs_residual(self) -> bool:
-        """Whether rows beyond the sampled ones need logits."""
-        return bool(self.spans) or self.wanted_logits.needs_residual
+    parts: Mapping[Feature, StepPart] = field(default_factory=dict)  # what features do in this step; mostly nothing
+    needs_residual: bool = False  # rows beyond the sampled ones are computed
+    waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
+    input_embeds: InputEmbeds | None = None  # rows with vectors in place of embeddings, on the host
 
 
 class SampledRows(NamedTuple):

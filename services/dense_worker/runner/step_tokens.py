@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import compress
@@ -11,14 +11,12 @@ import numpy as np
 import torch
 
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.features.returned_logits.prompt_logprobs import RankedSpans
-from services.dense_worker.features.returned_logits.step_logits import PendingLogits
-from services.dense_worker.runner.batch_rows import BatchRows, RowFeature
+from services.dense_worker.features.step_part import StepPart
+from services.dense_worker.runner.batch_rows import BatchRows
 from services.dense_worker.runner.step_hook import FollowUp
 from services.dense_worker.runner.step_input import BoundPlan
 from services.dense_worker.sampling.logprobs import RankedTokens
-from services.grammar.matcher import GrammarMatcher
-from services.step import Logits, PlanEntries, RaggedTokens, StepResult
+from services.step import PlanEntries, RaggedTokens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +28,14 @@ class PendingTokens:
     token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan needs
     num_logprobs: Mapping[int, int]  # most likely tokens to report with the sampled one, by index in `token_ids`
     ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
-    prompt_ranked: RankedSpans | None  # of the step's spans of prompts; None if there are none
-    logits: PendingLogits | None = None  # that are reported; None: none
+    parts: Collection[StepPart] = ()  # what features do in the step
     sampled: torch.Tensor | None = None  # `token_ids` on the device; None: the step samples no token
     follow_up: FollowUp | None = None  # what follows the step; None: nothing
     follow_up_s: float = 0.0  # how long that took, if that is known already
 
     def read(self) -> StepResult:
         """The step's result; also stores the tokens in the sequences. The device must have run the step."""
-        entries, batch = self.bound.plan.entries, self.bound.batch
+        entries = self.bound.plan.entries
         sampled = self.token_ids.numpy()
         if entries.drafts:
             tokens = _without_wrong_drafts(entries, sampled)
@@ -47,25 +44,24 @@ class PendingTokens:
         self._keep(tokens)
         if self.follow_up is not None:
             self.follow_up.read()
-        return StepResult(
+        result = StepResult(
             tokens,
             {} if self.ranked is None else self._read_logprobs(self.ranked, tokens),
-            [] if self.prompt_ranked is None else self.prompt_ranked.read(),
-            self._follow(tokens) if batch.present & RowFeature.GRAMMAR else {},
-            [] if self.logits is None else self._read_logits(self.logits, tokens),
-            [] if self.logits is None else self.logits.read_prompts(),
-            self.follow_up_s,
+            follow_up_s=self.follow_up_s,
         )
+        for part in self.parts:
+            part.read(result)
+        return result
 
     def _keep(self, tokens: RaggedTokens) -> None:
         """Appends the tokens to sequences that still have their slots, unless the scheduler chooses theirs."""
         batch, rows = self.bound.batch, self.rows
-        is_same = rows.version == batch.version and not batch.present & RowFeature.FORCED_TOKENS
+        is_same = rows.version == batch.version and not len(batch.forced)
         if is_same and len(tokens.token_ids) == len(batch.slots) == np.count_nonzero(tokens.counts):
             rows.append(batch.slots, batch.token_lists, tokens.token_ids)
             return
         gets_tokens = rows.serials[batch.slots] == batch.serials
-        gets_tokens[batch.with_feature(RowFeature.FORCED_TOKENS)] = False
+        gets_tokens[batch.forced] = False
         has_one = tokens.counts == 1
         of_one = np.repeat(has_one, tokens.counts) if not has_one.all() else has_one
         gets_one = has_one & gets_tokens
@@ -73,20 +69,6 @@ class PendingTokens:
         rows.append(batch.slots[gets_one], compress(batch.token_lists, gets_one.tolist()), token_ids)
         for index in np.flatnonzero(gets_tokens & (tokens.counts > 1)).tolist():
             rows.extend(batch.sequences[index], tokens.of(index))
-
-    def _follow(self, tokens: RaggedTokens) -> dict[int, str | None]:
-        """Moves the grammars by their tokens; see `StepResult.ended`."""
-        batch, formed = self.bound.batch, list[tuple[int, GrammarMatcher, int]]()  # seq_id, grammar and token
-        for index in batch.with_feature(RowFeature.GRAMMAR):
-            grammar = batch.sequences[index].grammar
-            assert grammar is not None, "the row has one"
-            formed += [(batch.seq_ids.item(index), grammar, token_id) for token_id in tokens.of(index)]
-        GrammarMatcher.consume([(grammar, token_id) for _, grammar, token_id in formed])
-        return {
-            seq_id: grammar.error and f"the form of the output cannot be followed: {grammar.error}"
-            for seq_id, grammar, _ in formed
-            if not grammar.is_running
-        }
 
     def _read_logprobs(self, ranked: RankedTokens, tokens: RaggedTokens) -> dict[int, list[TokenLogprobs]]:
         """Those of accepted tokens, by seq_id."""
@@ -97,18 +79,6 @@ class PendingTokens:
         for row, index, value in zip(self.num_logprobs, of_rows.tolist(), values, strict=True):
             if row - firsts[index] < tokens.counts[index]:
                 found.setdefault(entries.seq_ids.item(index), []).append(value)
-        return found
-
-    def _read_logits(self, logits: PendingLogits, tokens: RaggedTokens) -> list[Logits]:
-        """Those from which accepted tokens were sampled."""
-        entries, batch = self.bound.plan.entries, self.bound.batch
-        firsts, found = np.cumsum(entries.num_logits) - entries.num_logits, list[Logits]()
-        for index in batch.with_feature(RowFeature.GENERATION_LOGITS):
-            if num_tokens := tokens.counts.item(index):
-                seq_id, position, num_planned, num_logits, _ = entries[index]
-                start = position + num_planned - num_logits + 1 - batch.sequences[index].spec.num_prompt_tokens
-                each = logits.read_sampled(seq_id, start, firsts.item(index), num_tokens)
-                found += () if each is None else (each,)
         return found
 
 

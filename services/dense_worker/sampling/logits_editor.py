@@ -1,7 +1,7 @@
 """`LogitsEditor`: the protocol of editors, which change a step's logits before sampling. The sampler has several.
 
-An editor owns its options and state for every slot and runs on the engine thread. `editors.py` has the list
-and its order. The sampler knows which slots need which editor and calls only those.
+An editor owns its options and state for every slot and runs on the engine thread. The list and its order are in
+`sampler.py`; features add theirs. The sampler knows which slots need which editor and calls only those.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.sampling.upload import upload
-from services.grammar.matcher import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class EditedSequence:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # tokens that the sequence already has
     stop_token_ids: Sequence[int]  # including EOS; configurations may name ids beyond the vocabulary
-    grammar: GrammarMatcher | None = None  # of the form of the output, if that has one
+    features: Sequence[SequenceFeature] = ()  # what it has that only some sequences have
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.features.grammar.grammar_mask import GrammarMask
+from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.allowed_tokens import AllowedTokens
 from services.dense_worker.sampling.bad_words import BadWords
@@ -27,7 +27,6 @@ from services.dense_worker.sampling.penalties import Penalties
 from services.dense_worker.sampling.reasoning_limit import ReasoningLimit
 from services.dense_worker.sampling.token_filters import keep_min_p, keep_top
 from services.dense_worker.sampling.upload import upload
-from services.grammar.matcher import GrammarMatcher
 
 _OPTIONS = np.dtype(
     [
@@ -45,7 +44,7 @@ _OPTIONS = np.dtype(
 
 
 # Everything that changes logits before sampling, in the order of application, which `SamplingParams` documents. A new
-# editor is a file of its own and a line here.
+# editor is a file of its own and a line here; those of features come after them.
 EDITORS: tuple[type[LogitsEditor], ...] = (
     LogitBias,
     Penalties,
@@ -53,7 +52,6 @@ EDITORS: tuple[type[LogitsEditor], ...] = (
     MinTokens,
     AllowedTokens,
     ReasoningLimit,
-    GrammarMask,
 )
 
 
@@ -106,14 +104,14 @@ class Sampler:
         output_token_ids: Sequence[int],
         stop_token_ids: Sequence[int],
         num_logprobs: int | None = None,
-        grammar: GrammarMatcher | None = None,
+        features: Sequence[SequenceFeature] = (),
     ) -> None:
         """Gives `slot` to a new sequence, or to a resumed one with its earlier tokens.
 
         `params` are valid; prompt and output ids are in [0, vocab_size). `min_tokens` forbids `stop_token_ids`
         (including EOS). `num_logprobs`: report log-probabilities of the sampled token, this many most likely ones, and
         `params.logprob_token_ids`.
-        `grammar` follows the output: before each call of `sample` it has consumed all tokens before the sampled one.
+        `features` are for editors that features have added.
         """
         assert not self._options[slot]["is_used"], f"slot {slot} is taken"
         self._options[slot] = (
@@ -129,7 +127,7 @@ class Sampler:
         )
         last = output_token_ids or prompt_token_ids
         self.last_token[slot].fill_(last[-1] if last else 0)  # a prompt of vectors alone has no tokens
-        sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids, grammar)
+        sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids, features)
         self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
         if params.logprob_token_ids:
             self._named[slot] = params.logprob_token_ids

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from services.dense_worker.backends import DenseBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
+from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.step import StepPlan
 
 # Microseconds by segment, number of tokens (of `last`: of rows), and "tensorrt" or "torch".
@@ -29,7 +28,7 @@ class TensorRTBackend:
     ) -> None:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
-        self.takes_given_rows = by_torch is not None
+        self.takes_input_embeds = by_torch is not None
         self.gives_hidden_states = False
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
@@ -39,13 +38,13 @@ class TensorRTBackend:
             self._torch.begin_step(plan, num_tokens)
 
     def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> torch.Tensor:
         """Runs the faster backend for this number of tokens; torch, if vectors are given."""
-        if given is None:
+        if input_embeds is None:
             return self._faster("first", len(token_ids)).first(token_ids, qkv_out)
         assert self._torch is not None, "only torch takes vectors"
-        return self._torch.first(token_ids, qkv_out, given)
+        return self._torch.first(token_ids, qkv_out, input_embeds)
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor

@@ -37,7 +37,7 @@ class TensorRTSegments:
     because they run one after another on the caller's stream. No method waits for the device.
     """
 
-    takes_given_rows = False  # the engine looks the embeddings up
+    takes_input_embeds = False  # the engine looks the embeddings up
     gives_hidden_states = False
 
     def __init__(
@@ -82,7 +82,7 @@ class TensorRTSegments:
         profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._tuned["first"])
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: None = None) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:
         """Enqueues the engine of the first segment -> a new residual."""
         residual = self._new_residual(qkv_out)
         inputs = [("token_ids", token_ids.to(torch.int32))]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from services.common.model_config import ModelConfig, RopeConfig
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
@@ -170,10 +170,10 @@ class Step:
         self.qkv = torch.full((num_tokens, config.qkv_size), torch.nan, dtype=dtype, device="cuda")
         self.attn_out = torch.full((num_tokens, config.attn_size), torch.nan, dtype=dtype, device="cuda")
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cuda")
-        self.given: GivenRows | None = None
+        self.input_embeds: InputEmbeds | None = None
 
     def run(self, backend: CudaBackend | TorchBackend) -> torch.Tensor:
-        residual = backend.first(self.token_ids, self.qkv, self.given)
+        residual = backend.first(self.token_ids, self.qkv, self.input_embeds)
         for layer in range(self.config.num_layers):
             torch.tanh(self.qkv[:, -self.config.attn_size :], out=self.attn_out)
             if layer + 1 < self.config.num_layers:
@@ -254,10 +254,10 @@ def test_given_vectors_take_the_place_of_embeddings(num_tokens: int) -> None:
     expected = step.run(backend)
     places = torch.arange(0, num_tokens, 2)
     table = dict(weights.named_tensors())["embed"]
-    step.given = GivenRows(places, table[step.token_ids[::2]].cpu()).upload(table.device)
+    step.input_embeds = InputEmbeds(places, table[step.token_ids[::2]].cpu()).upload(table.device)
     step.token_ids[::2] = 0
     assert torch.equal(step.run(backend), expected)
-    step.given = None
+    step.input_embeds = None
     assert not torch.equal(step.run(backend), expected)
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import Mock
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import sequence as engine
+from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
+from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.sequence_embeds import SequenceEmbeds
+from services.dense_worker.features.returned_logits.returned_logits_feature import ReturnedLogitsFeature
+from services.dense_worker.features.returned_logits.sequence_reports import SequenceReports
 from services.dense_worker.runner.request_state import RequestState
+from services.grammar.matcher import GrammarMatcher
+from services.pb import dense_pb2
 from services.step import SequenceSpec
 
 _SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
@@ -28,9 +36,7 @@ def new_sequence(
     spec = SequenceSpec(
         request_id, list(prompt_token_ids), sampling, max_tokens, tuple(sorted(stop_token_ids)), **asked
     )
-    options.setdefault("reports_prompt_logprobs", spec.num_prompt_logprobs is not None)
-    options.setdefault("token_report", spec.token_report)
-    return engine.Sequence(seq_id, spec, **options)
+    return engine.Sequence(seq_id, spec, **{"features": _reports(spec), **options})
 
 
 def make_state(
@@ -45,11 +51,26 @@ def make_state(
     prompt_token_ids = list(token_ids[:num_prompt_tokens])
     spec = SequenceSpec("r", prompt_token_ids, sampling or SamplingParams(), max_tokens=1000, **asked)
     options.setdefault("num_logprobs", spec.num_logprobs)
-    options.setdefault("reports_prompt_logprobs", spec.num_prompt_logprobs is not None)
-    options.setdefault("token_report", spec.token_report)
-    return RequestState(seq_id, spec, list(token_ids), **options)
+    return RequestState(seq_id, spec, list(token_ids), **{"features": _reports(spec), **options})
+
+
+def with_grammar(matcher: GrammarMatcher) -> SequenceGrammar:
+    """What a sequence has whose output this matcher follows."""
+    return SequenceGrammar("structured_output", Mock(), matcher)
+
+
+def with_embeds(embeds: LoadedEmbeds, num_prompt_tokens: int) -> SequenceEmbeds:
+    """What a sequence has with these vectors in its prompt."""
+    return SequenceEmbeds(num_prompt_tokens, Mock(), embeds)
+
+
+def _reports(spec: SequenceSpec) -> tuple[SequenceReports, ...]:
+    submit = dense_pb2.Submit(token_report=spec.token_report)  # type: ignore[arg-type]
+    found = ReturnedLogitsFeature().admit(spec, submit, stream=0)
+    return () if found is None else (found,)
 
 
 def ask(sequence: engine.Sequence, **asked: Any) -> None:
     """Changes what was asked for of a sequence, before anybody has read it."""
     sequence.spec = replace(sequence.spec, **asked)
+    sequence.features = _reports(sequence.spec)

@@ -16,10 +16,10 @@ from services.attn_worker.layers.gated_delta.layered_attention import layered_to
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
-from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows, GivenRowsOfStep
-from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.embed_rows import EmbedRows
+from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.gated.recurrence_weights import load_recurrence_weights
 from services.dense_worker.model.model_weights import ModelWeights
@@ -74,9 +74,9 @@ class WholeModel:
             self.attention.use_gated_delta(gated_delta)
         self._path, self._make_dense = path, make_dense
         self._token_ids: dict[int, list[int]] = {}
-        self._tables: dict[int, LoadedTable] = {}
+        self._tables: dict[int, LoadedEmbeds] = {}
 
-    def open(self, seq_id: int, prompt: list[int], table: LoadedTable | None = None) -> int:
+    def open(self, seq_id: int, prompt: list[int], table: LoadedEmbeds | None = None) -> int:
         """Opens a sequence; returns the number of its tokens that lie in the prefix cache."""
         self._token_ids[seq_id] = list(prompt)
         if table is not None:
@@ -118,7 +118,7 @@ class WholeModel:
         num_rows: int | None = None,
         forks: Iterable[tuple[int, int, int]] = (),
         forced: Iterable[tuple[int, int]] = (),
-    ) -> tuple[PlannedStep, list[int], GivenRowsOfStep]:
+    ) -> tuple[PlannedStep, list[int], EmbedRows]:
         """Plans a step and prepares the dense backend for `num_rows` rows; None: as many as there are tokens.
 
         A fork is (parent, child, position), and `forced` are tokens behind it. Returns the cache's part of the plan,
@@ -132,7 +132,7 @@ class WholeModel:
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
         token_ids: list[int] = []
-        given = GivenRowsOfStep()
+        given = EmbedRows()
         for seq_id, num_tokens, position in entries:
             known = self._token_ids[seq_id][position : position + num_tokens]
             if seq_id in self._tables:
@@ -144,12 +144,12 @@ class WholeModel:
                 self.attention.copy_blocks(copies, group)
         return planned, token_ids, given
 
-    def run(self, token_ids: torch.Tensor, given: GivenRows | None = None) -> torch.Tensor:
+    def run(self, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None) -> torch.Tensor:
         """token_ids int64 [n], padding included -> logits [n, vocab_size], by the segments and the attention calls."""
         num_rows, dtype, device = len(token_ids), self.dtype, self.device
         qkv = torch.empty(num_rows, self.config.qkv_size, dtype=dtype, device=device)
         attn_out = torch.empty(num_rows, self.config.attn_size, dtype=dtype, device=device)
-        residual = self.dense.first(token_ids, qkv, given)
+        residual = self.dense.first(token_ids, qkv, input_embeds)
         for layer in range(self.config.num_layers):
             self.attention.forward(layer, qkv, attn_out)
             if layer + 1 < self.config.num_layers:

@@ -8,8 +8,8 @@ import signal
 import torch
 
 from services.dense_worker.__main__ import main
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 
 POISON = [1000, 1000, 1000]  # no other prompt and no answer contains them
 
@@ -17,11 +17,11 @@ first = TorchBackend.first
 
 
 def poisoned_first(
-    backend: TorchBackend, token_ids: torch.Tensor, qkv: torch.Tensor, given: GivenRows | None = None
+    backend: TorchBackend, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: InputEmbeds | None = None
 ) -> torch.Tensor:
     if str(POISON)[1:-1] in str(token_ids.tolist()):
         os.kill(os.getpid(), signal.SIGKILL)
-    return first(backend, token_ids, qkv, given)
+    return first(backend, token_ids, qkv, input_embeds)
 
 
 if __name__ == "__main__":

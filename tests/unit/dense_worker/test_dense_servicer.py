@@ -15,7 +15,6 @@ from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2, sampling_pb2
@@ -54,8 +53,8 @@ def test_each_stream_gets_the_tokens_of_its_sequences() -> None:
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), Mock(spec=Grammars))
-        servicer.set_engine(engine, Mock(), Mock())
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo())
         streams, sequences = [Stream(servicer) for _ in range(3)], []
         for seq_id, stream in enumerate([0, 1, 0, 2], start=2**63):
@@ -84,8 +83,8 @@ def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), Mock(spec=Grammars))
-        servicer.set_engine(engine, Mock(), Mock())
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo())
         old, new = Stream(servicer), Stream(servicer)
         old.send(submit(1, [5, 6], 4))
@@ -109,8 +108,8 @@ def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> N
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), Mock(spec=Grammars))
-        servicer.set_engine(engine, Mock(), Mock())
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
         stream = Stream(servicer)
         message = submit(1, [5, 6], 4)
@@ -134,8 +133,8 @@ def test_sequences_with_tokens_or_beams_count_as_recovered() -> None:
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         registry = new_registry("dense")
-        servicer = DenseServicer(DenseMetrics(registry), SequenceTracer(NoTracer()), Mock(spec=Grammars))
-        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), Mock())
+        servicer = DenseServicer(DenseMetrics(registry), SequenceTracer(NoTracer()))
+        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
         stream = Stream(servicer)
         search = submit(1, [5, 6], 4)
@@ -160,8 +159,8 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), Mock(spec=Grammars))
-        servicer.set_engine(engine, Mock(), Mock())
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo())
         bad, good = Stream(servicer), Stream(servicer)
         good.send(submit(1, [5, 6], 4))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
-from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.dense_worker.tensorrt.api import load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
@@ -99,12 +99,12 @@ def test_decoding_goes_on_after_the_loss_of_the_weights_or_of_the_cache(path: Pa
 
 
 @torch.inference_mode()
-def prompt_with_vectors(truth: PreTrainedModel, vocab_size: int) -> tuple[list[int], LoadedTable, torch.Tensor]:
+def prompt_with_vectors(truth: PreTrainedModel, vocab_size: int) -> tuple[list[int], LoadedEmbeds, torch.Tensor]:
     """A prompt of tokens and vectors, the table of its vectors, and its logits by transformers."""
     embedding = truth.get_input_embeddings()
     own = embedding(torch.tensor(PROMPT))
     rows = own[:6] + own.std() * torch.randn(6, own.shape[1], generator=torch.Generator().manual_seed(8))
-    table = LoadedTable("", vocab_size, rows)
+    table = LoadedEmbeds("", vocab_size, rows)
     prompt = [vocab_size + 2, vocab_size, *PROMPT[2:8], vocab_size + 5, *PROMPT[9:12], vocab_size + 2, *PROMPT[13:]]
     vectors = own.clone()
     vectors[[0, 1, 8, 12]] = rows[[2, 0, 5, 2]]

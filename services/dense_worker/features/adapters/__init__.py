@@ -1,1 +1,1 @@
-"""Which adapters of the dense worker have a slot, and their loading."""
+"""Adapters (LoRA): which of them have a slot, their loading, and the sequences that have one."""

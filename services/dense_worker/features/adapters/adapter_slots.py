@@ -1,4 +1,4 @@
-"""`AdapterSlots`: which adapters are in memory. Part of the scheduler; plain Python, no torch.
+"""`AdapterSlots`: which adapters are in memory. Plain Python, no torch; engine thread.
 
 There are `dense.max_loras` slots. A sequence can only be opened while its adapter has a slot; until then it is parked
 in the waiting queue and others go on. Adapters are loaded in a thread. A slot is given to another adapter, the least
@@ -12,14 +12,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from services.common.errors import InvalidRequest
+from services.common.errors import TwostrokeError
 from services.lora.adapter import Adapter
 
 if TYPE_CHECKING:
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
+
+
+
+class AdapterKey(NamedTuple):
+    """What sequences with the same adapter's tensors wait for together."""
+
+    hash: str
+
 
 LoadAdapter = Callable[[int, Adapter], None]  # loads an adapter into a slot, in a thread
 
@@ -40,39 +48,33 @@ class _Slot:
 
 
 class AdapterSlots:
-    """Used on the engine thread. `load` must not block; `loaded` is called when it is done."""
+    """`load` must not block; `loaded` is called when it is done."""
 
-    def __init__(self, num_slots: int = 0, load: LoadAdapter | None = None) -> None:
+    def __init__(self, num_slots: int, load: LoadAdapter) -> None:
         self._slots = [_Slot(index) for index in range(num_slots)]
         self._load = load
         self._clock = itertools.count(1)
 
-    def check(self, sequence: Sequence) -> None:
-        """Raises `InvalidRequest` for a sequence with an adapter if there are no slots."""
-        adapter = sequence.spec.adapter
-        if adapter is not None and not self._slots:
-            raise InvalidRequest(f"adapter {adapter.name!r} cannot be used: dense.max_loras is 0", "model")
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
 
-    def is_ready(self, sequence: Sequence) -> bool:
-        """Whether a sequence needs no adapter, or its adapter has a slot."""
-        adapter = sequence.spec.adapter
-        return adapter is None or any(slot.is_ready and _holds(slot, adapter) for slot in self._slots)
+    def is_ready(self, adapter: Adapter) -> bool:
+        """Whether an adapter has a slot that sequences may use."""
+        return any(slot.is_ready and _holds(slot, adapter) for slot in self._slots)
 
-    def pin(self, sequence: Sequence) -> None:
-        """Keeps the adapter of a sequence, which is ready, in its slot while the sequence is in the cache."""
-        if sequence.spec.adapter is not None:
-            slot = next(slot for slot in self._slots if slot.is_ready and _holds(slot, sequence.spec.adapter))
-            slot.num_users += 1
-            slot.last_used = next(self._clock)
-            sequence.adapter_slot = slot.index
+    def pin(self, adapter: Adapter) -> int:
+        """Keeps an adapter, which is ready, in its slot for a sequence that enters the cache. Returns the slot."""
+        slot = next(slot for slot in self._slots if slot.is_ready and _holds(slot, adapter))
+        slot.num_users += 1
+        slot.last_used = next(self._clock)
+        return slot.index
 
-    def unpin(self, sequence: Sequence, last_step_id: int) -> None:
-        """The sequence has left the cache; plans up to `last_step_id` have been made, and may still run it."""
-        if sequence.adapter_slot is not None:
-            slot = self._slots[sequence.adapter_slot]
-            slot.num_users -= 1
-            slot.last_step_id = max(slot.last_step_id, last_step_id)
-            sequence.adapter_slot = None
+    def unpin(self, index: int, last_step_id: int) -> None:
+        """A sequence has left the cache; plans up to `last_step_id` have been made, and may still run it."""
+        slot = self._slots[index]
+        slot.num_users -= 1
+        slot.last_step_id = max(slot.last_step_id, last_step_id)
 
     def assign(self, waiting: WaitingQueue, oldest_step_id: int | None) -> list[Sequence]:
         """Gives slots to the adapters of parked sequences, in their order; begins to load them.
@@ -80,7 +82,8 @@ class AdapterSlots:
         oldest_step_id: of the steps under way. Returns the sequences that are newly parked.
         """
         parked: list[Sequence] = []
-        unserved = [each for each in waiting.parked() if self._find(each.spec.adapter) is None]
+        first = [sequence for resource, sequence in waiting.missing() if isinstance(resource, AdapterKey)]
+        unserved = [each for each in first if self._find(each.spec.adapter) is None]
         while unserved:
             slot = self._choose(unserved[0], waiting, oldest_step_id)
             if slot is None:
@@ -97,20 +100,26 @@ class AdapterSlots:
             for slot in leaving:
                 if slot.is_leaving:
                     slot.is_leaving = False
-                    waiting.unpark(slot.adapter.hash)
+                    waiting.unpark(AdapterKey(slot.adapter.hash))
         return parked
 
-    def loaded(self, index: int, waiting: WaitingQueue) -> None:
-        """The adapter of a slot has been loaded."""
+    def loaded(
+        self, index: int, error: TwostrokeError | None, waiting: WaitingQueue
+    ) -> list[tuple[Sequence, TwostrokeError]]:
+        """The adapter of a slot has been loaded; or it could not be, which fails the sequences that wait for it.
+
+        Those whose adapter has the same tensors under another name, or in another directory, go on to wait: it may
+        belong to another tenant, whose files may be sound.
+        """
         slot = self._slots[index]
         slot.is_loading = False
-        waiting.unpark(slot.adapter.hash)
-
-    def failed(self, index: int) -> Adapter:
-        """The adapter of a slot, which could not be loaded; the slot is free."""
-        slot = self._slots[index]
-        adapter, slot.adapter, slot.is_loading = slot.adapter, None, False
-        return adapter
+        assert slot.adapter is not None, "it has been loading one"
+        if error is None:
+            waiting.unpark(AdapterKey(slot.adapter.hash))
+            return []
+        adapter, slot.adapter = slot.adapter, None
+        waiting_for_it = waiting.all_of(AdapterKey(adapter.hash))
+        return [(each, error) for each in waiting_for_it if each.spec.adapter == adapter]
 
     def _find(self, adapter: Adapter | None) -> _Slot | None:
         return next((slot for slot in self._slots if _holds(slot, adapter)), None)
@@ -130,12 +139,11 @@ class AdapterSlots:
     def _replace(self, slot: _Slot, adapter: Adapter, waiting: WaitingQueue) -> list[Sequence]:
         parked = self._park(slot, waiting)
         slot.adapter, slot.is_loading, slot.is_leaving = adapter, True, False
-        assert self._load is not None, "slots come with a loader"
         self._load(slot.index, adapter)
         return parked
 
     def _park(self, slot: _Slot, waiting: WaitingQueue) -> list[Sequence]:
-        return [] if slot.adapter is None else waiting.park(slot.adapter.hash)
+        return [] if slot.adapter is None else waiting.park(AdapterKey(slot.adapter.hash))
 
 
 def _holds(slot: _Slot, adapter: Adapter | None) -> bool:
@@ -144,5 +152,5 @@ def _holds(slot: _Slot, adapter: Adapter | None) -> bool:
 
 def _gives_way(slot: _Slot, sequence: Sequence, waiting: WaitingQueue) -> bool:
     """Whether no sequence that waits for the slot's adapter comes before this one."""
-    first = waiting.first_of(slot.adapter.hash)
+    first = waiting.first_of(AdapterKey(slot.adapter.hash))
     return first is None or first.order > sequence.order

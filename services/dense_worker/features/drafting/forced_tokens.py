@@ -1,31 +1,31 @@
-"""`ForcedTokens`: the drafts of a sequence whose output has a form, where the form leaves no choice.
+"""`ForcedTokens`: the drafts of a sequence of which some next tokens are certain, as where a form leaves no choice.
 
-They are always accepted: with and without drafts, the mask of each allows only this token.
+They are always accepted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.grammar.matcher import GrammarMatcher
+from services.dense_worker.features.sequence_feature import SequenceFeature
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
     """A `Predictor` without uncertainty.
 
-    The last forced token is no draft, but what the step samples after the drafts. So no row of a step comes after the
-    end of the form, or needs a mask of which only the matcher knows.
+    The last forced token is no draft, but what the step samples after the drafts. So every row of a step has a forced
+    token.
     """
 
-    grammar: GrammarMatcher
+    feature: SequenceFeature  # that forces them
 
     def follow(self, output_token_ids: list[int]) -> None:
-        """The runner moves the matcher."""
+        """The feature follows by itself."""
 
     def chances(self, num_tokens: int) -> list[float]:
         """1 for each of the next forced tokens but the last."""
-        return [1.0] * min(num_tokens, len(self.grammar.forced_tokens) - 1)
+        return [1.0] * min(num_tokens, len(self.feature.forced_token_ids) - 1)
 
     def next_chances(self, num_tokens: int) -> list[float]:
         """The same for the tokens after the next one, which is being computed."""
@@ -33,4 +33,4 @@ class ForcedTokens:
 
     def draft(self, num_tokens: int) -> list[int]:
         """The next tokens, at most `num_tokens`."""
-        return self.grammar.forced_tokens[:-1][:num_tokens]
+        return list(self.feature.forced_token_ids[:-1][:num_tokens])

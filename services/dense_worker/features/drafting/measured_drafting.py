@@ -191,8 +191,8 @@ class MeasuredDrafting(Drafting):
         if predictor is None:
             if not may_have_drafts(sequence):
                 return None
-            is_free = sequence.grammar is None
-            predictor = self._drafter.begin(sequence) if is_free else ForcedTokens(sequence.grammar)
+            forced_by = sequence.forced_by
+            predictor = self._drafter.begin(sequence) if forced_by is None else ForcedTokens(forced_by)
             self._predictors[sequence] = predictor
         predictor.follow(sequence.output_token_ids)
         return predictor

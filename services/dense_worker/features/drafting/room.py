@@ -10,10 +10,10 @@ from services.dense_worker.engine.session import Session
 def may_have_drafts(sequence: Sequence) -> bool:
     """Whether the options of a sequence allow drafts.
 
-    Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft. A
-    prompt with vectors has token ids that no output can have. Tokens are not sampled where there is a row policy.
+    Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft.
+    Tokens are not sampled where there is a row policy.
     """
-    if sequence.prompt_table is not None or sequence.policy is not None:
+    if sequence.policy is not None or not all([each.allows_drafts for each in sequence.features]):
         return False
     return not sequence.spec.sampling.depends_on_output
 
@@ -21,8 +21,8 @@ def may_have_drafts(sequence: Sequence) -> bool:
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
     """The number of drafts that a step may have after a sequence's remaining tokens; 0 or less: none.
 
-    Drafts never take budget or blocks from other sequences. With a form of output there are as many as it forces, less
-    one: then the masks of all rows are known.
+    Drafts never take budget or blocks from other sequences. Where tokens are forced there are as many as these, less
+    one.
     """
     if sequence.num_pending_tokens or not may_have_drafts(sequence):
         return 0
@@ -30,7 +30,8 @@ def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> 
     num_blocks = sequence.num_dropped_blocks + sequence.num_blocks + sequence.num_reserved_blocks
     num_blocks += ledger.num_available_blocks
     num_others = session.num_running_rows - 1 - len(step.entries)  # that the step has no entry for yet
-    num_forced = step.num_tokens if sequence.grammar is None else len(sequence.grammar.forced_tokens)
+    forced_by = sequence.forced_by
+    num_forced = step.num_tokens if forced_by is None else len(forced_by.forced_token_ids)
     return min(
         num_forced - 1,
         sequence.spec.max_tokens - len(sequence.output_token_ids) - 1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
 from services.grammar.matcher import GrammarMatcher
 
@@ -32,8 +33,9 @@ class GrammarMask:
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the grammar."""
-        self._grammars[slot] = sequence.grammar
-        return sequence.grammar is not None
+        grammar = next((each for each in sequence.features if isinstance(each, SequenceGrammar)), None)
+        self._grammars[slot] = grammar and grammar.matcher
+        return grammar is not None
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
         """Sets all tokens but those that may come next to -inf."""

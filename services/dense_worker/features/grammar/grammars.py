@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,11 @@ from typing import TYPE_CHECKING
 from services.common.errors import InvalidRequest
 from services.common.fairness.client_turns import ClientTurns
 from services.common.structured_output import StructuredOutput
-from services.dense_worker.engine.sequence import Sequence
 from services.grammar.form_error import FormError
 from services.grammar.lower import lower
 from services.grammar.matcher import CREDIT_S, GrammarMatcher, MaskThreads, compile_grammar
 from services.grammar.vocabulary import Vocabulary
+from services.step import SequenceSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -57,42 +58,48 @@ class Grammars:
         self._kept: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
 
-    async def prepare(self, sequence: Sequence) -> None:
-        """Gives a sequence its grammar, which has followed the output so far.
+    async def make(self, spec: SequenceSpec, output_token_ids: SequenceOf[int]) -> GrammarMatcher:
+        """The matcher of a sequence whose output has a form; it has followed the output so far.
 
-        Raises `InvalidRequest` if its form cannot be compiled.
+        Raises `InvalidRequest` if the form cannot be compiled.
         """
-        async with self._turns.turn((sequence.spec.tenant, sequence.spec.client)):
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, sequence)
+        async with self._turns.turn((spec.tenant, spec.client)):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._make, spec, output_token_ids)
 
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, sequence: Sequence) -> None:
-        form = sequence.spec.sampling.structured_output
+    def _make(self, spec: SequenceSpec, output_token_ids: SequenceOf[int]) -> GrammarMatcher:
+        form = spec.sampling.structured_output
         assert form is not None, "only a sequence with a form has a grammar"
         try:
             vocabulary, tokenizer, mask_threads = self._loaded.result()
             kept = self._find(form) or self._compile(form, tokenizer, vocabulary)
-            grammar = self._follow(sequence, kept.start, vocabulary, mask_threads)
+            grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
             if grammar.error is not None:  # perhaps because other sequences have used up the states of the lexer
                 self._forget(form, kept)
                 kept = self._compile(form, tokenizer, vocabulary)
-                grammar = self._follow(sequence, kept.start, vocabulary, mask_threads)
+                grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
         except FormError as error:
             raise InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name) from error
         if kept.compile_s <= CREDIT_S:  # the engine waits for it
             grammar.remake = partial(compile_grammar, tokenizer, kept.grammar)
-        sequence.grammar = grammar
+        return grammar
 
     def _follow(
-        self, sequence: Sequence, start: LLMatcher, vocabulary: Vocabulary, mask_threads: MaskThreads | None
+        self,
+        spec: SequenceSpec,
+        output_token_ids: SequenceOf[int],
+        start: LLMatcher,
+        vocabulary: Vocabulary,
+        mask_threads: MaskThreads | None,
     ) -> GrammarMatcher:
-        may_end = any(token_id in vocabulary.eos_token_ids for token_id in sequence.spec.stop_token_ids)
+        may_end = any(token_id in vocabulary.eos_token_ids for token_id in spec.stop_token_ids)
         with self._lock:  # it copies the start
             grammar = GrammarMatcher(start, mask_threads, vocabulary, may_end)
-        grammar.sync(sequence.output_token_ids)
+        grammar.sync(output_token_ids)
         grammar.warm_up()
         return grammar
 

@@ -93,8 +93,7 @@ def _may_join(sequence: Sequence, session: Session) -> bool:
     return (
         sequence.num_prompt_tokens > 1
         and not sequence.output_token_ids
-        and not sequence.reports_prompt_logprobs
-        and not sequence.token_report
+        and not any(each.reports_prompt for each in sequence.features)
         and not sequence.is_suspect
         and sequence.seq_id not in session.held_blocks
     )

@@ -1,1 +1,1 @@
-"""Vectors in prompts: how the dense worker receives, keeps and reads the tables that they are in."""
+"""Vectors in prompts: how the dense worker receives and keeps them, and the rows of steps that they stand in."""

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.features.returned_logits.reports import PromptLogprobs
 from services.dense_worker.sampling.logprobs import RankedTokens, concatenate, rank_tokens
 from services.dense_worker.sampling.upload import upload
-from services.step import PlanEntry, PromptLogprobs, SequenceSpec
+from services.step import PlanEntry, SequenceSpec
 
 MAX_ROWS_AT_A_TIME = 256
 MAX_SHARED_TOP = 32  # prompts that report more most likely tokens do not make all others of the step compute as many

@@ -1,12 +1,12 @@
-"""The log-probabilities of prompts in the report of a step."""
+"""What only some sequences report, in the report of a step."""
 
 from __future__ import annotations
 
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
-from services.dense_worker.engine.step_report import record_prompt_logprobs
-from services.step import PromptLogprobs
+from services.dense_worker.engine.step_report import record_reports
+from services.dense_worker.features.returned_logits.reports import PromptLogprobs
 from tests.support.dense.sequences import new_sequence
 
 
@@ -18,6 +18,6 @@ def test_live_sequences_report_their_prompt_logprobs_once() -> None:
 
     partial, complete = found_for(1, SequenceStatus.RUNNING, 1, 2), found_for(2, SequenceStatus.WAITING, 3, 1)
     sequences, found = zip(partial, found_for(3, SequenceStatus.FINISHED, 1, 3), complete, strict=True)
-    assert record_prompt_logprobs(sequences, found) == [partial, complete]
-    assert partial[0].reports_prompt_logprobs
-    assert not complete[0].reports_prompt_logprobs
+    assert record_reports(sequences, found) == [partial, complete]
+    assert partial[0].describe().ignores_prefix_cache
+    assert not complete[0].describe().ignores_prefix_cache

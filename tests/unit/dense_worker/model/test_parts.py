@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 from services.common.families.names import NAMES
 from services.common.model_config import ModelConfig, load_model_config
-from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.norm.norm import RmsNorm
@@ -85,9 +84,9 @@ class ScaledEmbedding:
     table: Parameter
 
     def forward(
-        self, operations: Operations, token_ids: torch.Tensor, given: GivenRows | None = None
+        self, operations: Operations, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> Residual:
-        assert given is None, "these steps have token ids only"
+        assert input_embeds is None, "these steps have token ids only"
         return Residual(operations.embed(self.table, token_ids).hidden * SCALE)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,14 +15,15 @@ import torch
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
+from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
-from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.sampling.sampler import EDITORS, Sampler
 from services.grammar.matcher import GrammarMatcher
 from services.step import PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary
-from tests.support.dense.sequences import make_state
+from tests.support.dense.sequences import make_state, with_grammar
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
 from tests.support.plans import plan_of
 
@@ -29,6 +31,11 @@ VOCAB_SIZE, MAX_NUM_SEQS, NUM_STEPS = 300, 4, 12
 FORM = StructuredOutput(Constraint.REGEX, "(ab|cd){5}e?")
 
 CHANNEL: Any = FakeChannel()
+FEATURE = GrammarFeature(Mock())
+
+
+def make_sampler() -> Sampler:
+    return Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu", (*EDITORS, *FEATURE.editors))
 
 
 class RandomLogits:
@@ -38,7 +45,7 @@ class RandomLogits:
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None: ...
 
-    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, given: object = None) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: object = None) -> torch.Tensor:
         return token_ids[:, None]
 
     def last(
@@ -58,20 +65,20 @@ def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> CudaModelRunner:
     monkeypatch.setattr(cuda_model_runner, "StepGraphs", EagerGraphs)
     config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1)
     backend: Any = RandomLogits()
-    sampler = Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu")
-    return CudaModelRunner(backend, sampler, config, torch.float32, MAX_NUM_SEQS, 32, captures_lazily=True)
+    arguments = (backend, make_sampler(), config, torch.float32, MAX_NUM_SEQS, 32)
+    return CudaModelRunner(*arguments, captures_lazily=True, features=[FEATURE])
 
 
 def plain_runner() -> ModelRunner:
     backend: Any = RandomLogits()
-    return ModelRunner(backend, Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu"), 1, MAX_NUM_SEQS)
+    return ModelRunner(backend, make_sampler(), 1, MAX_NUM_SEQS, [FEATURE])
 
 
 def start(runner: ModelRunner, forms: Forms, forms_of: dict[int, StructuredOutput | None]) -> None:
     runner.attach([CHANNEL])
     for seq_id, form in forms_of.items():
-        grammar = None if form is None else forms.matcher(form)
-        runner.open(make_state(seq_id, (5, 6), 2, SamplingParams(seed=seq_id), grammar=grammar))
+        features = () if form is None else (with_grammar(forms.matcher(form)),)
+        runner.open(make_state(seq_id, (5, 6), 2, SamplingParams(seed=seq_id), features=features))
 
 
 def plans(seq_ids: list[int]) -> list[StepPlan]:
@@ -132,10 +139,10 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
         """The output of a sequence, and the number of steps. Each step is planned after the one before."""
         runner.attach([CHANNEL])
         grammar, token_ids, position, num_steps = forms.matcher(LONG), [5, 6], 0, 0
-        runner.open(make_state(1, (5, 6), 2, SamplingParams(**options), grammar=grammar))
+        runner.open(make_state(1, (5, 6), 2, SamplingParams(**options), features=[with_grammar(grammar)]))
         while not grammar.is_complete:
             num_steps += 1
-            drafts = tuple(ForcedTokens(grammar).draft(num_drafts))
+            drafts = tuple(ForcedTokens(with_grammar(grammar)).draft(num_drafts))
             num_tokens = len(token_ids) - position + len(drafts)
             plan = plan_of(num_steps, PlanEntry(1, position, num_tokens, 1 + len(drafts), drafts))
             [accepted] = runner.launch(plan, CHANNEL).collect().token_ids.rows()

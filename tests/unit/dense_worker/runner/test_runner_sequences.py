@@ -39,7 +39,7 @@ class NextNumber:
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         self.begun.append((plan.step_id, num_tokens))
 
-    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, given: object = None) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: object = None) -> torch.Tensor:
         self.fed.append(token_ids.tolist())
         return token_ids[:, None]
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
 from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
@@ -128,11 +128,11 @@ def test_logits_equal_torch_in_every_profile(
 
 def test_vectors_are_left_to_torch(segments: TensorRTSegments, weights: ModelWeights, config: ModelConfig) -> None:
     by_torch = TorchBackend(weights)
-    assert not TensorRTBackend(segments).takes_given_rows
+    assert not TensorRTBackend(segments).takes_input_embeds
     backend = TensorRTBackend(segments, by_torch)
-    assert backend.takes_given_rows
+    assert backend.takes_input_embeds
     token_ids, qkv, expected_qkv = torch.tensor([1, 2, 3]), *torch.empty(2, 3, config.qkv_size)
-    given = GivenRows(torch.tensor([1]), torch.randn(1, config.hidden_size))
+    given = InputEmbeds(torch.tensor([1]), torch.randn(1, config.hidden_size))
     residual = backend.first(token_ids, qkv, given)
     assert torch.equal(residual, by_torch.first(token_ids, expected_qkv, given)) and torch.equal(qkv, expected_qkv)
     assert torch.equal(residual[1], given.vectors[0])

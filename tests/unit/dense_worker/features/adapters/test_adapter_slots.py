@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,20 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import InFlight
-from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
+from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
+from services.dense_worker.features.adapters.sequence_adapter import SequenceAdapter
 from services.lora.adapter import Adapter
+from services.pb import dense_pb2
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
 
 ADAPTERS = [Adapter(name, name * 64, f"/{name}") for name in "abcde"]
+
+
+def slot_of(sequence: Sequence) -> int | None:
+    """Where the adapter of a sequence is; None while it is not in the cache, or without an adapter."""
+    return next((each.slot for each in sequence.features if isinstance(each, SequenceAdapter)), None)
 
 
 class AdapterCluster(Cluster):
@@ -31,14 +39,18 @@ class AdapterCluster(Cluster):
         self.loads: list[str] = []  # names, in order
         self.failing: set[str] = set()  # names of adapters that cannot be loaded
         self._load_steps = load_steps
-        self._loading: list[list[Any]] = []  # steps left, slot, adapter
-        self.scheduler = Scheduler(self.limits, adapters=AdapterSlots(num_slots, self._load))
+        self._loading: list[list[Any]] = []  # steps left, slot, adapter, whom to tell
+        self.feature = AdapterFeature(num_slots, self)
+        self.feature.start(lambda event: self.outputs.extend(self.scheduler.handle(event)))
+        self.scheduler = Scheduler(self.limits, features=[self.feature])
         self.scheduler.begin(new_session(self.cache))
         self.sequences: dict[int, Sequence] = {}
 
     def add(self, seq_id: int, adapter: Adapter | None, prompt_len: int = 3, max_tokens: int = 4) -> Sequence:
         sequence = self.sequences[seq_id] = make_sequence(seq_id, prompt_len, max_tokens)
         ask(sequence, adapter=adapter)
+        admitted = self.feature.admit(sequence.spec, dense_pb2.Submit(), stream=1)
+        sequence.features = () if admitted is None else (admitted,)
         self.scheduler.add(sequence)
         return sequence
 
@@ -57,24 +69,25 @@ class AdapterCluster(Cluster):
         for entry in plan.entries:
             sequence = self.sequences[entry.seq_id]
             if sequence.spec.adapter is not None:
-                assert sequence.adapter_slot is not None and self.slots[sequence.adapter_slot] == sequence.spec.adapter
+                slot = slot_of(sequence)
+                assert slot is not None and self.slots[slot] == sequence.spec.adapter
 
-    def _load(self, slot: int, adapter: Adapter) -> None:
+    def load(self, slot: int, adapter: Adapter, on_done: Callable[[int, RequestAborted | None], None]) -> None:
         session = self.scheduler.session
         in_use = [*session.running, *(opening.sequence for opening in session.openings.values())]
-        assert slot not in [each.adapter_slot for each in in_use], "a sequence in the cache uses the slot"
+        assert slot not in [slot_of(each) for each in in_use], "a sequence in the cache uses the slot"
         for published in [] if self.in_flight is None else [self.in_flight]:
             running = [entry.sequence.spec.adapter for entry in published.entries]
             assert self.slots[slot] is None or self.slots[slot] not in running, "a step under way reads the slot"
         assert adapter not in self.slots, "it has a slot"
         self.slots[slot] = None
         self.loads.append(adapter.name)
-        self._loading.append([self._load_steps, slot, adapter])
+        self._loading.append([self._load_steps, slot, adapter, on_done])
 
-    def _end_load(self, slot: int, adapter: Adapter) -> None:
+    def _end_load(self, slot: int, adapter: Adapter, on_done: Callable[[int, RequestAborted | None], None]) -> None:
         error = RequestAborted("damaged") if adapter.name in self.failing else None
         self.slots[slot] = None if error else adapter
-        self.outputs += self.scheduler.adapter_loaded(slot, error)
+        on_done(slot, error)
 
     def order_of_ends(self) -> list[int]:
         return [output.sequence.seq_id for output in self.outputs if output.finish_reason is not None]
@@ -126,7 +139,7 @@ def test_every_sequence_gets_its_tokens_with_its_adapter(
     for sequence in cluster.sequences.values():
         if sequence.seq_id not in cancelled:
             assert sequence.output_token_ids == expected_output(sequence)
-        assert sequence.status is SequenceStatus.FINISHED and sequence.adapter_slot is None
+        assert sequence.status is SequenceStatus.FINISHED and slot_of(sequence) is None
 
 
 def test_a_sequence_waits_for_its_adapter_while_others_go_on() -> None:

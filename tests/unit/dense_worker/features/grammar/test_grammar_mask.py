@@ -8,9 +8,10 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.features.grammar.grammar_mask import FLOOR, apply_masks
-from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.features.grammar.grammar_mask import FLOOR, GrammarMask, apply_masks
+from services.dense_worker.sampling.sampler import EDITORS, Sampler
 from tests.support.dense.forms import EOS, Forms, make_vocabulary
+from tests.support.dense.sequences import with_grammar
 
 VOCAB_SIZE = 290  # fewer than the tokenizer has
 DIGITS = StructuredOutput(Constraint.REGEX, "[0-9]+")
@@ -41,9 +42,10 @@ def sample_first(
     forms: Forms, params: list[SamplingParams], with_form: list[bool], stop: tuple[int, ...] = ()
 ) -> list[int]:
     """The first token of each row, all in one step."""
-    sampler = Sampler(len(params), VOCAB_SIZE, "cpu")
+    sampler = Sampler(len(params), VOCAB_SIZE, "cpu", (*EDITORS, GrammarMask))
     for slot, each in enumerate(params):
-        sampler.add(slot, each, [1], [], stop, None, forms.matcher(DIGITS) if with_form[slot] else None)
+        features = (with_grammar(forms.matcher(DIGITS)),) if with_form[slot] else ()
+        sampler.add(slot, each, [1], [], stop, None, features)
     logits = torch.randn(len(params), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 4
     zeros = np.zeros(len(params), dtype=np.int64)
     return sampler.sample(logits, np.arange(len(params)), zeros + 1, zeros).token_ids.tolist()

@@ -66,12 +66,10 @@ def explode(matcher: GrammarMatcher, x: int) -> None:
 
 
 def prepared(grammars: Grammars, *sequences: Sequence) -> list[GrammarMatcher]:
-    async def prepare() -> None:
-        await asyncio.gather(*map(grammars.prepare, sequences))
+    async def make() -> list[GrammarMatcher]:
+        return await asyncio.gather(*(grammars.make(each.spec, each.output_token_ids) for each in sequences))
 
-    asyncio.run(prepare())
-    assert all(each.grammar is not None for each in sequences)
-    return [each.grammar for each in sequences if each.grammar is not None]
+    return asyncio.run(make())
 
 
 def test_a_grammar_is_where_the_output_of_its_sequence_is(grammars: Grammars, vocabulary: Vocabulary) -> None:

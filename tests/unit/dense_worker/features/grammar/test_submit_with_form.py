@@ -15,11 +15,13 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features import installed
 from services.dense_worker.features.beams.add_beams import add_beams
+from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2, sampling_pb2
 from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
+from services.step import SequenceSpec
 from tests.support.clients.dense_stream import submit
 from tests.support.dense.sequences import new_sequence
 from tests.support.running_gateway import until
@@ -29,14 +31,14 @@ GATEWAY = 7
 
 
 class LateGrammars:
-    """Prepares each sequence when the test says so, with the result that it gives."""
+    """Makes each matcher when the test says so, with the result that it gives."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, asyncio.Future[object]] = {}
+        self.waiting: list[asyncio.Future[object]] = []  # in the order of their sequences
 
-    async def prepare(self, sequence: Sequence) -> None:
-        self.waiting[sequence.seq_id] = asyncio.get_running_loop().create_future()
-        sequence.grammar = await self.waiting[sequence.seq_id]  # type: ignore[assignment]
+    async def make(self, spec: SequenceSpec, output_token_ids: tuple[int, ...]) -> object:
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        return await self.waiting[-1]
 
 
 class Front:
@@ -45,8 +47,8 @@ class Front:
     def __init__(self) -> None:
         self.grammars, self.engine = LateGrammars(), Mock()
         grammars: Any = self.grammars
-        dense = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), grammars)
-        dense.set_engine(self.engine, Mock(), Mock())
+        dense = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        dense.set_engine(self.engine, Mock(), [GrammarFeature(grammars)])
         dense.set_info(dense_pb2.DenseInfo(vocab_size=32))
         self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
         context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore)
@@ -93,10 +95,10 @@ def test_others_do_not_wait_for_its_grammar() -> None:
         await front.send(submit=formed(1))
         await front.send(submit=submit(2, [5, 6], 4))
         assert front.submitted == [2]
-        front.grammars.waiting[1].set_result("grammar")
+        front.grammars.waiting[0].set_result("grammar")
         await front.settle()
         assert front.submitted == [2, 1]
-        assert front.engine.submit.call_args.args[0].grammar == "grammar"
+        assert [each.matcher for each in front.engine.submit.call_args.args[0].features] == ["grammar"]
 
     run(test)
 
@@ -105,7 +107,7 @@ def test_a_form_that_cannot_be_compiled_fails_its_sequence_alone() -> None:
     async def test(front: Front) -> None:
         for seq_id, error in ((1, InvalidRequest("the form is bad")), (2, ArithmeticError("a bug"))):
             await front.send(submit=formed(seq_id))
-            front.grammars.waiting[seq_id].set_exception(error)
+            front.grammars.waiting[-1].set_exception(error)
             [end] = (await front.next).ended
             front.next = asyncio.create_task(anext(front.outputs))
             assert (end.seq_id, end.reason) == (seq_id, dense_pb2.SequenceEnd.ERROR)
@@ -120,7 +122,7 @@ def test_a_sequence_cancelled_meanwhile_is_never_submitted() -> None:
     async def test(front: Front) -> None:
         await front.send(submit=formed(1))
         await front.send(cancel=dense_pb2.Cancel(seq_id=1))
-        front.grammars.waiting[1].set_result("grammar")
+        front.grammars.waiting[0].set_result("grammar")
         await front.settle()
         assert front.submitted == []
 
@@ -132,7 +134,7 @@ def test_a_resumed_gateway_claims_the_blocks_of_sequences_that_wait_for_grammars
         await front.send(submit=formed(1))
         await front.send(resumed=dense_pb2.Resumed(gateway=GATEWAY))
         front.engine.close_unclaimed.assert_not_called()
-        front.grammars.waiting[1].set_result("grammar")
+        front.grammars.waiting[0].set_result("grammar")
         await front.settle()
         assert front.submitted == [1]
         front.engine.close_unclaimed.assert_called_once_with(GATEWAY)

@@ -309,7 +309,6 @@ def test_an_answer_that_reports_its_prompt_computes_it_and_the_others_are_forked
     cluster = AnswerCluster(num_blocks=64, max_num_seqs=6, max_num_batched_tokens=16)
     first, second, third = answers = cluster.arrive(3, 20, 5)
     ask(second, num_prompt_logprobs=2)
-    second.reports_prompt_logprobs = True
     cluster.run_until_idle()
     cluster.check_answers(answers)
     joined = {fork.child_seq_id for plan in cluster.plans for fork in plan.forks}

@@ -4,44 +4,49 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.features.prompt_embeds.given_rows import GivenRows
-from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
+from services.dense_worker.backends import InputEmbeds
+from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntry, StepPlan
-from tests.support.dense.sequences import make_state
+from tests.support.dense.sequences import make_state, with_embeds
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
 from tests.support.plans import plan_of
 
 VOCAB_SIZE, MAX_NUM_SEQS = 64, 4
 CHANNEL: Any = FakeChannel()
+FEATURE = PromptEmbedsFeature(Mock())
 # The model counts: after the vector x comes token x + 1, as after token x.
-TABLE = LoadedTable("aa", VOCAB_SIZE, torch.tensor([[20.0], [30.0], [40.0]]))
+TABLE = LoadedEmbeds("aa", VOCAB_SIZE, torch.tensor([[20.0], [30.0], [40.0]]))
 
 
 class Counting:
     """A `DenseBackend` of one layer: after token t, or the vector t, comes t + 1. Records its steps."""
 
-    takes_given_rows = True
+    takes_input_embeds = True
 
     def __init__(self) -> None:
         self.steps: list[tuple[list[float], bool]] = []  # the residual, and whether vectors were given
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None: ...
 
-    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, given: GivenRows | None = None) -> torch.Tensor:
+    def first(
+        self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: InputEmbeds | None = None
+    ) -> torch.Tensor:
         assert int(token_ids.max()) < VOCAB_SIZE, "a model has no embedding for more"
         residual = token_ids[:, None].float()
-        if given is not None:
-            residual.index_copy_(0, given.rows, given.vectors)
-        self.steps.append((residual[:, 0].tolist(), given is not None))
+        if input_embeds is not None:
+            residual.index_copy_(0, input_embeds.rows, input_embeds.vectors)
+        self.steps.append((residual[:, 0].tolist(), input_embeds is not None))
         return residual
 
     def last(
@@ -56,14 +61,14 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     backend: Any = Counting()
     sampler = Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu")
     if request.param == "cpu":
-        runner = ModelRunner(backend, sampler, 1, MAX_NUM_SEQS)
+        runner = ModelRunner(backend, sampler, 1, MAX_NUM_SEQS, [FEATURE])
     else:
         monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
         monkeypatch.setattr(cuda_model_runner, "StepGraphs", CountingGraphs)
-        monkeypatch.setattr(GivenRows, "upload", lambda self, device: self)  # pinned memory needs a GPU
+        monkeypatch.setattr(InputEmbeds, "upload", lambda self, device: self)  # pinned memory needs a GPU
         config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1)
         runner = CudaModelRunner(
-            backend, sampler, config, torch.float32, MAX_NUM_SEQS, 32, captures_lazily=True
+            backend, sampler, config, torch.float32, MAX_NUM_SEQS, 32, captures_lazily=True, features=[FEATURE]
         )
     CountingGraphs.num_replays = 0
     runner.attach([CHANNEL])
@@ -78,9 +83,10 @@ class CountingGraphs(EagerGraphs):
         return super().find(size)
 
 
-def open_sequence(runner: ModelRunner, seq_id: int, *token_ids: int, table: LoadedTable | None = None) -> None:
+def open_sequence(runner: ModelRunner, seq_id: int, *token_ids: int, table: LoadedEmbeds | None = None) -> None:
     sampling = SamplingParams(temperature=0.0)
-    runner.open(make_state(seq_id, token_ids, len(token_ids), sampling, table=table))
+    features = () if table is None else (with_embeds(table, len(token_ids)),)
+    runner.open(make_state(seq_id, token_ids, len(token_ids), sampling, features=features))
 
 
 def run(
@@ -121,6 +127,6 @@ def test_a_fork_has_the_vectors_of_its_parent(runner: ModelRunner) -> None:
 def test_a_resumed_sequence_begins_with_its_vectors_again(runner: ModelRunner) -> None:
     """As after a kill or a preemption: the prompt, and the tokens so far."""
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
-    runner.open(make_state(1, (VOCAB_SIZE + 1, 31), 1, sampling, table=TABLE))
+    runner.open(make_state(1, (VOCAB_SIZE + 1, 31), 1, sampling, features=[with_embeds(TABLE, 1)]))
     assert run(runner, PlanEntry(1, 0, 2, 1)) == [[32]]
     assert steps_of(runner)[0] == ([30, 31], True)

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from services.common.errors import InvalidRequest, RequestAborted
-from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
-from services.dense_worker.features.prompt_embeds.table_loader import ReceivedTable, TableLoader
+from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader, ReceivedEmbeds
+from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.pb import dense_pb2
 from services.step import PromptTableRef
 
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
-def received(hash_: str = "aa", values: bytes = ROWS.tobytes(), size: int = 10) -> ReceivedTable:
-    table = ReceivedTable().with_part(dense_pb2.PromptTablePart(hash="00", values=b"of an earlier table"))
+def received(hash_: str = "aa", values: bytes = ROWS.tobytes(), size: int = 10) -> ReceivedEmbeds:
+    table = ReceivedEmbeds().with_part(dense_pb2.PromptTablePart(hash="00", values=b"of an earlier table"))
     for start in range(0, len(values), size):
         table = table.with_part(dense_pb2.PromptTablePart(hash=hash_, values=values[start : start + size]))
     return table
@@ -29,8 +29,8 @@ def message(hash_: str = "aa", num_rows: int = 3, hidden_size: int = 4) -> Promp
     return PromptTableRef(hash_, num_rows, hidden_size, dtype="float32", first_token_id=100)
 
 
-def load(table: PromptTableRef, parts: ReceivedTable, dtype: torch.dtype = torch.float32) -> LoadedTable:
-    return asyncio.run(TableLoader(dtype, 4, is_supported=True).load(table, parts))
+def load(table: PromptTableRef, parts: ReceivedEmbeds, dtype: torch.dtype = torch.float32) -> LoadedEmbeds:
+    return asyncio.run(EmbedsLoader(dtype, 4, is_supported=True).load(table, parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,7 +42,7 @@ def test_parts_become_rows_in_the_models_dtype(dtype: torch.dtype) -> None:
 
 def test_equal_tables_are_shared_while_a_sequence_has_them() -> None:
     async def body() -> None:
-        loader = TableLoader(torch.float32, 4, is_supported=True)
+        loader = EmbedsLoader(torch.float32, 4, is_supported=True)
         first, second = await asyncio.gather(*(loader.load(message(), received()) for _ in range(2)))
         assert first is second
         other = await loader.load(message("bb"), received("bb"))
@@ -62,4 +62,4 @@ def test_what_the_model_cannot_take_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="too large for the model's float16, the greatest is 210000"):
         load(message(), received(values=(ROWS * 1e4 + 1e5).astype(np.float32).tobytes()), torch.float16)
     with pytest.raises(InvalidRequest, match=r"runs TensorRT.*set dense.backend to torch"):
-        asyncio.run(TableLoader(torch.float32, 4, is_supported=False).load(message(), received()))
+        asyncio.run(EmbedsLoader(torch.float32, 4, is_supported=False).load(message(), received()))

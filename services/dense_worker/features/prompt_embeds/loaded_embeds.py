@@ -1,4 +1,4 @@
-"""`LoadedTable`: vectors that stand in a prompt in place of the embeddings of tokens."""
+"""`LoadedEmbeds`: vectors that stand in a prompt in place of the embeddings of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class LoadedTable:
+class LoadedEmbeds:
     """Token id `first_token_id + i` of a prompt stands for row i. Sequences with equal tables share one object."""
 
     hash: str  # of the rows as the client gave them, hexadecimal

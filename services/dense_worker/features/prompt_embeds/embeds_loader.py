@@ -1,4 +1,4 @@
-"""`TableLoader`: makes prompt tables of what gateways send, in a thread. `ReceivedTable` collects it on a stream."""
+"""`EmbedsLoader`: makes vectors of what gateways send, in a thread. `ReceivedEmbeds` collects it on a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from services.common.errors import InvalidRequest, RequestAborted
-from services.dense_worker.features.prompt_embeds.loaded_table import LoadedTable
+from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.pb import dense_pb2
 from services.step import PromptTableRef
 
@@ -18,19 +18,19 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 @dataclass(frozen=True, slots=True)
-class ReceivedTable:
+class ReceivedEmbeds:
     """The table that a stream has sent last."""
 
     hash: str = ""
     parts: tuple[bytes, ...] = ()
 
-    def with_part(self, part: dense_pb2.PromptTablePart) -> ReceivedTable:
+    def with_part(self, part: dense_pb2.PromptTablePart) -> ReceivedEmbeds:
         """This table with its next part; or the beginning of the next table, if the part is of another one."""
         earlier = self.parts if part.hash == self.hash else ()
-        return ReceivedTable(part.hash, (*earlier, part.values))
+        return ReceivedEmbeds(part.hash, (*earlier, part.values))
 
 
-class TableLoader:
+class EmbedsLoader:
     """Keeps no table: those that sequences have are shared with other sequences. Used in the event loop."""
 
     def __init__(self, dtype: torch.dtype, hidden_size: int, is_supported: bool) -> None:
@@ -38,10 +38,10 @@ class TableLoader:
         self._dtype = dtype
         self._hidden_size = hidden_size
         self._is_supported = is_supported
-        self._loaded: WeakValueDictionary[str, LoadedTable] = WeakValueDictionary()  # by hash
+        self._loaded: WeakValueDictionary[str, LoadedEmbeds] = WeakValueDictionary()  # by hash
         self._lock = asyncio.Lock()  # answers to one prompt come together, and share the first one's table
 
-    async def load(self, table: PromptTableRef, received: ReceivedTable) -> LoadedTable:
+    async def load(self, table: PromptTableRef, received: ReceivedEmbeds) -> LoadedEmbeds:
         """The table of a sequence. Raises `InvalidRequest` if the model cannot take it."""
         if not self._is_supported:
             raise InvalidRequest(
@@ -60,7 +60,7 @@ class TableLoader:
                 if received.hash != table.hash:
                     raise RequestAborted(f"the prompt table {table.hash[:16]} has not been sent")
                 rows = await asyncio.to_thread(self._read, table, received.parts)
-                found = self._loaded[table.hash] = LoadedTable(table.hash, table.first_token_id, rows)
+                found = self._loaded[table.hash] = LoadedEmbeds(table.hash, table.first_token_id, rows)
             return found
 
     def _read(self, table: PromptTableRef, parts: Sequence[bytes]) -> torch.Tensor:

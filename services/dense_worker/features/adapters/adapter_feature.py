@@ -1,0 +1,105 @@
+"""`AdapterFeature`: sequences whose tokens an adapter (LoRA) computes together with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from services.common.errors import InvalidRequest, TwostrokeError
+from services.dense_worker.features.adapters.adapter_slots import AdapterSlots
+from services.dense_worker.features.adapters.sequence_adapter import SequenceAdapter
+from services.dense_worker.features.feature import Event, Feature
+from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
+from services.lora.adapter import Adapter
+
+if TYPE_CHECKING:
+    from services.dense_worker.engine.sequence import Sequence
+    from services.dense_worker.engine.waiting_queue import WaitingQueue
+    from services.dense_worker.kernels.lora.tensors import LoraStore
+    from services.pb import dense_pb2
+    from services.step import SequenceSpec
+
+_NO_SLOT = -1  # of a row without an adapter
+
+
+class Loader(Protocol):
+    """Loads adapters into slots; see `AdapterLoader`."""
+
+    def load(self, slot: int, adapter: Adapter, on_done: Callable[[int, TwostrokeError | None], None]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows(StepPart):
+    """The slot of each row of a step: int64 [num_tokens]."""
+
+    row_slots: np.ndarray
+
+
+class AdapterFeature(Feature):
+    """Has `num_slots` slots; 0: adapters are off, and no sequence can have one."""
+
+    sequence_type = SequenceAdapter
+
+    def __init__(self, num_slots: int, loader: Loader | None = None, store: LoraStore | None = None) -> None:
+        """loader: None without slots; store: the adapters of the backend, None: no step runs"""
+        self.slots = AdapterSlots(num_slots, self._load)
+        self.has_kernels = store is not None
+        self._loader, self._store = loader, store
+        self._post: Callable[[Event], None] | None = None
+
+    def start(self, post: Callable[[Event], None]) -> None:
+        """Loads can be reported from now on."""
+        self._post = post
+
+    def close(self) -> None:
+        """Ends the loader's thread."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceAdapter | None:
+        """The adapter that the spec names. Raises `InvalidRequest` if adapters are off."""
+        if spec.adapter is None:
+            return None
+        if not self.slots.num_slots:
+            raise InvalidRequest(f"adapter {spec.adapter.name!r} cannot be used: dense.max_loras is 0", "model")
+        return SequenceAdapter(spec.adapter, self.slots)
+
+    def provide(self, waiting: WaitingQueue, oldest_step_id: int | None) -> Iterable[Sequence]:
+        """Gives slots to the adapters of parked sequences; see `AdapterSlots.assign`."""
+        return self.slots.assign(waiting, oldest_step_id)
+
+    def prepare_step(self, step: StepView, rows: FeatureRows) -> AdapterRows:
+        """The slots of the step's rows."""
+        slots = np.full(len(step.entries), _NO_SLOT, np.int64)
+        slots[rows.indexes] = [each.slot for each in rows.features]
+        return AdapterRows(np.repeat(slots, step.entries.num_tokens))
+
+    def begin_step(self, part: AdapterRows | None, num_rows: int) -> None:
+        """Tells the backend's adapters the slots of the step's rows, padding included, or that none has one."""
+        assert self._store is not None, "the feature has kernels"
+        if part is None:
+            self._store.begin_step(None)
+            return
+        row_slots = np.full(num_rows, _NO_SLOT, np.int64)
+        row_slots[: len(part.row_slots)] = part.row_slots
+        self._store.begin_step(row_slots)
+
+    def activated(self, is_active: bool) -> AbstractContextManager[None]:
+        """A context in which steps add the deltas of adapters, or do not."""
+        assert self._store is not None, "the feature has kernels"
+        return self._store.activated(is_active)
+
+    def _load(self, slot: int, adapter: Adapter) -> None:
+        assert self._loader is not None, "slots come with a loader"
+        self._loader.load(slot, adapter, self._on_loaded)
+
+    def _on_loaded(self, slot: int, error: TwostrokeError | None) -> None:
+        """Called on the loader's thread."""
+        assert self._post is not None, "the engine exists when a sequence waits for an adapter"
+        self._post(partial(self.slots.loaded, slot, error))

@@ -1,0 +1,79 @@
+"""`GrammarFeature`: sequences whose output has a form. Masks let only those tokens through that continue it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.grammar.grammar_mask import GrammarMask
+from services.dense_worker.features.grammar.grammars import Grammars
+from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
+from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
+from services.grammar.matcher import GrammarMatcher
+from services.step import PlanEntries, SequenceSpec, StepResult
+
+if TYPE_CHECKING:
+    from services.pb import dense_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRows(StepPart):
+    """Moves the grammars by the step's tokens."""
+
+    entries: PlanEntries
+    rows: FeatureRows
+    waits_for_tokens: bool  # a row is sampled, and the step before samples the token that its grammar lacks
+
+    def read(self, result: StepResult) -> None:
+        """Each grammar takes the tokens of its sequence. Those that are complete, or fail, end their sequences."""
+        token_ids, counts = result.token_ids.token_ids, result.token_ids.counts
+        ends, sampled = np.cumsum(counts), list[tuple[GrammarMatcher, int]]()
+        with_tokens = list[tuple[int, SequenceGrammar]]()
+        for index, grammar in zip(self.rows.indexes.tolist(), self.rows.features, strict=True):
+            if count := counts.item(index):
+                end = ends.item(index)
+                sampled += [(grammar.matcher, token_id) for token_id in token_ids[end - count : end].tolist()]
+                with_tokens.append((index, grammar))
+        GrammarMatcher.consume(sampled)
+        for index, grammar in with_tokens:
+            if not grammar.matcher.is_running:
+                error = grammar.matcher.error
+                result.ended[self.entries.seq_ids.item(index)] = error and InvalidRequest(
+                    f"the form of the output cannot be followed: {error}", grammar.field_name
+                )
+
+
+class GrammarFeature(Feature):
+    """Compiles forms in threads, before their sequences join the queue."""
+
+    sequence_type = SequenceGrammar
+    editors = (GrammarMask,)
+
+    def __init__(self, grammars: Grammars) -> None:
+        """`grammars` end with this feature."""
+        self._grammars = grammars
+
+    def close(self) -> None:
+        """Ends the threads that compile."""
+        self._grammars.close()
+
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceGrammar | None:
+        """A sequence with a form has a grammar."""
+        form = spec.sampling.structured_output
+        if form is None:
+            return None
+        return SequenceGrammar(form.field_name, partial(self._grammars.make, spec, tuple(submit.output_token_ids)))
+
+    def prepare_step(self, step: StepView, rows: FeatureRows) -> GrammarRows:
+        """Grammars whose sequences are sampled need all tokens before."""
+        entries, indexes = step.entries, rows.indexes
+        needed = entries.positions[indexes] + entries.num_tokens[indexes]
+        if entries.drafts:
+            needed -= [len(entries.drafts.get(index, ())) for index in indexes.tolist()]
+        lacks_tokens = (entries.num_logits[indexes] > 0) & (step.num_known[indexes] < needed)
+        return GrammarRows(entries, rows, bool(lacks_tokens.any()))

@@ -1,0 +1,73 @@
+"""`SequenceFeature`: what one sequence has of a feature. The scheduler's sequence and the runner's state hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Hashable
+from collections.abc import Sequence as SequenceOf
+
+ResourceKey = Hashable
+
+
+class SequenceFeature:
+    """Made by `Feature.admit`, and used on the engine thread from then on. A feature overrides what it needs.
+
+    A sequence that is preempted, or whose attention worker has died, waits, enters and is restored again, with the
+    same object. A sequence that comes to another dense worker gets a new one there.
+    """
+
+    # What it must have in memory before it can be opened, and shares with the other sequences that need the same.
+    resource: ResourceKey | None = None
+    # Each step may report more of it than a token, so that the scheduler plans and reports it by itself.
+    reports: bool = False
+    # Something is yet to be reported of its prompt, which it therefore computes itself.
+    reports_prompt: bool = False
+    # All its tokens are computed, also those that are in the prefix cache.
+    ignores_prefix_cache: bool = False
+    # Whether draft tokens of it can be verified.
+    allows_drafts: bool = True
+    # Whether it knows some next tokens for certain: `forced_token_ids`. Then these are its only draft tokens.
+    forces_tokens: bool = False
+
+    def prepare(self) -> Awaitable[None] | None:
+        """What has to end before it joins the queue, without blocking the event loop; None: nothing.
+
+        The sequence ends with a `TwostrokeError` that it raises.
+        """
+        return None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its `resource` is in memory. Until then the sequence waits, and others go on."""
+        return True
+
+    def enter(self) -> None:
+        """The sequence is being opened: from now on its resource has to stay in memory."""
+
+    def leave(self, last_step_id: int) -> None:
+        """The sequence leaves the KV cache. Steps up to `last_step_id` have been planned, and may still run it.
+
+        Called once after each `enter`.
+        """
+
+    def at_opening(self) -> SequenceFeature:
+        """What the runner holds until the sequence is closed: this object, or its state of now."""
+        return self
+
+    def restore(self, output_token_ids: SequenceOf[int]) -> None:
+        """The runner has opened the sequence, which has this output already."""
+
+    def fork(self) -> SequenceFeature:
+        """What a fork of the sequence in the runner has."""
+        return self
+
+    def note_reported(self, report: object) -> None:
+        """A report of it goes to its client."""
+
+    @property
+    def forced_token_ids(self) -> SequenceOf[int]:
+        """The next tokens, as far as there is no choice."""
+        return ()
+
+    def vocabulary_tokens(self, token_ids: SequenceOf[int]) -> SequenceOf[int]:
+        """Those of its prompt's tokens that are of the vocabulary."""
+        return token_ids
