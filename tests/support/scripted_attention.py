@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -12,6 +13,8 @@ from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.runner.model_runner import ModelRunner
 from services.step import NewSequence, PlanAccepted, RaggedTokens, SequenceOpened, StepPlan, StepResult
 
 TIMEOUT_S = 10.0
@@ -127,12 +130,13 @@ class SilentAttention(RecordingAttention):
 
 
 def started_engine(
-    runner: FakeRunner,
+    runner: FakeRunner | ModelRunner,
     attention: FakeAttention,
     reports: queue.Queue[StepReport],
     timeout_s: float,
     limits: SchedulerLimits = LIMITS,
     num_blocks: int = 100,
+    features: Sequence[Feature] = (),
 ) -> Engine:
     engine = Engine(
         limits,
@@ -140,6 +144,7 @@ def started_engine(
         attention,
         reports.put,
         result_timeout_s=timeout_s,
+        features=features,
     )
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine

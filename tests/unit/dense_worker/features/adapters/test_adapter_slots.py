@@ -230,3 +230,17 @@ def test_parked_sequences_count_as_waiting_and_can_expire() -> None:
     assert cluster.scheduler.num_waiting == 1
     [expired] = cluster.scheduler.expire(sequence.arrival_s + 10**9)
     assert expired.sequence is sequence and cluster.scheduler.num_waiting == 0
+
+
+def test_a_sequence_cancelled_while_it_is_opened_gives_its_slot_back_when_the_attention_worker_dies() -> None:
+    cluster = AdapterCluster(1)
+    sequence = cluster.add(1, ADAPTERS[0])
+    for _ in range(3):
+        cluster.step(answer_opens=False)
+    assert sequence.status is SequenceStatus.OPENING and slot_of(sequence) == 0
+    cluster.scheduler.cancel(1)
+    cluster.attach_again()
+    assert slot_of(sequence) is None
+    cluster.add(2, ADAPTERS[1])
+    cluster.run_until_idle()
+    assert cluster.order_of_ends() == [2]
