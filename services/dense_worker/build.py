@@ -65,6 +65,7 @@ class LoadedModel:
     sinks: Sinks  # of attention; empty: the model has none
     gated_delta: RecurrenceWeights  # of the layers with a recurrence, by layer; empty: there are none
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
+    gives_hidden_states: bool  # to clients that ask for them
 
     def describe(self, attachment: Attachment, epoch: int, scheduler: SchedulerSection) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
@@ -81,7 +82,7 @@ class LoadedModel:
             epoch=epoch,
             max_beam_width=min(scheduler.max_beam_width, scheduler.max_num_seqs),
             max_num_seqs=scheduler.max_num_seqs,
-            hidden_size=config.hidden_size if self.runner.gives_hidden_states else 0,
+            hidden_size=config.hidden_size if self.gives_hidden_states else 0,
         )
 
 
@@ -140,7 +141,18 @@ def load_model(
         runner = _build_runner(config, model, selected, sampler, features, drafter and drafter.on_device, takes_over)
     experts = make_expert_loads(weights)
     return LoadedModel(
-        model, digest, selected.name, runner, features, drafter, kv_cache_dtype, scales, sinks, gated_delta, experts
+        model,
+        digest,
+        selected.name,
+        runner,
+        features,
+        drafter,
+        kv_cache_dtype,
+        scales,
+        sinks,
+        gated_delta,
+        experts,
+        selected.backend.gives_hidden_states,
     )
 
 

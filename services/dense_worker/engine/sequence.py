@@ -174,7 +174,7 @@ class Sequence:
     def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
         """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why.
 
-        `is_complete`: the last one completes the form of the output.
+        `is_complete`: nothing can follow the last one.
         """
         for token_id in token_ids:
             self.output_token_ids.append(token_id)

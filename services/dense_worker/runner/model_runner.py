@@ -76,11 +76,6 @@ class ModelRunner:
         self._running: dict[int, RequestState] = {}  # by slot
         self._batch: Batch | None = None  # of the newest plan; None: one of its ids may mean another sequence by now
 
-    @property
-    def gives_hidden_states(self) -> bool:
-        """Whether sequences may ask for their hidden states."""
-        return self._backend.gives_hidden_states
-
     def attach(self, channels: Iterable[Channel]) -> None:
         """Makes later steps run on these channels only; forgets all sequences."""
         for sequence in list(self._running.values()):

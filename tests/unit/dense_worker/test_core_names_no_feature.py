@@ -1,4 +1,4 @@
-"""Engine, scheduler, planner, runner and servicer of the dense worker speak of rows, and features have their rooms."""
+"""Engine, scheduler, planner, runner, servicer and KV cache speak of rows, and features have their rooms."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ DRAFTING = f"{FEATURES}.drafting.drafting"  # the policy of draft tokens, which 
 CORE = sorted(
     name
     for name in MODULES
-    if re.match(r"services\.dense_worker\.(engine|runner)\.|services\.dense_worker\.servicer$", name)
+    if re.match(r"services\.(dense_worker\.(engine|runner)\.|dense_worker\.servicer$|attn_worker\.cache\.)", name)
 )
-WORDS = ("beam", "hypothes", "sibling", "joining", "parallel")  # of features
+WORDS = (  # of features
+    *("beam", "hypothes", "sibling", "joining", "parallel"),
+    *("adapter", "lora", "grammar", "structured", "prompt_table", "prompt_embeds"),
+    *("prompt_logprobs", "token_report", "hidden_state", "generation_logits"),
+)
+
 
 
 def test_the_core_is_found() -> None:
