@@ -30,7 +30,6 @@ from bench.load.own_server import add_server_options, open_server
 from services.common.model_config import load_model_config
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.engine.sequence import Sequence as EngineSequence
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.gateway.text.form_trials import FormTrials
 from services.grammar.matcher import GrammarMatcher
@@ -161,12 +160,8 @@ async def measure_masks(
     print("| matchers | masks, µs per step: median | mean | greatest | masks per second | tokens, µs: median |")
     print("|---|---|---|---|---|---|")
     for batch_size in batch_sizes:
-        matchers = []
-        for seq_id in range(batch_size):
-            sequence = EngineSequence(seq_id, SequenceSpec("", [1], SamplingParams(structured_output=form), num_steps))
-            await grammars.prepare(sequence)
-            assert sequence.grammar is not None, "it has a form"
-            matchers.append(sequence.grammar)
+        spec = SequenceSpec("", [1], SamplingParams(structured_output=form), num_steps)
+        matchers = [await grammars.make(spec, ()) for _ in range(batch_size)]
         masks = np.empty((batch_size, matchers[0].num_words), dtype=np.uint32)
         fill_s, consume_s = [], []
         for _ in range(num_steps):
