@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
+from services.dense_worker.features.drafting.measured_drafting import ForcedTokens
 from services.grammar.matcher import GrammarMatcher
 from tests.support.dense.forms import Forms, allowed, make_vocabulary
 from tests.support.examples import examples
@@ -95,7 +95,7 @@ def test_rows_of_drafts_have_the_masks_that_are_found_one_by_one(forms: Forms) -
         assert (masks[row] == expected[0]).all()
         GrammarMatcher.consume([(alone, token_id)])
     assert (masks[6] == masks[1]).all(), "the row of another sequence"
-    assert drafting.forced_tokens == forms.tokens("bcdef"), "finding masks moves nothing"
+    assert drafting.measured_drafting == forms.tokens("bcdef"), "finding masks moves nothing"
 
 
 def test_a_matcher_that_is_moved_back_has_other_forced_tokens(forms: Forms) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from services.dense_worker.engine.observer import StepStats
@@ -26,10 +27,10 @@ from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.device_predictor import DevicePredictor
 from services.dense_worker.features.drafting.drafter import Drafter, Predictor
 from services.dense_worker.features.drafting.drafting import Drafting
-from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
 from services.dense_worker.features.drafting.room import may_have_drafts, room_for_drafts
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.drafting.time_budget import TimeBudget
+from services.dense_worker.features.sequence_feature import SequenceFeature
 
 if TYPE_CHECKING:
     from services.dense_worker.runner.model_runner import RunningStep
@@ -221,6 +222,32 @@ class MeasuredDrafting(Drafting):
             if measured_s is None and is_careful:
                 break
         return best
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedTokens:
+    """The `Predictor` of a sequence of which some next tokens are certain, as where a form leaves no choice.
+
+    The last forced token is no draft, but what the step samples after the drafts. So every row of a step has a forced
+    token.
+    """
+
+    feature: SequenceFeature  # that forces them
+
+    def follow(self, output_token_ids: list[int]) -> None:
+        """The feature follows by itself."""
+
+    def chances(self, num_tokens: int) -> list[float]:
+        """1 for each of the next forced tokens but the last."""
+        return [1.0] * min(num_tokens, len(self.feature.forced_token_ids) - 1)
+
+    def next_chances(self, num_tokens: int) -> list[float]:
+        """The same for the tokens after the next one, which is being computed."""
+        return self.chances(1 + num_tokens)[1:]
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """The next tokens, at most `num_tokens`."""
+        return list(self.feature.forced_token_ids[:-1][:num_tokens])
 
 
 def _savings(chances: SequenceOf[float]) -> list[float]:

@@ -11,8 +11,7 @@ from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.device_predictor import TRIAL_STEPS
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import MAX_LATE_TOKENS
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
-from services.dense_worker.features.drafting.model_drafter import ModelDrafter
-from services.dense_worker.features.drafting.model_predictor import ModelPredictor
+from services.dense_worker.features.drafting.model_drafter import ModelDrafter, ModelPredictor
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.step import StepPlan, StepResult
 from tests.unit.dense_worker.engine import test_scheduler
