@@ -15,6 +15,7 @@ from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.features.drafting.measured_drafting import ForcedTokens
 from services.grammar.matcher import GrammarMatcher
 from tests.support.dense.forms import Forms, allowed, make_vocabulary
+from tests.support.dense.sequences import with_grammar
 from tests.support.examples import examples
 
 NAMES = st.sampled_from(["a", "name", "street_address", "é", 'quote"', "x y"])
@@ -84,9 +85,10 @@ def test_rows_of_drafts_have_the_masks_that_are_found_one_by_one(forms: Forms) -
     drafting, other, alone = matcher(), matcher(), matcher()
     first = forms.tokens("a")[0]
     GrammarMatcher.consume([(drafting, first), (alone, first)])
-    drafts = ForcedTokens(drafting).draft(7)
-    assert drafts == forms.tokens("bcde") and len(ForcedTokens(drafting).chances(7)) == 4
-    assert ForcedTokens(drafting).draft(2) == forms.tokens("bc") and ForcedTokens(drafting).chances(2) == [1.0, 1.0]
+    forced = ForcedTokens(with_grammar(drafting))
+    drafts = forced.draft(7)
+    assert drafts == forms.tokens("bcde") and len(forced.chances(7)) == 4
+    assert forced.draft(2) == forms.tokens("bc") and forced.chances(2) == [1.0, 1.0]
     masks = np.empty((7, drafting.num_words), dtype=np.uint32)
     GrammarMatcher.fill_masks([other, *[drafting] * 5, alone], masks)
     for row, token_id in enumerate(forms.tokens("bcdef"), start=1):
@@ -95,12 +97,13 @@ def test_rows_of_drafts_have_the_masks_that_are_found_one_by_one(forms: Forms) -
         assert (masks[row] == expected[0]).all()
         GrammarMatcher.consume([(alone, token_id)])
     assert (masks[6] == masks[1]).all(), "the row of another sequence"
-    assert drafting.measured_drafting == forms.tokens("bcdef"), "finding masks moves nothing"
+    assert drafting.forced_tokens == forms.tokens("bcdef"), "finding masks moves nothing"
 
 
 def test_a_matcher_that_is_moved_back_has_other_forced_tokens(forms: Forms) -> None:
     matcher = forms.matcher(StructuredOutput(Constraint.REGEX, "abc|xyz"))
-    assert matcher.forced_tokens == [] and ForcedTokens(matcher).draft(3) == [] == ForcedTokens(matcher).chances(3)
+    forced = ForcedTokens(with_grammar(matcher))
+    assert matcher.forced_tokens == [] and forced.draft(3) == [] == forced.chances(3)
     matcher.sync(forms.tokens("a"))
     assert matcher.forced_tokens == forms.tokens("bc")
     matcher.sync(forms.tokens("x"))

@@ -118,7 +118,7 @@ class ReportedRows(StepPart):
         for rows in self._progress:
             result.reports.append(Logits(rows.seq_id, rows.start, np.empty((rows.num_rows, 0), np.float32)))
         if self._ranked is not None:
-            result.reports += self._ranked.read()
+            result.reports.extend(self._ranked.read())
 
     def _add(self, feature: SequenceReports, step: StepView, index: int) -> None:
         entry, first_row = step.entries[index], step.row_starts.item(index)

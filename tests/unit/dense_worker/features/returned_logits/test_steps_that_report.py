@@ -1,0 +1,50 @@
+"""What steps report of prompts: compared with the logits of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.model_config import load_model_config
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.features.returned_logits.reports import PromptLogprobs
+from services.dense_worker.features.returned_logits.returned_logits_feature import ReturnedLogitsFeature
+from services.dense_worker.model.weights import load_weights
+from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.sampling.sampler import Sampler
+from services.step import PlanEntry
+from tests.support.dense.sequences import make_state
+from tests.support.models import make_model_dir
+from tests.support.plans import plan_of
+from tests.unit.dense_worker.features.drafting.medusa.test_device_heads import CPU, WholeSequences
+from tests.unit.dense_worker.model.test_segments import load_truth
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
+    """Beside a sequence that reports nothing."""
+    path = make_model_dir(tmp_path / "model", "llama", seed=3)
+    config, truth = load_model_config(path), load_truth(path)
+    backend = TorchBackend(load_weights(path, config, torch.float32, CPU))
+    sampler = Sampler(4, config.vocab_size, "cpu")
+    runner = ModelRunner(backend, sampler, config.num_layers, 4, [ReturnedLogitsFeature()])
+    channel: Any = WholeSequences(truth, config)
+    runner.attach([channel])
+    prompts = {1: [5, 9, 17, 3], 2: [101, 4]}
+    for seq_id, prompt in prompts.items():
+        runner.open(make_state(seq_id, prompt, len(prompt), num_prompt_logprobs=2 if seq_id == 1 else None))
+    entries = [PlanEntry(seq_id, 0, len(prompt), 1) for seq_id, prompt in prompts.items()]
+    channel.lengths = [entry.num_tokens for entry in entries]
+    result = runner.launch(plan_of(1, *entries), channel).collect()
+    [report] = result.reports
+    assert isinstance(report, PromptLogprobs) and (report.seq_id, report.start) == (1, 1)
+    with torch.inference_mode():
+        expected = truth(torch.tensor([prompts[1]])).logits[0].log_softmax(-1)
+    assert len(report.tokens) == len(prompts[1]) - 1
+    for token, row, token_id in zip(report.tokens, expected, prompts[1][1:], strict=False):
+        values, token_ids = row.topk(2)
+        assert token.logprob == pytest.approx(row[token_id].item(), abs=1e-4)  # float32 in another order of sums
+        assert [top_id for top_id, _ in token.top][:2] == token_ids.tolist()
+        assert [logprob for _, logprob in token.top][:2] == pytest.approx(values.tolist(), abs=1e-4)
