@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -16,12 +17,15 @@ import grpc
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ConfigDict, TypeAdapter
+from transformers import PreTrainedTokenizerFast
 
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
 from services.common.errors import TwostrokeError
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME
 from services.gateway.service import Gateway
+from services.gateway.text import tokenizer
+from services.grammar.hf_tokenizer import load_hf_tokenizer
 from services.pb import gateway_pb2_grpc
 from services.rpc.server import serve
 from tests.support.warm_process import WarmProcess, warm_server
@@ -42,7 +46,20 @@ def shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> Typ
     return TYPE_ADAPTERS[key]
 
 
-fastapi_fields.TypeAdapter = shared_type_adapter  # type: ignore[misc]  # gateways of one process share them
+@functools.cache
+def embedded_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the embedded model. Every gateway changes it in the same way; to read it takes 0.03 s."""
+    return load_hf_tokenizer(EMBEDDED_MODEL)
+
+
+def shared_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedTokenizerFast:
+    """What `load_hf_tokenizer` gives; of the embedded model always the same object."""
+    return embedded_tokenizer() if path == EMBEDDED_MODEL else load_hf_tokenizer(path, is_optional)
+
+
+# Gateways of one process share them.
+fastapi_fields.TypeAdapter = shared_type_adapter  # type: ignore[misc]
+tokenizer.load_hf_tokenizer = shared_hf_tokenizer
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
