@@ -1,7 +1,8 @@
 """`DraftAttention`: the keys and values of what drafts, and attention to them in plain torch.
 
 The cache is a list of slots, one for a token. A block is `BLOCK_SIZE` slots in a row, and a sequence has a table of
-blocks. All positions may be known to the device alone: nothing waits for the host.
+blocks. All positions may be known to the device alone, as they depend on how many drafts were right, and nothing waits
+for the host: so this is not the attention worker's reference, whose steps the host prepares.
 """
 
 from __future__ import annotations
