@@ -193,6 +193,8 @@ def _describe_validation(error: RequestValidationError) -> tuple[str, str | None
 
 def _param(loc: Sequence[str | int], body: Any) -> str | None:
     """The path of a field, such as `messages[0].content`. Leaves out tags of unions, such as `<texts>`."""
+    if loc and loc[0] in ("query", "path"):  # its name stands beside the body
+        return shorten(str(loc[1]), MAX_QUOTED_CHARACTERS)
     path = ""
     for step in loc[1:] if loc and loc[0] == "body" else loc:
         if isinstance(step, int) and isinstance(body, list):

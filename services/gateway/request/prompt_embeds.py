@@ -71,5 +71,5 @@ def _decode_base64(text: str, name: str) -> bytes:
             for start in range(0, len(text), _PIECE)
         ]
     except ValueError as error:
-        raise InvalidRequest(f"{name} is not base64: {error}", NAME) from error
+        raise InvalidRequest(f"{name} is not base64: {error}", name) from error
     return b"".join(pieces)

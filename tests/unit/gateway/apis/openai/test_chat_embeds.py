@@ -77,6 +77,8 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         for name, (body, words) in cases.items():
             response = await client.post(CHATS, json={"max_tokens": 2, **body})
             assert response.status_code == 400 and words in response.json()["error"]["message"], (name, response.text)
+            if name == "no base64":
+                assert response.json()["error"]["param"] == "messages[0]"
         for path in ("/tokenize", "/apply-template"):
             response = await client.post(path, json={"messages": CHAT})
             check_error(response, 400, "messages[0]", "prompt_embeds")

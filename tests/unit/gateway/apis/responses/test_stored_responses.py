@@ -111,8 +111,16 @@ def test_input_items_are_those_that_the_model_was_given(tmp_path: Path) -> None:
         assert len({item.id for item in items}) == 4
         paged = [item.id async for item in api.responses.input_items.list(second.id, limit=1)]
         assert paged == [item.id for item in reversed(items)]
-        with pytest.raises(openai.BadRequestError, match="id of no item"):
-            await api.responses.input_items.list(second.id, after="msg_none")
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"after": "msg_none"}, "id of no item"),
+            ({"limit": 0}, "limit is '0': .* greater than or equal to 1"),
+            ({"limit": 101}, "limit is '101': .* less than or equal to 100"),
+            ({"order": "up"}, "order is 'up': .* 'asc' or 'desc'"),
+        ]
+        for given, words in wrong:
+            with pytest.raises(openai.BadRequestError, match=words) as refused:
+                await api.responses.input_items.list(second.id, **given)
+            assert [refused.value.param] == [*given]
 
     with_api(tmp_path, answering(" one", " two"), test, store_responses=True)
 
