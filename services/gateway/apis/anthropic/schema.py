@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.anthropic.blocks import Messages, Texts
 from services.gateway.apis.shared.generation_fields import IGNORED
+from services.gateway.apis.shared.other_servers import VLLM_MESSAGES
 from services.gateway.apis.shared.parts import Description, ToolName
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.request.generation_request import MAX_STOP_STRINGS
@@ -92,6 +93,7 @@ class CountTokensRequest(RequestModel):
     """Everything that becomes the prompt."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **VLLM_MESSAGES,
         "compaction": (),
         "container": (),
         "context_management": ({}, {"edits": []}, {"edits": [KEEP_THINKING]}),

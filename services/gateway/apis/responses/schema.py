@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.tool_schema import ToolChoice, ToolObjects
 from services.gateway.apis.shared.generation_fields import IGNORED, MAX_LABEL_CHARACTERS, MAX_METADATA
+from services.gateway.apis.shared.other_servers import VLLM_RESPONSES
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, at_most
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
@@ -62,6 +63,7 @@ class ResponsesRequest(RequestModel):
     """The conversation so far, or what follows an earlier response, and the options of the answer."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **VLLM_RESPONSES,
         "background": (False,),
         "background_options": (),
         "context_management": ([],),

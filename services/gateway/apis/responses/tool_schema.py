@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, Tag
+from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.shared.parts import Description, ToolName, by_field, check_parts
 from services.gateway.apis.shared.request_model import RequestModel, at_most
@@ -88,6 +89,12 @@ class NamedTool(RequestModel):
     type: Literal["function", "custom", "local_shell"]
     name: str | None = None
     namespace: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_name(self) -> NamedTool:
+        if self.type != "local_shell" and not self.name:
+            raise PydanticCustomError("name", "required for the type {type}", {"type": self.type, "field": "name"})
+        return self
 
 
 class AllowedTools(RequestModel):

@@ -52,6 +52,30 @@ VLLM: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),  # decoders of language models put no spaces there
 }
 
+# What vLLM adds to OpenAI's Responses and to Anthropic's Messages.
+VLLM_MESSAGES: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "kv_transfer_params": (),
+}
+VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    **VLLM_MESSAGES,
+    "enable_response_messages": (False,),
+    "frequency_penalty": (0,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "previous_input_messages": ([],),
+    "previous_response": (),
+    "repetition_penalty": (1,),
+    "seed": (),
+    "skip_special_tokens": (True,),
+    "stop": ("", []),
+    "structured_outputs": (),
+    "vllm_xargs": ({},),
+}
+
 # What no route here supports.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
 

@@ -59,6 +59,7 @@ def results(*blocks: Any) -> list[Any]:
 WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"max_tokens": None}, ("max_tokens",)),
     ({"max_tokens": 0}, ("max_tokens is 0",)),
+    ({"chat_template_kwargs": {"a": 1}}, ("chat_template_kwargs", "not supported")),
     ({"max_tokens": "5"}, ("max_tokens is '5'",)),
     ({"messages": []}, ("messages",)),
     ({"messages": "Hi"}, ("messages is 'Hi'",)),
