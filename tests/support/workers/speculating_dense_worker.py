@@ -1,9 +1,13 @@
-"""A dense worker for which drafts always pay: so it depends on no measured time which steps have some."""
+"""A dense worker for which drafts always pay: so it depends on no measured time which steps have some.
+
+Nor does it learn from wrong guesses, as those of heads that know a single text are beside other texts.
+"""
 
 from __future__ import annotations
 
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
+from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.load_drafter import SUFFIX_LENGTHS
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
@@ -29,6 +33,10 @@ class EndlessBudget(TimeBudget):
         return False
 
 
+def learn_nothing(acceptance: Acceptance, *, is_first: bool, is_right: bool) -> None:
+    """In place of `Acceptance.observe`: every guess is as likely as the first one."""
+
+
 class SpeculatingDenseWorker(service.DenseWorker):
     """Copies as the method `suffix` does, unless `scheduler.speculation` names another one."""
 
@@ -45,4 +53,5 @@ class SpeculatingDenseWorker(service.DenseWorker):
 
 if __name__ == "__main__":
     service.DenseWorker = SpeculatingDenseWorker  # type: ignore[misc]
+    Acceptance.observe = learn_nothing  # type: ignore[method-assign]
     main()
