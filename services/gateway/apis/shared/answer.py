@@ -129,12 +129,16 @@ class Answer(Response):
         finally:
             await generations.close()
 
-    async def _encode(self, objects: Sequence[Any]) -> bytes:
-        """The same as `_events` for large objects, in turns of `HeavyWork`."""
-        has_names = self._format.has_event_names
-        return await self._service.heavy_work.whole(
-            piece for each in objects for piece in (_start(each, has_names), *json_pieces(each), b"\n\n")
-        )
+    async def _send_large(self, send: Send, objects: Sequence[Any]) -> None:
+        """Sends the events of large objects while they are made, in turns of `HeavyWork`."""
+        async for piece in self._service.heavy_work.pieces(self._event_pieces(objects)):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def _event_pieces(self, objects: Sequence[Any]) -> Iterator[bytes]:
+        for each in objects:
+            yield _start(each, self._format.has_event_names)
+            yield from json_pieces(each)
+            yield b"\n\n"
 
     def _events(self, objects: Sequence[Any]) -> bytes:
         return events(objects, has_names=self._format.has_event_names)
@@ -168,19 +172,20 @@ class Answer(Response):
             next_chunk = await first
             while next_chunk is not None:
                 prompt_index, chunk = next_chunk
-                if self._is_large(chunk):
-                    body += await self._encode(form.chunk(prompt_index, chunk))
-                else:
+                is_large = self._is_large(chunk)
+                if not is_large:
                     body += self._events(form.chunk(prompt_index, chunk))
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""
+                if is_large:
+                    await self._send_large(send, form.chunk(prompt_index, chunk))
                 next_chunk = await generations.next_chunk()
+            end = form.end_of_stream
             if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens
-                end = await self._encode(form.closing())
+                await self._send_large(send, form.closing())
             else:
-                end = self._events(form.closing())
-            end += form.end_of_stream
+                end = self._events(form.closing()) + end
         except Exception as error:  # after any error the client must not take the stream for complete
             end = self._events(form.failure(error))
         await send({"type": "http.response.body", "body": body + end, "more_body": False})

@@ -111,16 +111,23 @@ class GenerateStream(Response):
         end = b""
         try:
             response = await first
-            while True:
-                body = await _encode_event(self._triton, self._request, response)
-                if response.is_final:
-                    end = body
-                    break
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            while not response.is_final:
+                await self._send_event(send, response)
                 response = await anext(responses)
+            await self._send_event(send, response)
         except Exception as error:  # after any error the client must not take the stream for complete
             end = events([{"error": describe(error)[1]["error"]["message"]}])
         await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _send_event(self, send: Send, response: InferResponse) -> None:
+        """Sends a large event while it is made, in turns of `HeavyWork`."""
+        described = generate_object(self._request, response.outputs)
+        if sum(each.values.size for each in response.outputs) <= MAX_INLINE_VALUES:
+            await send({"type": "http.response.body", "body": events([described]), "more_body": True})
+            return
+        pieces = itertools.chain((b"data: ",), json_pieces(described), (b"\n\n",))
+        async for piece in self._triton.service.heavy_work.pieces(pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 def generate_object(request: InferRequest, outputs: Sequence[Tensor]) -> dict[str, Any]:
@@ -133,13 +140,6 @@ def generate_object(request: InferRequest, outputs: Sequence[Tensor]) -> dict[st
         values = values_of(tensor)
         described[tensor.name] = next(values) if tensor.values.size == 1 else values
     return described
-
-
-async def _encode_event(triton: Triton, request: InferRequest, response: InferResponse) -> bytes:
-    described = generate_object(request, response.outputs)
-    if sum(each.values.size for each in response.outputs) <= MAX_INLINE_VALUES:
-        return events([described])
-    return await triton.service.heavy_work.whole(itertools.chain((b"data: ",), json_pieces(described), (b"\n\n",)))
 
 
 async def _run(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:

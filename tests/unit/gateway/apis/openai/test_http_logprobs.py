@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,23 @@ def test_best_of_returns_the_most_likely_answers(tmp_path: Path) -> None:
 
     dense = FakeDense(lambda submit: {10: [60, 60], 11: [40, 40], 12: [50, 50]}[submit.spec.sampling.seed])
     with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_an_answer_with_many_logprobs_is_sent_while_it_is_made(tmp_path: Path, is_streamed: bool) -> None:
+    """It has several megabytes, which never exist at once."""
+    body = {"prompt": [100 + i % 800 for i in range(1500)], "prompt_logprobs": 20, "max_tokens": 1}
+    num_bytes = 0
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        nonlocal num_bytes
+        tracemalloc.start()
+        async with client.stream("POST", COMPLETIONS, json=body | {"stream": is_streamed}) as response:
+            assert response.status_code == 200
+            async for piece in response.aiter_raw():
+                num_bytes += len(piece)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert num_bytes > 1_500_000 and peak < num_bytes, peak
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
