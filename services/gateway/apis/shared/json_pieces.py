@@ -15,6 +15,7 @@ from services.gateway.apis.shared.hidden_states import HiddenStates
 
 MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
 UNLIKE = ("choices", "output")  # lists with large elements
+PLAIN = (str, float, int, bool, type(None))
 
 
 class LazyList:
@@ -35,23 +36,37 @@ def json_at_once(value: Any) -> bytes:
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of `value` in pieces: objects by key, lists by element, plain values in a list some at a time."""
+    """The JSON of `value` in pieces: large values in objects and lists one by one, small ones some at a time."""
     if isinstance(value, HiddenStates):
         yield from value.json_pieces()
     elif isinstance(value, dict):
-        separator = b"{"
-        for key, each in value.items():
-            yield separator + to_json(key) + b":"
-            if key in UNLIKE and isinstance(each, list | Iterator):
-                yield from _list_pieces(iter(each), has_large=True)
-            else:
-                yield from json_pieces(each)
-            separator = b","
-        yield b"}" if value else b"{}"
+        yield from _object_pieces(value)
     elif isinstance(value, list | Iterator | LazyList):
         yield from _list_pieces(iter(value))
     else:
         yield to_json(value)
+
+
+def _object_pieces(value: dict[str, Any]) -> Iterator[bytes]:
+    separator, small, num_small = b"{", {}, 0
+    for key, each in value.items():
+        has_large = key in UNLIKE and isinstance(each, list | Iterator)
+        num_values = MAX_PIECE_VALUES + 1 if has_large else _num_values(each)
+        if num_values <= MAX_PIECE_VALUES:
+            small[key] = each
+            num_small += num_values
+            if num_small < MAX_PIECE_VALUES:
+                continue
+        if small:
+            yield separator + to_json(small)[1:-1]
+            separator, small, num_small = b",", {}, 0
+        if num_values > MAX_PIECE_VALUES:
+            yield separator + to_json(key) + b":"
+            yield from _list_pieces(iter(each), has_large=True) if has_large else json_pieces(each)
+            separator = b","
+    if small:
+        yield separator + to_json(small)[1:-1]
+    yield b"}" if value else b"{}"
 
 
 def _list_pieces(elements: Iterator[Any], *, has_large: bool = False) -> Iterator[bytes]:
@@ -67,7 +82,7 @@ def _list_pieces(elements: Iterator[Any], *, has_large: bool = False) -> Iterato
             separator, plain = b",", []
             if not isinstance(element, dict | list | Iterator):
                 continue
-        if has_large or _is_large(element):
+        if has_large or _num_values(element) > MAX_PIECE_VALUES:
             yield separator
             yield from json_pieces(element)
         else:
@@ -79,16 +94,17 @@ def _list_pieces(elements: Iterator[Any], *, has_large: bool = False) -> Iterato
     yield b"[]" if separator == b"[" else b"]"
 
 
-def _is_large(element: Any) -> bool:
-    """Whether it is made while it is encoded, or has many values in its lists and objects."""
-    if isinstance(element, Iterator):
-        return True
-    made_later = Iterator | LazyList | HiddenStates
-    count = 0
-    for each in element.values() if isinstance(element, dict) else element:
-        if isinstance(each, made_later):
-            return True
-        if isinstance(each, dict) and any(isinstance(inner, made_later) for inner in each.values()):
-            return True
-        count += len(each) if isinstance(each, dict | list | tuple) else 1
-    return count > MAX_PIECE_VALUES
+def _num_values(value: Any) -> int:
+    """How many values it has; more than `MAX_PIECE_VALUES` if they are that many, or made while it is encoded."""
+    if type(value) is dict:
+        inner = value.values()
+    elif type(value) is list or type(value) is tuple:
+        inner = value
+    else:
+        return MAX_PIECE_VALUES + 1 if isinstance(value, Iterator | LazyList | HiddenStates) else 1
+    count = 1
+    for each in inner:
+        count += 1 if type(each) in PLAIN else _num_values(each)
+        if count > MAX_PIECE_VALUES:
+            break
+    return count

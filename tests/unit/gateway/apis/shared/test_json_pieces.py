@@ -30,3 +30,11 @@ def test_no_piece_is_large(num_answers: int) -> None:
     pieces = list(json_pieces(whole))
     assert b"".join(pieces) == to_json(whole)
     assert max(map(len, pieces)) < 300_000
+
+
+def test_many_small_values_are_few_pieces() -> None:
+    """Each costs as much as a hundred values."""
+    of_position = {str(i): {"logprob": -1.0, "rank": i, "decoded_token": "a"} for i in range(10_000)}
+    pieces = list(json_pieces({"choices": [{"index": 0, "prompt_logprobs": [None, of_position, of_position]}]}))
+    assert len(pieces) < 4 * 20_000 / 512
+    assert max(map(len, pieces)) < 100_000
