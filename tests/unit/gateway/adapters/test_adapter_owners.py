@@ -229,6 +229,7 @@ def test_without_keys_those_of_keys_are_not_served(adapters: Path) -> None:
         await second.load_recorded(())
         anybody = Caller(None, caller("ann").usage)
         assert dict(second.names_for(anybody).adapters) == {}
+        assert dict(second.names_for(caller("ann")).adapters) == {}, "nobody could name it, and it would take room"
         third = of_directory(adapters, admins=("ann",))
         await third.load_recorded(("ann",))
         assert set(third.names_for(caller("bob")).adapters) == {"x"}, "an admin's adapters are shared"
@@ -267,7 +268,9 @@ def test_one_key_cannot_take_the_memory_of_others(tmp_path: Path, monkeypatch: p
             await loaded.load(caller("ann"), f"x{number}", "a")
         with pytest.raises(InvalidRequest, match=r"896 of 896 bytes of virtual tokens.*limit of 1024"):
             await loaded.load(caller("ann"), "y", "a")
+        await loaded.load(caller("ann"), "x0", "a", replaces=True)
         await loaded.load(caller("bob"), "y", "a")
+        await loaded.load(caller("bob"), "y", "a", replaces=True)
         with pytest.raises(InvalidRequest, match="would have 1152 bytes, at most 1024"):
             await loaded.load(caller("root"), "y", "a")
 
