@@ -237,6 +237,19 @@ def test_without_keys_those_of_keys_are_not_served(adapters: Path) -> None:
     run(body())
 
 
+def test_what_another_gateway_forgets_while_the_records_are_read_is_not_served(adapters: Path) -> None:
+    async def body() -> None:
+        first = of_directory(adapters)
+        for name in ("x", "y"):
+            await first.load(caller("ann"), name, "a")
+        second = of_directory(adapters)
+        second.forget("ann", "x")  # its record is gone only after the second gateway has seen it
+        await second.load_recorded(("ann",))
+        assert set(second.names_for(caller("ann")).adapters) == {"y"}
+
+    run(body())
+
+
 def test_one_key_cannot_take_the_room_of_others(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_list, "MAX_ADAPTERS", 64)
     monkeypatch.setattr(adapters_module, "check_adapter", lambda *arguments: "00")

@@ -94,5 +94,7 @@ def test_a_server_that_gives_no_metrics_gives_none(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         answer = (await client.post(COMPLETIONS, json={"prompt": "a"})).json()
         assert "metrics" not in answer and "timings" not in answer
+        timed = (await client.post(COMPLETIONS, json={"prompt": "a", "timings_per_token": True})).json()
+        assert "metrics" not in timed and set(timed["timings"]) == TIMINGS
 
     with_client(tmp_path, FakeDense(lambda submit: [*ids(TEXT), EOS]), test)

@@ -16,7 +16,7 @@ import pytest
 
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, PeerError
 from services.gateway.adapters.adapters import Adapters
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.lora.adapter_records import AdapterRecords
@@ -176,6 +176,22 @@ def test_an_adapter_that_one_gateway_cannot_serve_is_served_by_none(
         assert await served(gateways) == [[("x", "b")]] * 3
 
     with_gateways(tmp_path, test, lora_directory=adapters)
+
+
+def test_a_gateway_keeps_nothing_of_an_adapter_that_another_one_could_not_read(tmp_path: Path, adapters: Path) -> None:
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        [address] = {options_of(tmp_path, 0, 1).peer_address}
+        loaded = await gateways[0].stub.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="x", path="a"))
+        adapter = gateway_peers_pb2.PeerAdapter(name="y", path="a", hash=loaded.adapter.hash)
+        with pytest.raises(PeerError, match="'y' is not loaded"):
+            await GatewayPeers([str(address), f"unix:{tmp_path}/gone.sock"]).stage_adapter(adapter)
+        shutil.rmtree(adapters / "a")
+        async with grpc.aio.insecure_channel(str(address)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):  # it would have to read the files again
+                await gateway_peers_pb2_grpc.GatewayPeersStub(channel).ServeAdapter(adapter)
+        assert await names_at(gateways[0], {}) == {"x"}
+
+    with_gateways(tmp_path, test, num_gateways=1, lora_directory=adapters)
 
 
 def test_while_a_gateway_is_down_nothing_is_loaded_and_when_it_starts_it_has_everything(

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 from services.common.config import EMBEDDED_MODEL
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_gateway import with_client
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
+from tests.unit.gateway.access.test_callers import bearer, keys_file
 
 DOCUMENTED_PROPS = {
     "default_generation_settings", "total_slots", "model_path", "chat_template", "modalities", "build_info",
@@ -74,3 +75,21 @@ def test_slots_show_what_runs_and_none_free_is_a_503(tmp_path: Path) -> None:
         assert (await client.get("/slots", params={"fail_on_no_slot": 1})).status_code == 200
 
     with_client(tmp_path, FakeDense(lambda submit: ids(" a") * 500, step_s=0.01), test)
+
+
+def test_slots_show_the_details_of_the_callers_own_alone(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        ann, bob = ({"authorization": bearer(name)} for name in ("ann", "bob"))
+        body = {"prompt": [5, 6, 7], "n_predict": 500}
+        running = asyncio.create_task(client.post("/completion", json=body, headers=ann))
+        await until(lambda: len(dense.running) == 1)
+        while not (await client.get("/slots", headers=ann)).json()[0]["is_processing"]:
+            await asyncio.sleep(0.01)
+        [own, other] = [(await client.get("/slots", headers=each)).json()[0] for each in (ann, bob)]
+        assert {"params", "next_token", "n_prompt_tokens"} <= own.keys()
+        assert set(other) == DOCUMENTED_SLOT and other["is_processing"]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    dense = FakeDense(lambda submit: ids(" a") * 500, step_s=0.01)
+    with_client(tmp_path, dense, test, api_keys_file=keys_file(tmp_path))

@@ -102,8 +102,11 @@ def test_they_are_off_by_default(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(say(" one")), test)
 
 
-def test_a_template_that_leaves_a_message_out_is_named(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "{{ messages[-1].content }}")
+@pytest.mark.parametrize(
+    "template", ["{{ messages[-1].content }}", "{% for each in messages * 2 %}{{ each.content }}{% endfor %}"]
+)
+def test_a_template_that_leaves_a_message_out_or_repeats_it_is_named(tmp_path: Path, template: str) -> None:
+    model = make_model(tmp_path / "model", template)
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway, dense: FakeDense) -> None:
         response = await client.post(CHATS, json={"messages": CHAT, "max_tokens": 2})
