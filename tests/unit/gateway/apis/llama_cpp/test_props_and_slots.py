@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from services.common.config import EMBEDDED_MODEL
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_gateway import with_client
-from tests.support.running_gateway import RunningGateway, until
+from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 from tests.unit.gateway.access.test_callers import bearer, keys_file
 
@@ -24,9 +24,11 @@ DOCUMENTED_PROPS = {
 DOCUMENTED_SLOT = {"id", "id_task", "n_ctx", "speculative", "is_processing"}
 
 
-async def slots(client: httpx2.AsyncClient, is_reached: Callable[[list[dict[str, Any]]], Any]) -> list[dict[str, Any]]:
+async def slots(
+    client: httpx2.AsyncClient, is_reached: Callable[[list[dict[str, Any]]], Any], headers: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
     """The slots as soon as they are as wanted; the time limit is that of the test."""
-    while not is_reached(found := (await client.get("/slots")).json()):  # noqa: ASYNC110  there is no event to wait for
+    while not is_reached(found := (await client.get("/slots", headers=headers)).json()):  # noqa: ASYNC110  no event
         await asyncio.sleep(0.01)
     return found
 
@@ -82,10 +84,8 @@ def test_slots_show_the_details_of_the_callers_own_alone(tmp_path: Path) -> None
         ann, bob = ({"authorization": bearer(name)} for name in ("ann", "bob"))
         body = {"prompt": [5, 6, 7], "n_predict": 500}
         running = asyncio.create_task(client.post("/completion", json=body, headers=ann))
-        await until(lambda: len(dense.running) == 1)
-        while not (await client.get("/slots", headers=ann)).json()[0]["is_processing"]:
-            await asyncio.sleep(0.01)
-        [own, other] = [(await client.get("/slots", headers=each)).json()[0] for each in (ann, bob)]
+        [own, *_] = await slots(client, lambda each: each[0]["is_processing"], ann)
+        [other, *_] = await slots(client, lambda each: each[0]["is_processing"], bob)
         assert {"params", "next_token", "n_prompt_tokens"} <= own.keys()
         assert set(other) == DOCUMENTED_SLOT and other["is_processing"]
         running.cancel()
