@@ -2,7 +2,8 @@
 
     python bench/steps.py --batch 1 64 512 --clients 1 8
 
-Every sequence decodes one token per step. The backend does nothing, so the device's work is not included.
+Every sequence decodes one token per step, and steps are planned one ahead. The backend does nothing, so the device's
+work is not included.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Steps:
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
         self.servicer._streams[1] = self.outbox
         self.report: Any = None
+        self.in_flight: Any = None  # the step that is planned and not ended, and its input
         attention: Any = None
         self.engine = Engine(limits, self.runner, attention, self.keep_report, 1.0, [metrics])
         counts = (BLOCK_SIZE, self.cache.num_blocks, self.cache.num_free_blocks)
@@ -92,7 +94,7 @@ class Steps:
         return result
 
     def run_step(self) -> bool:
-        """Runs a step; returns whether every sequence decoded a token."""
+        """Plans a step and ends the one before; returns whether every sequence has a token of that."""
         published = self.timed("schedule", self.scheduler.schedule)
         plan = published.plan
         step = InFlight(published, None, time.monotonic())  # type: ignore[arg-type]
@@ -102,6 +104,11 @@ class Steps:
         self.timed("plan blocks", self.cache.plan_step, received)
         self.timed("commit", self.cache.commit_step)
         prepared = self.timed("prepare", lambda: self.runner.prepare(self.runner.bind(plan)))
+        ended, self.in_flight = self.in_flight, (step, prepared)
+        if ended is None:
+            return False
+        step, prepared = ended
+        plan = step.published.plan
         tokens = torch.full((len(prepared.sampled_rows),), TOKEN)
         pending = PendingTokens(prepared.bound, self.runner._rows, tokens, {}, None)
         result = self.timed("read", pending.read)

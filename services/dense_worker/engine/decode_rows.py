@@ -202,6 +202,13 @@ class DecodeRows:
             output.append(token_id)
         self.num_known[slots] += 1
 
+    def append_one(self, sequence: Sequence) -> None:
+        """A token of a sequence that has a row becomes known; whoever calls this appends it to the output.
+
+        The row stays: steps that have been planned already are of this row, and go on being handled with the others.
+        """
+        self.num_known[sequence.slot] += 1
+
     def _add_slots(self, num_new: int) -> None:
         num_old = len(self.seq_ids)
         self._free_slots.extend(reversed(range(num_old, num_old + num_new)))

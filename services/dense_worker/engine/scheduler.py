@@ -333,9 +333,11 @@ class Scheduler:
         sampled: list[tuple[int, int]],
     ) -> SequenceOutput | None:
         """Appends the tokens of one sequence, and adds those that are known now to `sampled`."""
-        if sequence.slot is not None:
-            self.session.leave_row(sequence)
-        sequence.num_pending_tokens -= 1
+        has_row = sequence.slot is not None  # since then it may have left it, or got one
+        if has_row:
+            self.session.rows.append_one(sequence)
+        else:
+            sequence.num_pending_tokens -= 1
         num_draft_tokens, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
         if sequence.status is SequenceStatus.FINISHED:
             return None  # ended by an earlier step, or cancelled: this step was wasted
@@ -351,10 +353,11 @@ class Scheduler:
             self._finish(sequence)
             return SequenceOutput(sequence, sequence.output_token_ids[first:], finish_reason)
         if sequence.status is SequenceStatus.RUNNING:
-            sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
             sampled += [(sequence.seq_id, token_id) for token_id in token_ids]
-            if self._has_rows and sequence.is_plain:
-                self.session.enter_row(sequence)
+            if not has_row:
+                sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
+                if self._has_rows and sequence.is_plain:
+                    self.session.enter_row(sequence)
         return SequenceOutput(sequence, token_ids, None)
 
     def _advance(self, sequence: Sequence, policy: RowPolicy, result: StepResult) -> SequenceOutput | None:

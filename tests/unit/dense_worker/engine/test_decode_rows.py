@@ -175,3 +175,19 @@ def test_a_sequence_has_a_row_once_its_first_token_is_known() -> None:
     assert sequence.slot is not None
     cluster.run_until_idle()
     assert sequence.output_token_ids == expected_output(sequence)
+
+
+def test_rows_stay_while_steps_are_planned_ahead_and_their_tokens_would_end_others() -> None:
+    """Otherwise each step would handle all its sequences one by one, since it was planned before the last one ended."""
+    cluster = RecordedCluster("guaranteed_no_evict", 64, 8, 32, has_rows=True)
+    sequences = [cluster.arrive_plain(5, 40, False, 0) for _ in range(4)]
+    others = {token_id for each in sequences[:3] for token_id in expected_output(each)}
+    ask(sequences[3], stop_token_ids=tuple(sorted(others - set(expected_output(sequences[3])))))
+    cluster.run(6)
+    version = cluster.scheduler.session.rows.version
+    lengths = [len(each.output_token_ids) for each in sequences]
+    cluster.run(20)
+    assert [len(each.output_token_ids) for each in sequences] == [length + 20 for length in lengths]
+    assert cluster.scheduler.session.rows.version == version, "nobody came or went"
+    cluster.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
