@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.structured_output import StructuredOutput
@@ -24,6 +25,36 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
 MAX_ALLOWED_TOKENS = 1024
 MAX_LOGPROB_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The range of an option that is one number; messages and the bodies of HTTP have a field of its name."""
+
+    default: float
+    low: float
+    high: float = math.inf
+    is_low_excluded: bool = False
+    description: str | None = None  # for clients of HTTP; None: the field's name says it
+
+    def check(self, name: str, value: float) -> None:
+        """Raises `InvalidRequest`, naming option, value and limit, for a value out of the range."""
+        if not math.isfinite(value):
+            raise InvalidRequest(f"{name} is {value}, must be a finite number", _field(name))
+        if self.low <= value <= self.high and not (self.is_low_excluded and value == self.low):
+            return
+        if self.high == math.inf:
+            bound = f"at least {self.low:g}"
+        elif self.is_low_excluded:
+            bound = f"above {self.low:g} and at most {self.high:g}"
+        else:
+            bound = f"from {self.low:g} to {self.high:g}"
+        raise InvalidRequest(f"{name} is {value}, must be {bound}", _field(name))
+
+
+def number(default: float, low: float, high: float = math.inf, **options: Any) -> Any:
+    """A field of `SamplingParams` with a `Number`; the type of its default is its own."""
+    return field(default=default, metadata={Number: Number(default, low, high, **options)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +76,20 @@ class SamplingParams:
     form, they do not apply: the form wins.
     """
 
-    temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)
+    # Below 1e-5 the most likely token is taken (greedy).
+    temperature: float = number(
+        1.0, 0.0, MAX_TEMPERATURE, description="0 is greedy, 1 is the model's own distribution"
+    )
     top_k: int | None = None  # >= 1: keep the k most likely tokens and all that tie with the last; None: all
-    top_p: float = 1.0  # (0, 1]: keep the fewest most likely tokens that together reach this probability
-    min_p: float = 0.0  # [0, 1]: drop tokens below this fraction of the most likely one's probability
-    repetition_penalty: float = 1.0  # (0, 100]: > 1 makes tokens of prompt and output less likely
-    presence_penalty: float = 0.0  # [-2, 2]: taken off the logits of tokens in the output
-    frequency_penalty: float = 0.0  # [-2, 2]: the same, once per occurrence
-    min_tokens: int = 0  # >= 0: no stop token is sampled before this many output tokens
+    # Keep the fewest most likely tokens that together reach this probability.
+    top_p: float = number(1.0, 0.0, 1.0, is_low_excluded=True)
+    min_p: float = number(0.0, 0.0, 1.0)  # drop tokens below this fraction of the most likely one's probability
+    # Above 1 it makes tokens of prompt and output less likely.
+    repetition_penalty: float = number(1.0, 0.0, MAX_REPETITION_PENALTY, is_low_excluded=True)
+    presence_penalty: float = number(0.0, -MAX_PENALTY, MAX_PENALTY)  # taken off the logits of tokens in the output
+    frequency_penalty: float = number(0.0, -MAX_PENALTY, MAX_PENALTY)  # the same, once per occurrence
+    # No stop token is sampled before this many output tokens.
+    min_tokens: int = number(0, 0, description="The answer has at least this many tokens")
     seed: int = 0  # [0, 2**64): same seed, options, token ids and logits => same next token
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, [-100, 100]): added to the token's logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each word: the output contains no such sequence
@@ -81,23 +118,15 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raises `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
-        _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        for name, option in NUMBERS.items():
+            option.check(name, getattr(self, name))
         if self.top_k is not None and self.top_k < 1:
             raise InvalidRequest(f"top_k is {self.top_k}, must be at least 1 (omit it to keep all tokens)", "top_k")
-        _check_range("top_p", self.top_p, 0.0, 1.0, is_low_excluded=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range(
-            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, is_low_excluded=True
-        )
-        _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        if self.min_tokens < 0:
-            raise InvalidRequest(f"min_tokens is {self.min_tokens}, must be at least 0", "min_tokens")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequest(f"seed is {self.seed}, must be from 0 to {MAX_SEED} (2**64 - 1)", "seed")
         _check_count("logit_bias", "tokens", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
         for token_id, bias in self.logit_bias:
-            _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            _BIAS.check(f"logit_bias[{token_id}]", bias)
         _check_count("bad_words", "words", len(self.bad_words), 0, MAX_BAD_WORDS)
         for i, word in enumerate(self.bad_words):
             _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
@@ -133,6 +162,13 @@ class SamplingParams:
             )
 
 
+# The options that are numbers, by name.
+NUMBERS: dict[str, Number] = {
+    each.name: each.metadata[Number] for each in fields(SamplingParams) if Number in each.metadata
+}
+_BIAS = Number(0.0, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
 def _check_count(name: str, what: str, count: int, low: int, high: int) -> None:
     if not low <= count <= high:
         raise InvalidRequest(f"{name} has {count} {what}, must have {low} to {high}", _field(name))
@@ -144,14 +180,6 @@ def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> No
             raise InvalidRequest(
                 f"{name} has token {token_id}, out of vocabulary: must be in [0, {vocab_size})", _field(name)
             )
-
-
-def _check_range(name: str, value: float, low: float, high: float, is_low_excluded: bool = False) -> None:
-    if not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value}, must be a finite number", _field(name))
-    if value < low or value > high or (is_low_excluded and value == low):
-        bound = f"above {low:g} and at most {high:g}" if is_low_excluded else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} is {value}, must be {bound}", _field(name))
 
 
 def _field(name: str) -> str:

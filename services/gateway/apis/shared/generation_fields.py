@@ -8,7 +8,7 @@ import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, NUMBERS
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import (
     Choices,
@@ -64,18 +64,22 @@ Suffix = Annotated[
 ]
 
 
-class SamplingFields(RequestModel):
+# A field for each option that is a number: `SamplingParams` says what it means, and checks it.
+_NumberFields = pydantic.create_model(
+    "_NumberFields",
+    __base__=RequestModel,
+    **{
+        name: ((Int32 if isinstance(each.default, int) else float) | None, Field(None, description=each.description))
+        for name, each in NUMBERS.items()
+    },
+)
+
+
+class SamplingFields(_NumberFields):
     """How many answers, how their tokens are sampled, and what becomes a prompt. Null always means the default."""
 
     n: UInt32 | None = Field(None, description="Number of answers to each prompt")
-    min_tokens: Int32 | None = Field(None, description="The answer has at least this many tokens")
-    temperature: float | None = Field(None, description="0 is greedy, 1 is the model's own distribution")
-    top_p: float | None = None
     top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = Field(
         None, description="Words that must not appear in the answer"
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from services.common.errors import InvalidRequest
+from services.common.sampling_params import NUMBERS
 from services.gateway.apis.shared.generation_fields import BeamFields, FormFields, SamplingFields
 from services.gateway.apis.shared.structured_output import form_of
 from services.gateway.request.generation_request import MAX_PROMPT_LOGPROBS
@@ -22,20 +23,11 @@ SAME_FIELDS = (
     "skip_special_tokens",
     "user",
 )
-SAME_SAMPLING_FIELDS = (
-    "frequency_penalty",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-)
 
 
 def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
     """A message with these fields, still without a prompt."""
-    sampling = _given(body, SAME_SAMPLING_FIELDS)
+    sampling = _given(body, NUMBERS)
     if body.top_k is not None and body.top_k not in (0, -1):
         sampling["top_k"] = body.top_k
     if body.seed is not None:
@@ -114,5 +106,5 @@ def messages_of(
     return messages
 
 
-def _given(body: SamplingFields, names: Sequence[str]) -> dict[str, Any]:
+def _given(body: SamplingFields, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(body, name)) is not None}
