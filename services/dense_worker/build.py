@@ -42,7 +42,8 @@ from services.dense_worker.model.weights import load_weights, random_weights, we
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_hook import StepHook
-from services.dense_worker.sampling.sampler import EDITORS, Sampler
+from services.dense_worker.sampling.editors import EDITORS
+from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.tensorrt.profiles import Limits
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.pb import dense_pb2

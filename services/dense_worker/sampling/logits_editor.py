@@ -1,7 +1,7 @@
 """`LogitsEditor`: the protocol of editors, which change a step's logits before sampling. The sampler has several.
 
-An editor owns its options and state for every slot and runs on the engine thread. The list and its order are in
-`sampler.py`; features add theirs. The sampler knows which slots need which editor and calls only those.
+An editor owns its options and state for every slot and runs on the engine thread. Those of `editors/` are in every
+sampler, and features add theirs after them. The sampler knows which slots need which editor and calls only those.
 """
 
 from __future__ import annotations

@@ -17,14 +17,9 @@ import torch
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.sampling import gumbel
-from services.dense_worker.sampling.allowed_tokens import AllowedTokens
-from services.dense_worker.sampling.bad_words import BadWords
-from services.dense_worker.sampling.logit_bias import LogitBias
+from services.dense_worker.sampling.editors import EDITORS
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.logprobs import RankedTokens, rank_tokens
-from services.dense_worker.sampling.min_tokens import MinTokens
-from services.dense_worker.sampling.penalties import Penalties
-from services.dense_worker.sampling.reasoning_limit import ReasoningLimit
 from services.dense_worker.sampling.token_filters import keep_min_p, keep_top
 from services.dense_worker.sampling.upload import upload
 
@@ -40,18 +35,6 @@ _OPTIONS = np.dtype(
         ("seed", np.uint64),
         ("num_logprobs", np.int64),  # most likely tokens to report with the sampled one
     ]
-)
-
-
-# Everything that changes logits before sampling, in the order of application, which `SamplingParams` documents. A new
-# editor is a file of its own and a line here; those of features come after them.
-EDITORS: tuple[type[LogitsEditor], ...] = (
-    LogitBias,
-    Penalties,
-    BadWords,
-    MinTokens,
-    AllowedTokens,
-    ReasoningLimit,
 )
 
 

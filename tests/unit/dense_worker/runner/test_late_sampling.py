@@ -19,7 +19,8 @@ from services.dense_worker.features.grammar.grammar_feature import GrammarFeatur
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
-from services.dense_worker.sampling.sampler import EDITORS, Sampler
+from services.dense_worker.sampling.editors import EDITORS
+from services.dense_worker.sampling.sampler import Sampler
 from services.grammar.matcher import GrammarMatcher
 from services.step import PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary

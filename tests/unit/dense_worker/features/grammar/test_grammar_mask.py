@@ -9,7 +9,8 @@ import torch
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.features.grammar.grammar_mask import FLOOR, GrammarMask, apply_masks
-from services.dense_worker.sampling.sampler import EDITORS, Sampler
+from services.dense_worker.sampling.editors import EDITORS
+from services.dense_worker.sampling.sampler import Sampler
 from tests.support.dense.forms import EOS, Forms, make_vocabulary
 from tests.support.dense.sequences import with_grammar
 

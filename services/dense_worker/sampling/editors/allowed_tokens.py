@@ -14,6 +14,8 @@ _NONE = -1  # padding of slots with fewer tokens than the table
 class AllowedTokens:
     """Sets of token ids by slot, on the device."""
 
+    order = 50
+
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._token_ids = SlotTable(num_slots, 1, torch.int64, _NONE, device)
 

@@ -23,6 +23,8 @@ _MAX_TAIL = MAX_BAD_WORD_TOKENS - 1
 class BadWords:
     """Words and the end of the output, which is compared with them, by slot; both with the newest token first."""
 
+    order = 30
+
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._words = SlotTable(num_slots, 2, torch.int32, _NONE, device)
         self._tails = torch.full((num_slots, _MAX_TAIL), _NONE, dtype=torch.int32, device=device)

@@ -20,6 +20,8 @@ _BEFORE, _OPEN, _OVER = range(3)  # states of the reasoning of a slot
 class ReasoningLimit:
     """Limits and markers by slot."""
 
+    order = 60
+
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._max_tokens = np.zeros(num_slots, dtype=np.int64)

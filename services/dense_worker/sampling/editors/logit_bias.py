@@ -12,6 +12,8 @@ from services.dense_worker.sampling.slot_table import SlotTable
 class LogitBias:
     """Sets of biases by slot, on the device."""
 
+    order = 10
+
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         # The padding is a bias of 0 for token 0.
         self._token_ids = SlotTable(num_slots, 1, torch.int64, 0, device)

@@ -16,6 +16,8 @@ class Penalties:
     _is_in_prompt: bool [num_slots, vocab_size]
     """
 
+    order = 20
+
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._strengths = np.zeros((3, num_slots), dtype=np.float32)  # repetition, frequency, presence
         self._output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
