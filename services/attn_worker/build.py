@@ -21,7 +21,7 @@ from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError
 from services.common.kv_cache.format import resolve_kv_cache_format
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from services.common.resolve import ResolvedModel, use_device
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ def build_engine(
     window, num_sinks = spec.window, config.attention.num_sink_tokens
     if window is not None and window >= model.max_model_len:
         window, num_sinks = None, 0  # it hides nothing
-    most = Retention(spec.block_size, window, num_sinks).max_blocks(limits.max_num_tokens)
+    most = SlidingWindow(spec.block_size, window, num_sinks).max_blocks(limits.max_num_tokens)
     room = spec.num_blocks * spec.block_size
     if most is not None and most <= spec.num_blocks:  # a sequence of any length fits
         room = model.max_model_len
@@ -154,7 +154,7 @@ def _with_window_group(spec: KVCacheSpec, limits: StepLimits, room: int | None) 
     if not layers:
         return spec
     window = max(window for layer in layers if (window := spec.windows[layer]) is not None)
-    num_own = Retention(spec.block_size, window).pool_blocks(limits.max_num_seqs, limits.max_num_tokens)
+    num_own = SlidingWindow(spec.block_size, window).pool_blocks(limits.max_num_seqs, limits.max_num_tokens)
     grouped = replace(spec, window_blocks=WindowBlocks(window, num_own))
     if room is not None:
         num_left = room - num_own * spec.block_size * grouped.group_token_bytes(1)

@@ -132,7 +132,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
         log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)
         cache = engine.cache
-        held_blocks = cache.held_blocks
+        orphaned_blocks = cache.orphaned_blocks
         return attn_pb2.AttachReply(
             epoch=self._epoch,
             attachment_id=attachment.attachment_id,
@@ -140,10 +140,10 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
-            open_seq_ids=held_blocks.keys(),
-            open_num_blocks=held_blocks.values(),
-            window=cache.retention.window,
-            num_sink_tokens=cache.retention.num_sink_tokens,
+            open_seq_ids=orphaned_blocks.keys(),
+            open_num_blocks=orphaned_blocks.values(),
+            window=cache.sliding_window.window,
+            num_sink_tokens=cache.sliding_window.num_sink_tokens,
             max_model_len=cache.max_model_len,
             layer_window=cache.uncounted_window,
         )

@@ -281,7 +281,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 preparing = [task for task, owner in self._preparing.items() if owner is outbox]
                 if preparing:  # their blocks are claimed, too
                     await asyncio.wait(preparing)
-                engine.close_unclaimed(request.resumed.gateway)
+                engine.close_orphans(request.resumed.gateway)
             else:
                 self._owned.pop(request.cancel.seq_id, None)
                 self._tracer.end(request.cancel.seq_id, "cancelled")

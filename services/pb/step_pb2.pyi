@@ -25,7 +25,7 @@ class NewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "sampled_seq_ids", "sampled_token_ids", "fork_parents", "fork_children", "fork_positions", "drops_blocks", "forced_seq_ids", "forced_token_ids")
+    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "sampled_seq_ids", "sampled_token_ids", "fork_parents", "fork_children", "fork_positions", "evicts_blocks", "forced_seq_ids", "forced_token_ids")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -41,7 +41,7 @@ class StepPlan(_message.Message):
     FORK_PARENTS_FIELD_NUMBER: _ClassVar[int]
     FORK_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     FORK_POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    DROPS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FORCED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     FORCED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
@@ -59,7 +59,7 @@ class StepPlan(_message.Message):
     fork_parents: _containers.RepeatedScalarFieldContainer[int]
     fork_children: _containers.RepeatedScalarFieldContainer[int]
     fork_positions: _containers.RepeatedScalarFieldContainer[int]
-    drops_blocks: bool
+    evicts_blocks: bool
     forced_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     forced_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_logits: _Optional[bytes] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., sampled_seq_ids: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., drops_blocks: _Optional[bool] = ..., forced_seq_ids: _Optional[_Iterable[int]] = ..., forced_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_logits: _Optional[bytes] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., sampled_seq_ids: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., evicts_blocks: _Optional[bool] = ..., forced_seq_ids: _Optional[_Iterable[int]] = ..., forced_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -36,7 +36,7 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         fork_parents=[fork.parent_seq_id for fork in plan.forks],
         fork_children=[fork.child_seq_id for fork in plan.forks],
         fork_positions=[fork.position for fork in plan.forks],
-        drops_blocks=plan.drops_blocks,
+        evicts_blocks=plan.evicts_blocks,
         forced_seq_ids=[seq_id for seq_id, _ in plan.forced],
         forced_token_ids=[token_id for _, token_id in plan.forced],
     )
@@ -72,7 +72,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
         new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
         forced=tuple(zip(message.forced_seq_ids, message.forced_token_ids, strict=True)),
         lane=message.lane,
-        drops_blocks=message.drops_blocks,
+        evicts_blocks=message.evicts_blocks,
     )
 
 

@@ -131,7 +131,7 @@ class StepPlan:
     # (seq_id, token_id): tokens that no step has sampled for the sequence, which is mostly one that is forked
     forced: tuple[tuple[int, int], ...] = ()
     lane: int = 0
-    drops_blocks: bool = False  # entries drop the blocks that a window has left behind
+    evicts_blocks: bool = False  # entries drop the blocks that a window has left behind
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +150,7 @@ class StepPlan:
     @property
     def frees_blocks(self) -> bool:
         """Whether the attention worker answers how many blocks became free."""
-        return self.drops_blocks or bool(self.close_seq_ids)
+        return self.evicts_blocks or bool(self.close_seq_ids)
 
 
 def positions_of(plan: StepPlan, num_tokens: int) -> np.ndarray:

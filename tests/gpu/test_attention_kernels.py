@@ -11,7 +11,7 @@ import torch
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import ConfigError
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from services.common.model_config import RopeConfig
 from tests.gpu.attention_pair import (
     MAX_MODEL_LEN,
@@ -234,11 +234,11 @@ def test_a_forked_sequence_goes_on_in_a_copy_of_the_last_block(kernels: Kernels)
     pair.check({"c": 1, "a": 1})
 
 
-def without_dropped_blocks(step: StepMetadata, block_size: int) -> StepMetadata:
+def without_evicted_blocks(step: StepMetadata, block_size: int) -> StepMetadata:
     """The same step, as it is for sequences that dropped all blocks that they can drop."""
-    retention = Retention(block_size, max(DROPPING_WINDOWS))
+    sliding_window = SlidingWindow(block_size, max(DROPPING_WINDOWS))
     first_positions = step.context_lens - step.num_tokens
-    num_dropped = [retention.num_dropped_blocks(int(position)) for position in first_positions]
+    num_dropped = [sliding_window.num_evicted_blocks(int(position)) for position in first_positions]
     context_lens = step.context_lens - np.array(num_dropped, np.int32) * block_size
     tables = np.full((len(num_dropped), -(-int(context_lens.max()) // block_size)), NUM_BLOCKS, np.int32)
     for row, old, first in zip(tables, step.block_tables, num_dropped, strict=True):
@@ -253,7 +253,7 @@ def test_dropped_blocks_change_nothing(kernels: Kernels, block_size: int) -> Non
     steps = [{"a": 37, "b": 5, "c": 80}, {"a": 1, "b": 70, "d": 1, "c": 1}, {"c": 1, "a": 1, "d": 1}, {"b": 2, "a": 90}]
     for num_tokens in [*steps, {"a": 1, "b": 1, "c": 1}]:
         full = pair.plan(num_tokens)
-        short = without_dropped_blocks(full, block_size)
+        short = without_evicted_blocks(full, block_size)
         qkv = pair.make_qkv(len(full.positions))
         with torch.inference_mode():
             pair.reference.begin_step(full)

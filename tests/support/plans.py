@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.attn_worker.cache.build_cache import WindowBlocks
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from services.step import Fork, PlanEntries, PlanEntry, StepPlan, TokenColumns
 
 
@@ -47,4 +47,4 @@ def make_window_group(
     """Blocks for the layers with a window, as many as these sequences and steps may need; None: without a window."""
     if window is None:
         return None
-    return WindowBlocks(window, Retention(block_size, window).pool_blocks(max_num_seqs, max_num_step_tokens))
+    return WindowBlocks(window, SlidingWindow(block_size, window).pool_blocks(max_num_seqs, max_num_step_tokens))

@@ -12,7 +12,7 @@ from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import Batch
 from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 
 
 class BlockGroup:
@@ -20,20 +20,20 @@ class BlockGroup:
 
     The arrays are replaced when rows are added, so read them by name each time. An unused element of a table names the
     null block, whose index is the pool's number of blocks. A row from which blocks were evicted continues at their
-    place with those behind them. `retention` says which blocks these are; they are evicted when a plan says so.
+    place with those behind them. `sliding_window` says which blocks these are; they are evicted when a plan says so.
     """
 
     name = "blocks"
 
-    def __init__(self, num_blocks: int, retention: Retention, max_num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, sliding_window: SlidingWindow, max_num_blocks: int) -> None:
         """`max_num_blocks`: of one sequence."""
         self.pool = BlockPool(num_blocks)
-        self.retention = retention
-        self.window = retention.window
+        self.sliding_window = sliding_window
+        self.window = sliding_window.window
         self.null_block = num_blocks
-        self.needs_every_block = retention.window is None
-        self._block_size = retention.block_size
-        self._num_sink_blocks = retention.num_sink_blocks
+        self.needs_every_block = sliding_window.window is None
+        self._block_size = sliding_window.block_size
+        self._num_sink_blocks = sliding_window.num_sink_blocks
         self.block_ids = np.empty((0, max_num_blocks), np.int32)
         self.num_held_blocks = np.zeros(0, np.int64)
         self.num_evicted_blocks = np.zeros(0, np.int64)
@@ -57,25 +57,25 @@ class BlockGroup:
         """
         if self.needs_every_block:
             return len(digests)
-        pool, retention = self.pool, self.retention
+        pool, sliding_window = self.pool, self.sliding_window
         num_sinks = 0  # leading blocks that are findable, up to those of all sinks
-        while num_sinks < retention.num_sink_blocks and num_sinks < len(digests):
+        while num_sinks < sliding_window.num_sink_blocks and num_sinks < len(digests):
             if pool.lookup(digests[num_sinks]) is None:
                 return num_sinks
             num_sinks += 1
         end = len(digests)
-        first = num_sinks + retention.num_unread_blocks(end * self._block_size)
+        first = num_sinks + sliding_window.num_unread_blocks(end * self._block_size)
         for index in range(len(digests) - 1, num_sinks - 1, -1):
             if pool.lookup(digests[index]) is None:
                 end = index
-                first = num_sinks + retention.num_unread_blocks(end * self._block_size)
+                first = num_sinks + sliding_window.num_unread_blocks(end * self._block_size)
             elif index <= first:
                 return end
         return num_sinks
 
     def adopt(self, row: int, digests: Sequence[bytes], num_offered: int, num_tokens: int) -> int:
         num_pinned = 0
-        num_evicted = self.retention.num_unread_blocks(len(digests) * self._block_size)
+        num_evicted = self.sliding_window.num_unread_blocks(len(digests) * self._block_size)
         kept = [*digests[: self._num_sink_blocks], *digests[self._num_sink_blocks + num_evicted :]]
         for place, digest in enumerate(kept):
             block_id = self.pool.lookup(digest)
@@ -114,7 +114,7 @@ class BlockGroup:
 
     def lack_at(self, row: int, position: int) -> str | None:
         num_evicted = int(self.num_evicted_blocks[row])
-        if num_evicted <= self.retention.num_unread_blocks(position):
+        if num_evicted <= self.sliding_window.num_unread_blocks(position):
             return None
         return f"it has dropped {num_evicted * self._block_size} tokens that are read from there"
 
@@ -146,7 +146,7 @@ class BlockGroup:
         """Nothing: the scheduler counts these blocks, so a plan says when (`evict_before`)."""
 
     def evict_before(self, row: int, position: int) -> int:
-        return self._evict(row, self.retention.num_dropped_blocks(position) - int(self.num_evicted_blocks[row]))
+        return self._evict(row, self.sliding_window.num_evicted_blocks(position) - int(self.num_evicted_blocks[row]))
 
     def lacking(self, batch_rows: np.ndarray, positions: np.ndarray) -> Iterable[int]:
         """None: only what no token behind a row's committed ones reads is ever evicted."""
@@ -241,14 +241,14 @@ class WindowGroup(BlockGroup):
     """The blocks of layers with a window beside layers without one.
 
     Nobody counts them: they are evicted as soon as steps are committed, and there are enough for all sequences of a
-    dense worker (`Retention.pool_blocks`). Orphans give up theirs first; one that is claimed after that begins anew.
+    dense worker (`SlidingWindow.pool_blocks`). Orphans give up theirs first; one that is claimed later begins anew.
     """
 
     name = "windows"
 
     def evict(self, rows: SequenceRows) -> None:
         """Evicts all blocks that no token after a row's committed ones reads, except one."""
-        num_evicted = self.retention.num_dropped_blocks_of(rows.num_committed)
+        num_evicted = self.sliding_window.num_evicted_blocks_of(rows.num_committed)
         for row in np.flatnonzero(num_evicted > self.num_evicted_blocks).tolist():
             self._evict(row, int(num_evicted[row] - self.num_evicted_blocks[row]))
 

@@ -8,7 +8,7 @@ from services.attn_worker.cache.block_group import BlockGroup, WindowGroup
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.state_group import StateGroup
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ def build_cache(
     most_blocks = -(-max_model_len // block_size)  # of a sequence
     others: list[CacheGroup] = []
     if window_blocks is not None:
-        retention = Retention(block_size, window_blocks.window)
-        others.append(WindowGroup(window_blocks.num_blocks, retention, most_blocks))
+        sliding_window = SlidingWindow(block_size, window_blocks.window)
+        others.append(WindowGroup(window_blocks.num_blocks, sliding_window, most_blocks))
     if num_state_slots is not None:
         others.append(StateGroup(num_state_slots, block_size))
     return KVCache(
-        BlockGroup(num_blocks, Retention(block_size, window, num_sink_tokens), most_blocks),
+        BlockGroup(num_blocks, SlidingWindow(block_size, window, num_sink_tokens), most_blocks),
         others,
         max_model_len,
         enable_prefix_cache=enable_prefix_cache,

@@ -42,8 +42,8 @@ class KVCache:
         enable_prefix_cache: bool = True,
         length_dependent_beyond: int | None = None,
     ) -> None:
-        self.retention = main.retention
-        self.block_size = main.retention.block_size
+        self.sliding_window = main.sliding_window
+        self.block_size = main.sliding_window.block_size
         self.max_model_len = max_model_len
         self.num_blocks = main.pool.num_blocks  # also the index of the null block
         self.num_recovered_sequences = 0  # total number of sequences continued after their dense worker died
@@ -88,7 +88,7 @@ class KVCache:
         return len(self._sequences)
 
     @property
-    def held_blocks(self) -> dict[int, int]:
+    def orphaned_blocks(self) -> dict[int, int]:
         """Number of blocks of every sequence, by seq_id; shared blocks count for each sequence."""
         num_held = self._main.num_held_blocks.tolist()
         return {seq_id: num_held[sequence.row] for seq_id, sequence in self._sequences.items()}
@@ -167,7 +167,7 @@ class KVCache:
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
         errors = self._find_errors(seq_ids, rows, positions, num_tokens) | errors  # a failed fork says more
         self._roll_back(seq_ids, rows, positions, errors)
-        if plan.drops_blocks:
+        if plan.evicts_blocks:
             num_freed += self._evict_blocks(seq_ids, rows, positions, errors)
         self._allocate_blocks(seq_ids, rows, positions, lengths, errors)
 

@@ -22,9 +22,9 @@ class Attachment:
     block_size: int
     num_blocks: int
     num_free_blocks: int
-    held_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
+    orphaned_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
     max_model_len: int  # tokens of the longest sequence that the model and the cache allow
-    window: int | None = None  # of the KV cache, see `Retention`
+    window: int | None = None  # of the KV cache, see `SlidingWindow`
     num_sink_tokens: int = 0
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
 

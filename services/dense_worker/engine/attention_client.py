@@ -181,7 +181,7 @@ class AttentionClient:
             block_size=reply.block_size,
             num_blocks=reply.num_blocks,
             num_free_blocks=reply.num_free_blocks,
-            held_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+            orphaned_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
             max_model_len=reply.max_model_len,
             window=reply.window if reply.HasField("window") else None,
             num_sink_tokens=reply.num_sink_tokens,

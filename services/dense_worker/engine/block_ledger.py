@@ -11,16 +11,16 @@ still being sent, so the count here is never above the true one:
 
 from __future__ import annotations
 
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.sequence_counts import SequenceCounts
 
 
 class BlockLedger:
     """The counts of one attachment. Available blocks = free − reserved, never negative."""
 
-    def __init__(self, retention: Retention, num_blocks: int, num_free_blocks: int) -> None:
-        self.retention = retention
-        self.block_size = retention.block_size
+    def __init__(self, sliding_window: SlidingWindow, num_blocks: int, num_free_blocks: int) -> None:
+        self.sliding_window = sliding_window
+        self.block_size = sliding_window.block_size
         self.num_blocks = num_blocks
         self.num_free_blocks = num_free_blocks
         self.num_reserved_blocks = 0
@@ -38,7 +38,7 @@ class BlockLedger:
 
         No step computes more than `num_step_tokens` of them.
         """
-        limit = self.retention.max_blocks(num_step_tokens)
+        limit = self.sliding_window.max_blocks(num_step_tokens)
         num_blocks = self.blocks_for(num_tokens)
         return num_blocks if limit is None else min(num_blocks, limit)
 

@@ -111,9 +111,9 @@ class Engine:
         """Forgets a sequence."""
         self._thread.post(self._scheduler.cancel, seq_id)
 
-    def close_unclaimed(self, gateway: int) -> None:
+    def close_orphans(self, gateway: int) -> None:
         """Closes all other sequences of a gateway that has submitted its sequences again."""
-        self._thread.post(self._scheduler.close_unclaimed, gateway)
+        self._thread.post(self._scheduler.close_orphans, gateway)
 
     def on_event(self, event: Event) -> None:
         """Something has happened to the resources of a feature."""
@@ -275,7 +275,7 @@ class Engine:
         if session is None:
             return
         if session.ends_claims(now_s):
-            self._scheduler.close_unclaimed()
+            self._scheduler.close_orphans()
         try:
             session.check_openings(now_s, self._result_timeout_s * (1 + _STEPS_BEFORE_OPENING))
         except PeerError as error:

@@ -22,8 +22,8 @@ class Residency:
         self._waiting.push(sequence, missing)
         if sequence.policy is not None:
             sequence.policy.leave_cache()
-            held = self._session.held_blocks.keys() - {sequence.seq_id}  # rows from before the attachment
-            self._session.close_held(held & set(sequence.policy.seq_ids))
+            held = self._session.orphaned_blocks.keys() - {sequence.seq_id}  # rows from before the attachment
+            self._session.close_orphaned(held & set(sequence.policy.seq_ids))
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence is in the KV cache, or will be forked into it: steps may run it."""
@@ -47,9 +47,9 @@ class Residency:
         self.wait(victim)
         self.num_preemptions += 1
 
-    def drop_held_blocks(self) -> None:
+    def drop_orphaned_blocks(self) -> None:
         """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
         session = self._session
-        waiting = {each.seq_id: each for each in self._waiting if each.seq_id in session.held_blocks}
+        waiting = {each.seq_id: each for each in self._waiting if each.seq_id in session.orphaned_blocks}
         if waiting:
-            session.close_held([max(waiting, key=lambda seq_id: waiting[seq_id].order)])
+            session.close_orphaned([max(waiting, key=lambda seq_id: waiting[seq_id].order)])

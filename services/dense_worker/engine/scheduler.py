@@ -15,7 +15,7 @@ import numpy as np
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
 from services.dense_worker.engine.decode_rows import PlannedRows
-from services.dense_worker.engine.fairness.turns import Turns
+from services.dense_worker.engine.fairness.admission import Admission
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.residency import Residency
@@ -173,14 +173,14 @@ class Scheduler:
             oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
             for feature in self._features:
                 for sequence in feature.provide(self._waiting, oldest_step_id):
-                    self._turns.forget(sequence)
+                    self._admission.forget(sequence)
         if self._suspects.active() is not None:
             return chosen
-        while (sequence := self._turns.next_to_open(self._next_suspect())) is not None:
+        while (sequence := self._admission.next_to_open(self._next_suspect())) is not None:
             self._waiting.choose(sequence)
             for feature in sequence.features:
                 feature.enter()
-            sequence.num_reserved_blocks = self._turns.blocks_to_reserve(sequence)
+            sequence.num_reserved_blocks = self._admission.blocks_to_reserve(sequence)
             session.ledger.reserve(sequence.num_reserved_blocks)
             chosen.append(sequence)
             if self._forks.takes(sequence, session):
@@ -195,7 +195,7 @@ class Scheduler:
             if sequence.is_suspect:
                 break
         if not (session.running or session.openings or session.closing or self._waiting.has_parked):
-            self._residency.drop_held_blocks()  # nothing else can free blocks
+            self._residency.drop_orphaned_blocks()  # nothing else can free blocks
         return chosen
 
     def opened(self, answer: SequenceOpened) -> SequenceOutput | None:
@@ -211,14 +211,14 @@ class Scheduler:
         self.session.release_reservation(sequence)
         if answer.error is not None:
             return self._refused(sequence, answer.error)
-        session.held_blocks.pop(sequence.seq_id, None)
+        session.orphaned_blocks.pop(sequence.seq_id, None)
         session.ledger.give_back(answer.num_freed_blocks)
         session.ledger.take(answer.num_pinned_blocks)  # may include blocks that it has just freed
-        num_missing = self._turns.blocks_to_reserve(sequence, answer.num_held_blocks)
+        num_missing = self._admission.blocks_to_reserve(sequence, answer.num_held_blocks)
         sequence.num_reserved_blocks = min(num_missing, session.ledger.num_available_blocks)
         session.ledger.reserve(sequence.num_reserved_blocks)
         sequence.num_blocks = answer.num_held_blocks
-        sequence.num_dropped_blocks = session.ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
+        sequence.num_evicted_blocks = session.ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
         sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = answer.num_cached_tokens
@@ -242,7 +242,7 @@ class Scheduler:
             tuple(step.forks),
             session.take_openings(),
             tuple(step.forced),
-            drops_blocks=step.drops_blocks,
+            evicts_blocks=step.evicts_blocks,
         )
         self._residency.last_step_id = self._next_step_id
         self._next_step_id += 1
@@ -258,12 +258,12 @@ class Scheduler:
         session, errors = self.session, answer.errors or {}
         published = session.accept(answer)
         if session.num_running_rows > len(session.running):
-            self._turns.reserve_for_rows()
+            self._admission.reserve_for_rows()
         outputs = []
-        if published.plan.drops_blocks:
-            for sequence, _, has_dropped in published.entries:
-                if has_dropped and sequence.status is SequenceStatus.RUNNING:
-                    self._turns.reserve_again(sequence)
+        if published.plan.evicts_blocks:
+            for sequence, _, has_evicted in published.entries:
+                if has_evicted and sequence.status is SequenceStatus.RUNNING:
+                    self._admission.reserve_again(sequence)
         for seq_id, error in errors.items():
             for sequence, num_taken_blocks in published.taken_blocks(seq_id):
                 session.ledger.give_back(num_taken_blocks)
@@ -375,17 +375,17 @@ class Scheduler:
         finish_reason = FinishReason.STOP if advanced.is_done else None
         return SequenceOutput(sequence, (), finish_reason, report=advanced.report)
 
-    def close_unclaimed(self, gateway: int | None = None) -> None:
+    def close_orphans(self, gateway: int | None = None) -> None:
         """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""
-        unclaimed = [seq_id for seq_id in self.session.held_blocks if seq_id not in self._sequences]
-        self.session.close_held([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
+        unclaimed = [seq_id for seq_id in self.session.orphaned_blocks if seq_id not in self._sequences]
+        self.session.close_orphaned([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
 
     def _begin_parts(self) -> None:
         """Makes the parts that work for one session."""
         session, limits = self.session, self.limits
         self._residency = Residency(session, self._waiting)
         self._residency.last_step_id = self.num_steps
-        self._turns = Turns(
+        self._admission = Admission(
             session,
             self._waiting,
             limits.max_num_seqs,
@@ -396,7 +396,7 @@ class Scheduler:
         )
         self._planner = StepPlanner(session, self._waiting, limits, self._drafting, self._forks, self._residency)
         # Whether plain sequences have rows: not where each is looked at in each step.
-        self._has_rows = not self._drafting.looks_at_each and session.ledger.retention.window is None
+        self._has_rows = not self._drafting.looks_at_each and session.ledger.sliding_window.window is None
 
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
@@ -412,12 +412,12 @@ class Scheduler:
             self._residency.leave(sequence)
         elif status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
-            if sequence.seq_id in self.session.held_blocks:
-                self.session.close_held([sequence.seq_id])
+            if sequence.seq_id in self.session.orphaned_blocks:
+                self.session.close_orphaned([sequence.seq_id])
         else:
             self.session.closing.add(sequence.seq_id)  # it is being opened, and will be closed then
         self._waiting.forget(sequence)
-        self._turns.forget(sequence)
+        self._admission.forget(sequence)
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)

@@ -66,7 +66,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
     counts: SequenceCounts = field(default_factory=SequenceCounts)  # or those of its row of `DecodeRows`
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
-    num_dropped_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
+    num_evicted_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
     num_opened_tokens: int = 0  # that were in the cache when it was opened
     # On the monotonic clock. A sequence that was submitted again with tokens has no first step here.
     started_s: float | None = None  # when its first step began
@@ -187,7 +187,7 @@ class Sequence:
     def leave_cache(self) -> None:
         """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""
         self.counts = SequenceCounts(num_pending_tokens=self.num_pending_tokens)
-        self.num_draft_tokens = self.num_dropped_blocks = self.num_opened_tokens = 0
+        self.num_draft_tokens = self.num_evicted_blocks = self.num_opened_tokens = 0
 
     def describe(self) -> NewSequence:
         """The sequence with its present tokens, for the KV cache; with those that all its rows share."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from services.common.errors import PeerError
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
@@ -43,7 +43,7 @@ class PlannedEntry(NamedTuple):
 
     sequence: Sequence
     num_taken_blocks: int  # blocks taken from the ledger for the entry
-    has_dropped: bool = False  # whether the sequence drops blocks in this step
+    has_evicted: bool = False  # whether the sequence drops blocks in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ NO_ATTACHMENT = Attachment(
     block_size=1,
     num_blocks=0,
     num_free_blocks=0,
-    held_blocks={},
+    orphaned_blocks={},
     max_model_len=0,
 )
 
@@ -101,9 +101,9 @@ class Session:
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
-        retention = Retention(attachment.block_size, attachment.window, attachment.num_sink_tokens)
-        self.ledger = BlockLedger(retention, attachment.num_blocks, attachment.num_free_blocks)
-        self.layer_retention = Retention(attachment.block_size, attachment.layer_window)
+        sliding_window = SlidingWindow(attachment.block_size, attachment.window, attachment.num_sink_tokens)
+        self.ledger = BlockLedger(sliding_window, attachment.num_blocks, attachment.num_free_blocks)
+        self.layer_sliding_window = SlidingWindow(attachment.block_size, attachment.layer_window)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.rows = DecodeRows()  # of those that need one token in each step and nothing else
         self.others: list[Sequence] = []  # the rest, in the same order
@@ -125,8 +125,8 @@ class Session:
         self.request_ids: dict[int, str] = {}  # by seq_id, of running sequences; for messages, from any thread
 
         # Blocks of sequences of an earlier dense worker, and the time until which gateways may claim them.
-        self.held_blocks = dict(attachment.held_blocks)  # by seq_id
-        self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.held_blocks else None
+        self.orphaned_blocks = dict(attachment.orphaned_blocks)  # by seq_id
+        self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.orphaned_blocks else None
 
         self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead rows
         self.dead_rows: list[int] = []  # seq_ids of rows that the next plan closes; their sequence goes on
@@ -228,7 +228,7 @@ class Session:
 
     def publish(self, plan: StepPlan, decodes: Decodes, entries: Iterable[PlannedEntry]) -> PublishedPlan:
         """Notes a plan with all that the session had for the next one."""
-        frees_blocks = plan.drops_blocks or bool(self.to_close)
+        frees_blocks = plan.evicts_blocks or bool(self.to_close)
         published = PublishedPlan(plan, decodes, tuple(entries), bool(self.dead_rows), frees_blocks)
         self.published[plan.step_id] = published
         self.num_freeing_plans += published.frees_blocks
@@ -255,27 +255,27 @@ class Session:
 
         Returns how many; None: there are too few.
         """
-        ledger, num_present = self.ledger, sequence.num_dropped_blocks + sequence.num_blocks
+        ledger, num_present = self.ledger, sequence.num_evicted_blocks + sequence.num_blocks
         num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - num_present)
         if not ledger.take_for(sequence.counts, num_blocks):
             return None
         sequence.num_blocks += num_blocks
         return num_blocks
 
-    def drop_blocks(self, sequence: Sequence) -> bool:
+    def evict_blocks(self, sequence: Sequence) -> bool:
         """Counts the blocks that a sequence drops in the step that is being planned; returns whether there are any.
 
         Those that the rows of a policy drop are not counted.
         """
-        retention = self.ledger.retention
-        if retention.window is None or sequence.policy is not None:
+        sliding_window = self.ledger.sliding_window
+        if sliding_window.window is None or sequence.policy is not None:
             return False
-        num_dropped = retention.num_dropped_blocks(sequence.num_computed_tokens)
-        num_more = num_dropped - sequence.num_dropped_blocks
+        num_dropped = sliding_window.num_evicted_blocks(sequence.num_computed_tokens)
+        num_more = num_dropped - sequence.num_evicted_blocks
         if num_more <= 0:
             return False
         sequence.num_blocks -= num_more
-        sequence.num_dropped_blocks = num_dropped
+        sequence.num_evicted_blocks = num_dropped
         return True
 
     def release_reservation(self, sequence: Sequence) -> None:
@@ -296,9 +296,9 @@ class Session:
             self.to_close.append(seq_id)
             self.closing.add(seq_id)
 
-    def close_held(self, seq_ids: Iterable[int]) -> None:
+    def close_orphaned(self, seq_ids: Iterable[int]) -> None:
         """Sequences of an earlier dense worker leave the cache with the next plan."""
         seq_ids = list(seq_ids)
         for seq_id in seq_ids:
-            del self.held_blocks[seq_id]
+            del self.orphaned_blocks[seq_id]
         self._close_ids(seq_ids)

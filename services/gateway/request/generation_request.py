@@ -1,4 +1,4 @@
-"""Turns a client's message into a request that can run. All limits are checked here, before anything starts."""
+"""Admission a client's message into a request that can run. All limits are checked here, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Turns texts and chats into tokens, and tokens into text."""
+"""Admission texts and chats into tokens, and tokens into text."""

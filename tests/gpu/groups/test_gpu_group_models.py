@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from tests.gpu.families.gpu_model import MAX_NUM_TOKENS, GpuModel
 from tests.support.dense.family_models import load_true_model, make_family_model
 from tests.support.dense.whole_model import BLOCK_SIZE
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("triton", reason="needs triton")
 BOUND = 1e-4  # see `test_gpu_families.py`
 WINDOW, NUM_DECODED = 6, 12
-NUM_WINDOW_BLOCKS = Retention(BLOCK_SIZE, WINDOW).pool_blocks(2, MAX_NUM_TOKENS)
+NUM_WINDOW_BLOCKS = SlidingWindow(BLOCK_SIZE, WINDOW).pool_blocks(2, MAX_NUM_TOKENS)
 TOKENS = torch.randint(3, 96, (70,), generator=torch.Generator().manual_seed(6)).tolist()
 PROMPTS = {1: TOKENS, 2: TOKENS[:41] + TOKENS[:4]}
 

@@ -109,7 +109,7 @@ class Harness:
             self.inputs[child][:, :length] = self.inputs[parent][:, :length]
             forks = [(parent, child, length)]
         entries = [(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]
-        planned = self.cache.plan_step(dataclasses.replace(make_plan(entries, forks=forks), drops_blocks=True))
+        planned = self.cache.plan_step(dataclasses.replace(make_plan(entries, forks=forks), evicts_blocks=True))
         assert planned.errors == {}
         for group, copies in enumerate(planned.block_copies):
             if copies:

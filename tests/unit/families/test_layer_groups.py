@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from tests.support.dense.family_models import load_true_model, make_family_model
 from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
 from tests.support.plans import make_plan
@@ -23,7 +23,7 @@ WINDOW = 6
 VARIANTS = ("gemma3", "gpt_oss", "gemma2", "gemma4", "gemma4-shared", "cohere2", "olmo3", "exaone4")
 FORKED = ("gemma3", "gpt_oss")
 CHUNK, MAX_NUM_SEQS = 13, 3
-NUM_WINDOW_BLOCKS = Retention(BLOCK_SIZE, WINDOW).pool_blocks(MAX_NUM_SEQS, 2 * CHUNK)
+NUM_WINDOW_BLOCKS = SlidingWindow(BLOCK_SIZE, WINDOW).pool_blocks(MAX_NUM_SEQS, 2 * CHUNK)
 generator = torch.Generator().manual_seed(7)
 PROMPT = torch.randint(3, 96, (74,), generator=generator).tolist()
 OTHER = PROMPT[:41] + torch.randint(3, 96, (9,), generator=generator).tolist()

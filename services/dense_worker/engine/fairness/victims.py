@@ -86,7 +86,7 @@ def choose_victims(
         if num_missing_places > 0:
             is_poor = places.may_be_poor(newcomer, newcomer.num_rows)
         else:
-            blocks = blocks or Holdings([*session.running, *opening], held_blocks)
+            blocks = blocks or Holdings([*session.running, *opening], orphaned_blocks)
             is_poor = blocks.may_be_poor(newcomer, num_blocks)
         if not is_poor:
             continue
@@ -108,7 +108,7 @@ def _victims_of(
 ) -> list[Sequence]:
     """The sequences to preempt so that there are so many more blocks and places; empty without a right to them."""
     holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
-    places, blocks = Holdings(holders, held_places), Holdings(holders, held_blocks)
+    places, blocks = Holdings(holders, held_places), Holdings(holders, orphaned_blocks)
     candidates = [each for each in reversed(session.running[1:]) if each.spec.priority >= newcomer.spec.priority]
     victims: list[Sequence] = []
     while num_missing_places > 0 or num_missing > 0:
@@ -121,7 +121,7 @@ def _victims_of(
         places.remove(victim)
         blocks.remove(victim)
         victims.append(victim)
-        num_missing -= held_blocks(victim)
+        num_missing -= orphaned_blocks(victim)
         num_missing_places -= held_places(victim)
     return victims
 
@@ -131,7 +131,7 @@ def put_largest_last(sequences: SequenceOf[Sequence]) -> list[Sequence]:
 
     The very first one stays the first, so that it always advances.
     """
-    blocks = Holdings(sequences, held_blocks)
+    blocks = Holdings(sequences, orphaned_blocks)
     return [*sequences[:1], *sorted(sequences[1:], key=blocks.of)]
 
 
@@ -140,7 +140,7 @@ def choose_victim_of_shortage(running: SequenceOf[Sequence], scheduled: Collecti
 
     `scheduled`: seq_ids that are part of the step already. The very first sequence never gives way.
     """
-    holdings = Holdings(running, held_blocks)
+    holdings = Holdings(running, orphaned_blocks)
     candidates = [each for each in reversed(running[1:]) if each.seq_id not in scheduled]
     return max(candidates, key=holdings.of, default=None)
 
@@ -150,6 +150,6 @@ def held_places(sequence: Sequence) -> int:
     return sequence.num_rows
 
 
-def held_blocks(sequence: Sequence) -> int:
+def orphaned_blocks(sequence: Sequence) -> int:
     """Blocks that a sequence has or that are promised to it."""
     return sequence.num_blocks + sequence.num_reserved_blocks

@@ -27,7 +27,7 @@ class PlanBuilder:
         self.seq_ids: set[int] = set()  # of the entries' sequences, and of those that are forked
         self.forks: list[Fork] = []
         self.forced: list[tuple[int, int]] = []  # (seq_id, token_id)
-        self.drops_blocks = False
+        self.evicts_blocks = False
 
     @property
     def has_entries(self) -> bool:
@@ -58,18 +58,18 @@ class PlanBuilder:
         drafts: tuple[int, ...],
         num_logits: int,
         num_blocks: int,
-        has_dropped: bool,
+        has_evicted: bool,
     ) -> None:
         """Adds an entry for `num_tokens` known or pending tokens of a sequence, and then for drafts.
 
         num_logits: number of the entry's last rows that need logits; num_blocks: blocks taken for its tokens;
-        has_dropped: whether the sequence drops blocks
+        has_evicted: whether the sequence drops blocks
         """
         num_planned = num_tokens + len(drafts)
         seq_id = sequence.seq_id
         self.entries.append(PlanEntry(seq_id, sequence.num_computed_tokens, num_planned, num_logits, drafts))
-        self.planned.append(PlannedEntry(sequence, num_blocks, has_dropped))
-        self.drops_blocks |= has_dropped
+        self.planned.append(PlannedEntry(sequence, num_blocks, has_evicted))
+        self.evicts_blocks |= has_evicted
         self.seq_ids.add(seq_id)
         self.num_tokens -= num_planned
         self.num_logits -= num_logits

@@ -206,8 +206,8 @@ class StepPlanner:
         if num_blocks is None:
             self._give_up_blocks(step)
         else:
-            has_dropped = self._session.drop_blocks(sequence)
-            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_dropped)
+            has_evicted = self._session.evict_blocks(sequence)
+            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_evicted)
 
     def _plan_rows(self, step: PlanBuilder, sequence: Sequence, policy: RowPolicy, num_tokens: int) -> None:
         """Adds all rows of a sequence that has a policy, or nothing.
@@ -231,7 +231,7 @@ class StepPlanner:
         if victim is not None:
             self._residency.preempt(victim)
         elif not step.scheduled():  # otherwise the scheduled sequences advance
-            self._residency.drop_held_blocks()
+            self._residency.drop_orphaned_blocks()
 
 
 def _num_rows(sequences: list[Sequence]) -> int:

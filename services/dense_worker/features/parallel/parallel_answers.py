@@ -42,7 +42,7 @@ class ParallelAnswers:
 
         Blocks that a window leaves behind count for nothing: the source may have dropped them before the fork.
         """
-        if session.ledger.retention.window is not None or self._source_of(sequence, session) is None:
+        if session.ledger.sliding_window.window is not None or self._source_of(sequence, session) is None:
             return 0
         return (sequence.num_prompt_tokens - 1) // session.ledger.block_size
 
@@ -80,12 +80,12 @@ def is_source(sequence: Sequence, session: Session) -> bool:
     """Whether a sequence has the keys and values of its prompt, or is computing them."""
     if sequence.status not in (SequenceStatus.OPENING, SequenceStatus.RUNNING) or sequence in session.to_fork:
         return False
-    position, layers = sequence.num_prompt_tokens - 1, session.layer_retention
-    if sequence.num_dropped_blocks > session.ledger.retention.num_unread_blocks(position):
+    position, layers = sequence.num_prompt_tokens - 1, session.layer_sliding_window
+    if sequence.num_evicted_blocks > session.ledger.sliding_window.num_unread_blocks(position):
         return False
     # The attention worker drops these blocks by the tokens that it has computed, which are no more than were planned.
     num_dropped = layers.num_unread_blocks(sequence.num_opened_tokens)
-    num_dropped = max(num_dropped, layers.num_dropped_blocks(sequence.num_computed_tokens))
+    num_dropped = max(num_dropped, layers.num_evicted_blocks(sequence.num_computed_tokens))
     return num_dropped <= layers.num_unread_blocks(position)
 
 
@@ -95,7 +95,7 @@ def _may_join(sequence: Sequence, session: Session) -> bool:
         and not sequence.output_token_ids
         and not any(each.reports_prompt for each in sequence.features)
         and not sequence.is_suspect
-        and sequence.seq_id not in session.held_blocks
+        and sequence.seq_id not in session.orphaned_blocks
     )
 
 
@@ -103,11 +103,11 @@ def _fork(sequence: Sequence, source: Sequence, step: PlanBuilder, session: Sess
     """Adds the fork of a sequence to a step, and its first row, for the last token of its prompt."""
     session.enter_cache(sequence)
     sequence.num_cached_tokens = source.num_cached_tokens
-    sequence.num_dropped_blocks = source.num_dropped_blocks
+    sequence.num_evicted_blocks = source.num_evicted_blocks
     position = sequence.num_computed_tokens
-    sequence.num_blocks = position // session.ledger.block_size - sequence.num_dropped_blocks
+    sequence.num_blocks = position // session.ledger.block_size - sequence.num_evicted_blocks
     num_blocks = session.take_blocks(sequence, 1)
     assert num_blocks == 1, "a joining sequence has a block reserved"
     step.fork(source.seq_id, sequence.seq_id, position)
     step.force(sequence.seq_id, (sequence.spec.prompt_token_ids[position],))
-    step.add(sequence, 1, (), 1, num_blocks, session.drop_blocks(sequence))
+    step.add(sequence, 1, (), 1, num_blocks, session.evict_blocks(sequence))

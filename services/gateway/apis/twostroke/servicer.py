@@ -89,7 +89,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
-        """Turns texts and chats into token ids; needs no dense worker."""
+        """Admission texts and chats into token ids; needs no dense worker."""
         [token_ids] = await self._service.tokenize([request], current_caller())
         tokens = await self._service.tokenizer.write_tokens(token_ids)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
@@ -97,7 +97,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
-        """Turns token ids into text."""
+        """Admission token ids into text."""
         [text] = await self._service.detokenize([request.token_ids], request.skip_special_tokens, current_caller())
         return gateway_pb2.DetokenizeResponse(text=text)
 

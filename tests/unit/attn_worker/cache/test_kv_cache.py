@@ -276,7 +276,7 @@ def test_tables_grow_with_the_number_of_sequences() -> None:
     for seq_id in range(300):
         cache.open_sequence(seq_id, [seq_id, 1, 2, 3, 4], 5)
     run(cache, *[(seq_id, 5, 0) for seq_id in range(200)])
-    assert cache.num_used_blocks == 400 and cache.held_blocks[199] == 2 and cache.held_blocks[200] == 0
+    assert cache.num_used_blocks == 400 and cache.orphaned_blocks[199] == 2 and cache.orphaned_blocks[200] == 0
     run(cache, close_seq_ids=range(300))
     assert cache.num_free_blocks == 500 and cache.num_sequences == 0
 

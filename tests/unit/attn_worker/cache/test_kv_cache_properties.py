@@ -141,7 +141,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
         forced = self.draw_forced(data, forks)
         plan = make_plan(entries, closed, sampled, forks, drafts, forced)
-        planned = self.cache.plan_step(replace(plan, drops_blocks=drops))
+        planned = self.cache.plan_step(replace(plan, evicts_blocks=drops))
 
         for seq_id in closed:
             del self.sequences[seq_id]
@@ -360,7 +360,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert cache.num_free_blocks + cache.num_used_blocks == self.num_blocks
         assert cache.num_sequences == len(self.sequences)
         expected = {s: q.num_held for s, q in self.sequences.items()}
-        assert cache.held_blocks == expected
+        assert cache.orphaned_blocks == expected
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):

@@ -1,8 +1,8 @@
 """KVCache with two groups of layers and events in any order, as on a GPU: steps are committed late.
 
 The memory of both groups is simulated: for every slot all tokens from which its key was computed. The blocks of the
-windows are as few as `Retention.pool_blocks` says. They must be enough for as many sequences as may be open, whatever a
-dead dense worker has left behind.
+windows are as few as `SlidingWindow.pool_blocks` says. They must be enough for as many sequences as may be open,
+whatever a dead dense worker has left behind.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class TwoGroups(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if hasattr(self, "cache"):
             self.cache.check_integrity()
-            assert self.cache.held_blocks.keys() == self.sequences.keys()
+            assert self.cache.orphaned_blocks.keys() == self.sequences.keys()
             assert self.cache.pools["windows"].num_used_blocks <= self.cache.pools["windows"].num_blocks
 
     def teardown(self) -> None:

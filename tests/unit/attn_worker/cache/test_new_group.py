@@ -15,7 +15,7 @@ from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, RequestAborted
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from tests.support.plans import make_plan
 
 BLOCK_SIZE, STRIDE = 4, 8
@@ -107,7 +107,7 @@ def strides() -> StrideGroup:
 
 @pytest.fixture
 def cache(strides: StrideGroup) -> KVCache:
-    return KVCache(BlockGroup(50, Retention(BLOCK_SIZE), 16), [strides], max_model_len=64)
+    return KVCache(BlockGroup(50, SlidingWindow(BLOCK_SIZE), 16), [strides], max_model_len=64)
 
 
 def run(cache: KVCache, *entries: tuple[int, int, int], **parts: object) -> PlannedStep:
@@ -127,7 +127,7 @@ def prefill(cache: KVCache, seq_id: int) -> int:
 def test_a_prefix_ends_where_the_new_group_can_begin(cache: KVCache) -> None:
     assert prefill(cache, 1) == 0
     cache.open_sequence(2, [*PROMPT[:15], 99], 16)
-    assert cache.held_blocks[2] == 2, "three blocks agree, and 8 tokens are the last multiple before their end"
+    assert cache.orphaned_blocks[2] == 2, "three blocks agree, and 8 tokens are the last multiple before their end"
     assert prefill(cache, 3) == 16
 
 
@@ -136,7 +136,7 @@ def test_sequences_beyond_its_slots_take_no_blocks_of_other_groups(cache: KVCach
     prefill(cache, 2)
     cache.open_sequence(3, [7] * 9, 9)
     planned = run(cache, (3, 9, 0))
-    assert isinstance(planned.errors[3], CapacityError) and cache.held_blocks[3] == 0
+    assert isinstance(planned.errors[3], CapacityError) and cache.orphaned_blocks[3] == 0
     run(cache, close_seq_ids=[1])
     assert not run(cache, (3, 9, 0)).errors
     run(cache, close_seq_ids=[2, 3])

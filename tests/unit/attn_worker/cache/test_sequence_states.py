@@ -164,7 +164,7 @@ def test_a_sequence_whose_first_step_is_lost_stays_open() -> None:
     cache.plan_step(make_plan([(1, 10, 0)]))
     cache.abort_steps()
     cache.check_integrity()
-    assert cache.held_blocks == {1: 0} and num_used(cache) == 0
+    assert cache.orphaned_blocks == {1: 0} and num_used(cache) == 0
     assert cache.open_sequence(1, PROMPT, 10).num_cached_tokens == 0
     run(cache, (1, 10, 0))
 

@@ -158,7 +158,7 @@ class StateMachine(RuleBasedStateMachine):
         """Steps that are not committed are void; every sequence keeps its committed state, unless slots were short."""
         self.cache.abort_steps()
         self.in_flight.clear()
-        known = self.cache.held_blocks
+        known = self.cache.orphaned_blocks
         for seq_id, sequence in list(self.sequences.items()):
             if seq_id not in known:
                 assert not self.is_ample
@@ -200,7 +200,7 @@ class StateMachine(RuleBasedStateMachine):
             self.cache.check_integrity()
             pool = self.cache.pools["states"]
             assert pool is not None and pool.num_free_blocks + pool.num_used_blocks == self.num_slots
-            assert self.cache.held_blocks.keys() == self.sequences.keys()
+            assert self.cache.orphaned_blocks.keys() == self.sequences.keys()
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.kv_cache.retention import Retention
+from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.limits import Policy
@@ -92,7 +92,7 @@ def test_rows_get_the_steps_of_single_sequences(
                 cluster.in_flight = None
                 cluster._opening.clear()
                 cluster.scheduler.begin(new_session(cluster.cache))
-                cluster.scheduler.close_unclaimed()
+                cluster.scheduler.close_orphans()
         cluster.run_until_idle()
     by_rows, one_by_one = clusters
     assert by_rows.steps == one_by_one.steps
@@ -149,7 +149,7 @@ def test_a_slot_that_is_used_again_is_not_taken_for_its_last_sequence() -> None:
 
 
 def test_rows_take_the_blocks_that_are_reserved_for_them_first() -> None:
-    ledger = BlockLedger(Retention(4), 10, 10)
+    ledger = BlockLedger(SlidingWindow(4), 10, 10)
     sequences = [make_sequence(seq_id, 3, 20) for seq_id in range(3)]
     sequences[1].num_reserved_blocks = 2
     ledger.reserve(2)

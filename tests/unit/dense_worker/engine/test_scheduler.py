@@ -62,8 +62,8 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 def new_session(cache: KVCache) -> Session:
     """A new attachment to this cache."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
-    kept = cache.retention.window, cache.retention.num_sink_tokens, cache.uncounted_window
-    return Session(Attachment(1, 1, {}, *counts, cache.held_blocks, cache.max_model_len, *kept))
+    kept = cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window
+    return Session(Attachment(1, 1, {}, *counts, cache.orphaned_blocks, cache.max_model_len, *kept))
 
 
 def sample(plan: StepPlan) -> StepResult:
@@ -137,7 +137,7 @@ class Cluster:
         self.in_flight = None
         self._opening.clear()
         self.scheduler.begin(new_session(self.cache))
-        self.scheduler.close_unclaimed()  # sequences whose closing was lost with the plan
+        self.scheduler.close_orphans()  # sequences whose closing was lost with the plan
 
     def answer_opens(self) -> None:
         while self._opening:
@@ -364,7 +364,7 @@ def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
     cluster.cache.plan_step(make_plan([(99, 5, 0)]))
     cluster.cache.commit_step()
     cluster.scheduler.begin(new_session(cluster.cache))
-    cluster.scheduler.close_unclaimed()
+    cluster.scheduler.close_orphans()
     cluster.run_until_idle()
 
 

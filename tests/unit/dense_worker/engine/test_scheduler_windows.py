@@ -30,7 +30,7 @@ def most_held_blocks(cluster: Cluster) -> int:
     most = 0
     while cluster.in_flight is not None or cluster.scheduler.num_running or cluster.scheduler.num_waiting:
         cluster.step()
-        most = max([most, *cluster.cache.held_blocks.values()])
+        most = max([most, *cluster.cache.orphaned_blocks.values()])
     cluster.run_until_idle()
     return most
 
@@ -95,7 +95,7 @@ def test_a_step_that_drops_nothing_wants_no_answer() -> None:
     cluster = make_cluster(num_blocks=100)
     cluster.scheduler.add(make_sequence(1, 2, 100))
     cluster.run_until_idle()
-    dropping = [plan for plan in cluster.plans if plan.drops_blocks]
+    dropping = [plan for plan in cluster.plans if plan.evicts_blocks]
     assert len(dropping) == pytest.approx(100 / BLOCK_SIZE, abs=4)
 
 

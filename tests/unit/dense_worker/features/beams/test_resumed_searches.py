@@ -65,7 +65,7 @@ class LossyCluster(BeamCluster):
         message = dense_pb2.BeamProgress(has_run=True, beams=beams, ended=ended)
         add_beams(self.search, dense_pb2.BeamProgress.FromString(message.SerializeToString()), NUM_TOKENS)
         self.scheduler.add(self.search)
-        self.scheduler.close_unclaimed()
+        self.scheduler.close_orphans()
 
 
 @settings(max_examples=examples(60), deadline=None)

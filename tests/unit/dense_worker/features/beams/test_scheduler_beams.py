@@ -207,7 +207,7 @@ def test_beams_share_all_blocks_but_the_one_in_which_they_differ() -> None:
     for _ in range(40):
         cluster.step()
         most = max(most, cluster.cache.num_used_blocks)
-        num_beams = len(cluster.cache.held_blocks)
+        num_beams = len(cluster.cache.orphaned_blocks)
         assert cluster.cache.num_used_blocks <= 10 + num_beams * 2
     assert most >= 10 + 4
     cluster.run_until_idle()

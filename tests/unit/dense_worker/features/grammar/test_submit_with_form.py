@@ -133,13 +133,13 @@ def test_a_resumed_gateway_claims_the_blocks_of_sequences_that_wait_for_grammars
     async def test(front: Front) -> None:
         await front.send(submit=formed(1))
         await front.send(resumed=dense_pb2.Resumed(gateway=GATEWAY))
-        front.engine.close_unclaimed.assert_not_called()
+        front.engine.close_orphans.assert_not_called()
         front.grammars.waiting[0].set_result("grammar")
         await front.settle()
         assert front.submitted == [1]
-        front.engine.close_unclaimed.assert_called_once_with(GATEWAY)
+        front.engine.close_orphans.assert_called_once_with(GATEWAY)
         names = [call[0] for call in front.engine.method_calls]
-        assert names.index("submit") < names.index("close_unclaimed")
+        assert names.index("submit") < names.index("close_orphans")
 
     run(test)
 

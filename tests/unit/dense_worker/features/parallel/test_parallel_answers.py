@@ -81,7 +81,7 @@ class AnswerCluster(Cluster):
 
     def attach_again(self) -> None:
         super().attach_again()
-        for seq_id in self.tokens.keys() - self.cache.held_blocks.keys():
+        for seq_id in self.tokens.keys() - self.cache.orphaned_blocks.keys():
             del self.tokens[seq_id]
 
     def _complete(self, published: PublishedPlan) -> None:

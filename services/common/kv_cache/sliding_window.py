@@ -1,4 +1,4 @@
-"""`Retention`: which blocks of the KV cache a sequence keeps. Both workers count with it, without torch."""
+"""`SlidingWindow`: which blocks of the KV cache a sequence keeps. Both workers count with it, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class SlidingWindow:
     """A sequence drops the blocks that no further token reads, except one, so that it can go back by a few tokens.
 
     It goes back when a step is lost, or when clients know fewer tokens than have been computed.
@@ -28,12 +28,12 @@ class Retention:
             return 0
         return max(0, max(0, position - self.window + 1) // self.block_size - self.num_sink_blocks)
 
-    def num_dropped_blocks(self, position: int) -> int:
+    def num_evicted_blocks(self, position: int) -> int:
         """Number of blocks behind the sinks that a sequence has dropped when a step begins at `position`."""
         return max(0, self.num_unread_blocks(position) - 1)
 
-    def num_dropped_blocks_of(self, positions: np.ndarray) -> np.ndarray:
-        """`num_dropped_blocks` at each of these positions, without sinks; there is a window."""
+    def num_evicted_blocks_of(self, positions: np.ndarray) -> np.ndarray:
+        """`num_evicted_blocks` at each of these positions, without sinks; there is a window."""
         assert self.window is not None and not self.num_sink_tokens
         return (positions - self.window + 1) // self.block_size - 1
 

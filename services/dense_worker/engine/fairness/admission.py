@@ -1,4 +1,4 @@
-"""`Turns`: which waiting sequence is opened next, and whom it may take room from. Part of the scheduler."""
+"""`Admission`: which waiting sequence is opened next, and whom it may take room from. Part of the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.fork_policy import ForkPolicy
 
 
-class Turns:
+class Admission:
     """Of one attachment."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Turns:
         """
         session = self._session
         if num_held_blocks is None:
-            num_held_blocks = session.held_blocks.get(sequence.seq_id, 0)
+            num_held_blocks = session.orphaned_blocks.get(sequence.seq_id, 0)
             num_held_blocks = num_held_blocks or self._forks.num_shared_blocks(sequence, session)
         if sequence.policy is not None:
             num_blocks = sequence.policy.blocks_to_promise(session.ledger, self._num_tokens(sequence))
@@ -75,9 +75,9 @@ class Turns:
         """Adjusts the reservation of a running sequence that has dropped blocks to what it needs from now on."""
         session, ledger = self._session, self._session.ledger
         session.release_reservation(sequence)
-        num_left = ledger.blocks_for(self._num_tokens(sequence)) - sequence.num_dropped_blocks - sequence.num_blocks
+        num_left = ledger.blocks_for(self._num_tokens(sequence)) - sequence.num_evicted_blocks - sequence.num_blocks
         has_prompt = sequence.num_remaining_tokens > 1
-        most = ledger.retention.max_blocks(self._max_num_batched_tokens if has_prompt else 1)
+        most = ledger.sliding_window.max_blocks(self._max_num_batched_tokens if has_prompt else 1)
         assert most is not None, "blocks are dropped only behind a window"
         wanted = min(num_left, max(1, most - sequence.num_blocks), ledger.num_available_blocks)
         sequence.num_reserved_blocks = max(0, wanted)
@@ -118,7 +118,7 @@ class Turns:
         Without those just preempted, whose last token, or the answer to whose closing, has not arrived yet.
         """
         closing = self._session.closing
-        for sequence in self._waiting.heads(self._session.held_blocks):
+        for sequence in self._waiting.heads(self._session.orphaned_blocks):
             if not sequence.num_pending_tokens and sequence.seq_id not in closing:
                 yield sequence
 
