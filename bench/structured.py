@@ -31,7 +31,7 @@ from services.common.model_config import load_model_config
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.features.grammar.grammars import Grammars
-from services.gateway.text.form_trials import FormTrials
+from services.gateway.text.grammar_trials import GrammarTrials
 from services.grammar.matcher import GrammarMatcher
 from services.grammar.vocabulary import read_vocabulary
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
@@ -129,7 +129,7 @@ async def measure_compiling(model: Path, is_optional: bool, num_forms: int) -> N
         "eos_token_ids": config.eos_token_ids,
         "is_optional": is_optional,
     }
-    trials = FormTrials(vocabulary)
+    trials = GrammarTrials(vocabulary)
     generator, times = random.Random(0), []
     try:
         start = time.perf_counter()

@@ -35,7 +35,7 @@ from services.gateway.request.prompt_embeds import PromptEmbeds
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
 from services.gateway.text.client_templates.client_templates import ClientTemplates
-from services.gateway.text.form_trials import FormTrials
+from services.gateway.text.grammar_trials import GrammarTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.lora.shapes import adapted_shapes
 from services.pb import gateway_pb2_grpc, gateway_peers_pb2_grpc, stall_pb2, triton_pb2_grpc
@@ -84,7 +84,7 @@ class Gateway:
             client_templates=client_templates,
         )
         self._opened.callback(tokenizer.close)
-        self._form_trials = FormTrials(
+        self._grammar_trials = GrammarTrials(
             {
                 "path": str(config.model.path.resolve()),
                 "vocab_size": model_config.vocab_size,
@@ -92,7 +92,7 @@ class Gateway:
                 "is_optional": is_dummy,
             }
         )
-        self._opened.push_async_callback(self._form_trials.close)
+        self._opened.push_async_callback(self._grammar_trials.close)
         section = self._section = fit_connections(config.gateway)
         self._metrics = GatewayMetrics(self._registry)
         self._access = Access(
@@ -187,7 +187,7 @@ class Gateway:
             tracer,
             section.max_answers,
             section.max_request_logprobs,
-            self._form_trials,
+            self._grammar_trials,
             self._memory,
             Adapters(
                 names,

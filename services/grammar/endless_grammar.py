@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 
 _TOKEN = re.compile(r"""
     (?P<space> [ \t\f\r]+ | //[^\n]* | \#[^\n]* )
@@ -35,12 +35,12 @@ _OPTIONAL = "?"  # ... with this before those that it need not contain
 
 
 def check_ends(grammar: str) -> None:
-    """Raises `FormError` for a Lark grammar with a rule, reached from `start`, that has only endless texts."""
+    """Raises `GrammarError` for a Lark grammar with a rule, reached from `start`, that has only endless texts."""
     rules = _read(list(_tokens(grammar)))
     ending, reached = _ending(rules), _reached(rules)
     endless = [name for name in rules if name in reached and name not in ending and name[0] != "("]
     if endless:
-        raise FormError(f"only an endless text has this form: no text of the rule {endless[-1][:60]!r} ends")
+        raise GrammarError(f"only an endless text has this form: no text of the rule {endless[-1][:60]!r} ends")
 
 
 def _reached(rules: _Rules) -> set[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.common.json_files.patterns import PatternError, PatternMatcher
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.schema_ids import References
 from services.grammar.subschemas import as_dict, as_list, subschemas
 
@@ -25,14 +25,14 @@ _MAX_PATTERNS_S = 0.25  # that all patterns of a schema may take here
 
 
 def check_ends(text: str) -> None:
-    """Raises `FormError` for a schema, as JSON text, with a part that only an endless text satisfies."""
+    """Raises `GrammarError` for a schema, as JSON text, with a part that only an endless text satisfies."""
     try:
         root = json.loads(text)
     except (ValueError, RecursionError):
         return  # whoever compiles it says what is wrong
     endless = _EndlessSchemas(root).first()
     if endless is not None:
-        raise FormError(
+        raise GrammarError(
             f"only an endless text is valid against {json.dumps(endless)[:100]} in the schema: "
             "it requires itself for ever"
         )

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.endless_schema import check_ends
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.lark import to_lark
 from services.grammar.quote import DEFAULTS, STRICT, quote
 from services.grammar.schema_dialect import translate
@@ -23,7 +23,7 @@ def lower(form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS
 
     special_tokens: ids of the special tokens, by their texts
 
-    Raises `FormError` for a text that cannot be read. Whether llguidance accepts the grammar is not known yet.
+    Raises `GrammarError` for a text that cannot be read. Whether llguidance accepts the grammar is not known yet.
     """
     from llguidance import LLMatcher
 
@@ -44,25 +44,25 @@ def lower(form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS
             return form.text if is_json else to_lark(form.text)
 
 
-def locate(error: FormError, form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> FormError:
+def locate(error: GrammarError, form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> GrammarError:
     """An error of compiling a form's grammar, in terms of the form: the client has not seen the grammar."""
     position = _POSITION.match(str(error))
     if position is None or form.constraint is Constraint.GRAMMAR:
         return error
     is_tag = form.constraint is Constraint.STRUCTURAL_TAG
     origin = origin_of(form.text, special_tokens, int(position[1])) if is_tag else None
-    return FormError(str(error)[position.end() :], origin)
+    return GrammarError(str(error)[position.end() :], origin)
 
 
 def _lower_schema(text: str) -> str:
     from llguidance import LLMatcher
 
     if text.strip() == "false":
-        raise FormError("nothing is valid against the schema false")
+        raise GrammarError("nothing is valid against the schema false")
     text = "{}" if text.strip() == "true" else text
     text = translate(text)
     check_ends(text)
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults=DEFAULTS, overrides=STRICT)
     except ValueError as error:
-        raise FormError(str(error)) from error
+        raise GrammarError(str(error)) from error

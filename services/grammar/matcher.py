@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ def limits() -> LLParserLimits:
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning of its grammar. Raises `FormError`. Releases the interpreter lock."""
+    """A matcher at the beginning of its grammar. Raises `GrammarError`. Releases the interpreter lock."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     if matcher.is_error():
-        raise FormError(describe_error(matcher))
+        raise GrammarError(describe_error(matcher))
     if matcher.is_stopped():
-        raise FormError("no text but the empty one has this form")
+        raise GrammarError("no text but the empty one has this form")
     return matcher
 
 
@@ -156,7 +156,7 @@ class GrammarMatcher:
             begin = time.thread_time()
             try:
                 self._start = remake()
-            except FormError as error:
+            except GrammarError as error:
                 self.error = str(error)
                 return
             self._matcher, self._forced = self._start.deep_copy(), None

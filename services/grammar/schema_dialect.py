@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.schema_ids import References, check_ids
 from services.grammar.subschemas import subschemas
 
@@ -36,7 +36,7 @@ _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 def translate(text: str) -> str:
     """The schema, as JSON text, for llguidance; the same text if it reads it as it is meant.
 
-    Raises `FormError` for JSON that is nested too deeply, and for an `$id` that two subschemas have.
+    Raises `GrammarError` for JSON that is nested too deeply, and for an `$id` that two subschemas have.
     """
     try:
         root = json.loads(text)
@@ -44,8 +44,8 @@ def translate(text: str) -> str:
         changes = [_change(schema) for schema in subschemas(root, References(root))]
         return json.dumps(root, ensure_ascii=False, allow_nan=False) if any(changes) else text
     except RecursionError as error:
-        raise FormError("it is nested too deeply") from error
-    except FormError:
+        raise GrammarError("it is nested too deeply") from error
+    except GrammarError:
         raise
     except ValueError:
         return text  # llguidance says what is wrong

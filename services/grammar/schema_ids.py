@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 
 _VALUES = ("const", "enum", "default", "examples")  # of these keywords are no schemas
 _OLD_DRAFTS = ("draft-04", "draft-06", "draft-07")  # there `$ref` makes its neighbours mean nothing
 
 
 def check_ids(root: Any) -> None:
-    """Raises `FormError` if two subschemas of a schema, wherever they stand, have the same `$id`."""
+    """Raises `GrammarError` if two subschemas of a schema, wherever they stand, have the same `$id`."""
     seen: set[str] = set()
     for schema, base in _with_bases(root, ignores_neighbours=False):
         if isinstance(schema.get("$id"), str):
             if base in seen:
-                raise FormError(f"two subschemas have the $id {base[:100]!r}")
+                raise GrammarError(f"two subschemas have the $id {base[:100]!r}")
             seen.add(base)
 
 
@@ -26,7 +26,7 @@ class References:
     """What the references within a schema mean. Subschemas are known by identity."""
 
     def __init__(self, root: Any) -> None:
-        """Raises `FormError` for an `$id` that is no URI."""
+        """Raises `GrammarError` for an `$id` that is no URI."""
         self._bases: dict[int, str] = {}  # of subschemas, without anchors
         self._named = {"": root}  # by URI
         given = root.get("$schema") if isinstance(root, dict) else None
@@ -81,4 +81,4 @@ def _resolve(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference.removesuffix("#"))
     except ValueError as error:
-        raise FormError(f"$id {reference[:100]!r} is not a URI: {error}") from error
+        raise GrammarError(f"$id {reference[:100]!r} is not a URI: {error}") from error

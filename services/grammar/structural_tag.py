@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.grammar.endless_schema import check_ends
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.lark import to_lark
 from services.grammar.quote import DEFAULTS, STRICT, quote
 from services.grammar.schema_dialect import translate
@@ -25,7 +25,7 @@ _TEXT = r"/(.|\n)*/"
 
 
 def lower_structural_tag(text: str, special_tokens: Mapping[str, int]) -> str:
-    """The Lark grammar. Raises `FormError` for JSON that is no structural tag, or has a format that is unknown.
+    """The Lark grammar. Raises `GrammarError` for JSON that is no structural tag, or has a format that is unknown.
 
     Where a text of the tag names a special token, only this token matches, by its id.
     """
@@ -42,9 +42,9 @@ def _rules(text: str, special_tokens: Mapping[str, int]) -> _Rules:
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormError(f"the structural tag is not JSON: {error}") from error
+        raise GrammarError(f"the structural tag is not JSON: {error}") from error
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
-        raise FormError('a structural tag is an object with "type": "structural_tag"')
+        raise GrammarError('a structural tag is an object with "type": "structural_tag"')
     rules = _Rules(special_tokens)
     rules.add_start(tag)
     return rules
@@ -82,16 +82,16 @@ class _Rules:
     def _expression(self, format_: Any) -> str:
         kind = format_.get("type") if isinstance(format_, dict) else format_
         if not isinstance(kind, str) or kind not in _FORMATS:
-            raise FormError(f"the structural tag has the format {str(kind)[:60]!r}, known are {', '.join(_FORMATS)}")
+            raise GrammarError(f"the structural tag has the format {str(kind)[:60]!r}, known are {', '.join(_FORMATS)}")
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise FormError(f"the formats of the structural tag are nested more than {MAX_DEPTH} deep")
+            raise GrammarError(f"the formats of the structural tag are nested more than {MAX_DEPTH} deep")
         before, origin = self._origin, format_.get("origin")
         self._origin = origin if isinstance(origin, str) else before
         try:
             expression = _FORMATS[kind](self, format_)
-        except FormError as error:
-            raise FormError(str(error), error.origin or self._origin) from error
+        except GrammarError as error:
+            raise GrammarError(str(error), error.origin or self._origin) from error
         self._origin = before
         self._depth -= 1
         return expression
@@ -119,7 +119,7 @@ class _Rules:
         if match is None:
             return self._rule(f"TEXT {quote(end)}", "text", "[lazy]")
         if match.start() > 0:
-            raise FormError(f"{end[:60]!r} ends free text, so the special token {match[0]!r} must be its beginning")
+            raise GrammarError(f"{end[:60]!r} ends free text, so the special token {match[0]!r} must be its beginning")
         return f"TEXT {self._literal(end)}"
 
     def structural_tag(self, format_: dict[str, Any]) -> str:
@@ -133,7 +133,7 @@ class _Rules:
         schema = format_.get("json_schema")
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
-            raise FormError("the schema of a structural tag must be an object or true")
+            raise GrammarError("the schema of a structural tag must be an object or true")
         options = schema.get("x-guidance")
         schema = {**schema, "x-guidance": {**DEFAULTS, **(options if isinstance(options, dict) else {}), **STRICT}}
         text = translate(json.dumps(schema, ensure_ascii=False))
@@ -148,7 +148,7 @@ class _Rules:
     def grammar(self, format_: dict[str, Any]) -> str:
         text = _text(format_, "grammar")
         if text.lstrip().startswith("{"):
-            raise FormError("a grammar of llguidance in JSON cannot be a part of a structural tag")
+            raise GrammarError("a grammar of llguidance in JSON cannot be a part of a structural tag")
         first, *others = f"%lark {{\n{to_lark(text)}\n}}".split("\n")
         name = self._rule(first, "grammar")
         self.lines += others
@@ -164,7 +164,7 @@ class _Rules:
         for index, element in enumerate(elements):
             if is_in_text:
                 if element.get("type") != "const_string":
-                    raise FormError("any_text in a sequence must be its last element, or precede a const_string")
+                    raise GrammarError("any_text in a sequence must be its last element, or precede a const_string")
                 parts.append(self._text_up_to(_text(element, "value")))
                 is_in_text = False
             elif element.get("type") == "any_text" and index + 1 < len(elements):
@@ -176,7 +176,7 @@ class _Rules:
     def either(self, format_: dict[str, Any]) -> str:
         elements = _objects(format_, "elements")
         if not elements:
-            raise FormError("elements of the format or is empty, must have at least one")
+            raise GrammarError("elements of the format or is empty, must have at least one")
         return self._rule(" | ".join(map(self._expression, elements)))
 
     def tag(self, format_: dict[str, Any]) -> str:
@@ -193,16 +193,16 @@ class _Rules:
         """Free text with tags in it. Where a trigger appears, one of its tags begins."""
         triggers, tags = format_.get("triggers"), _objects(format_, "tags")
         if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
-            raise FormError("the triggers of a structural tag must be a list of texts, none of them empty")
+            raise GrammarError("the triggers of a structural tag must be a list of texts, none of them empty")
         by_trigger: dict[str, list[str]] = {}
         for tag in tags:
             begin = _text(tag, "begin")
             trigger = next((each for each in triggers if begin.startswith(each)), None)
             if trigger is None:
-                raise FormError(f"the tag that begins with {begin[:60]!r} has no trigger")
+                raise GrammarError(f"the tag that begins with {begin[:60]!r} has no trigger")
             by_trigger.setdefault(trigger, []).append(self._tag(tag, begin.removeprefix(trigger)))
         if not by_trigger:
-            raise FormError("the structural tag has no tags, must have at least one")
+            raise GrammarError("the structural tag has no tags, must have at least one")
         options = [f"{self._text_up_to(trigger)} ({' | '.join(rules)})" for trigger, rules in by_trigger.items()]
         tagged, at_least_one = self._rule(" | ".join(options)), bool(format_.get("at_least_one"))
         if format_.get("stop_after_first"):
@@ -213,7 +213,7 @@ class _Rules:
         """Tags with nothing but a separator between them."""
         tags = _objects(format_, "tags")
         if not tags:
-            raise FormError("the tags of a structural tag are empty, must have at least one")
+            raise GrammarError("the tags of a structural tag are empty, must have at least one")
         one = self._rule(" | ".join(map(self.tag, tags)))
         more = "" if format_.get("stop_after_first") else f" ({self._literal(_text(format_, 'separator'))} {one})*"
         several = self._rule(f"{one}{more}")
@@ -240,12 +240,12 @@ def _text(parent: dict[str, Any], key: str) -> str:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # xgrammar allows several ends of a tag
     if not isinstance(value, str):
-        raise FormError(f"{key} in the structural tag must be a text")
+        raise GrammarError(f"{key} in the structural tag must be a text")
     return value
 
 
 def _objects(parent: dict[str, Any], key: str) -> list[dict[str, Any]]:
     values = parent.get(key)
     if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
-        raise FormError(f"{key} in the structural tag must be a list of objects")
+        raise GrammarError(f"{key} in the structural tag must be a list of objects")
     return values

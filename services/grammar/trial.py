@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar.form_error import FormError, SlowFormError
+from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from services.grammar.lower import locate, lower
 from services.grammar.matcher import compile_grammar, describe_error
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
@@ -60,7 +60,7 @@ def _serve() -> None:
     try:
         vocabulary = read_vocabulary(**{**arguments, "path": Path(arguments["path"])})
         tokenizer = vocabulary.load()
-    except FormError as error:
+    except GrammarError as error:
         _answer(error=str(error))
         return
     _answer()
@@ -68,9 +68,9 @@ def _serve() -> None:
         # Ends the process with SIGPROF. Unlike RLIMIT_CPU it counts fractions of a second, so each form has the same.
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         try:
-            _answer(grammar=try_form(tokenizer, vocabulary, read_form(json.loads(line))))
-        except FormError as error:
-            _answer(error=str(error), origin=error.origin, is_slow=isinstance(error, SlowFormError))
+            _answer(grammar=try_grammar(tokenizer, vocabulary, read_form(json.loads(line))))
+        except GrammarError as error:
+            _answer(error=str(error), origin=error.origin, is_slow=isinstance(error, SlowGrammarError))
         except (ValueError, RecursionError, MemoryError) as error:
             _answer(error=str(error) or type(error).__name__)
 
@@ -80,12 +80,12 @@ def read_form(message: dict[str, Any]) -> StructuredOutput:
     return StructuredOutput(Constraint(message["constraint"]), message["text"], tuple(message["choices"]))
 
 
-def try_form(tokenizer: LLTokenizer, vocabulary: Vocabulary, form: StructuredOutput) -> str:
-    """The grammar of a form, tried. Raises `FormError`."""
+def try_grammar(tokenizer: LLTokenizer, vocabulary: Vocabulary, form: StructuredOutput) -> str:
+    """The grammar of a form, tried. Raises `GrammarError`."""
     grammar = lower(form, vocabulary.special_tokens)
     try:
         start = compile_grammar(tokenizer, grammar)
-    except FormError as error:
+    except GrammarError as error:
         raise locate(error, form, vocabulary.special_tokens) from error
     for walk in range(NUM_WALKS):
         _try_walk(start, walk)
@@ -93,11 +93,11 @@ def try_form(tokenizer: LLTokenizer, vocabulary: Vocabulary, form: StructuredOut
 
 
 def _try_walk(start: LLMatcher, walk: int) -> None:
-    """Raises `SlowFormError` only if each attempt at the same walk was too slow."""
+    """Raises `SlowGrammarError` only if each attempt at the same walk was too slow."""
     for attempt in range(1, NUM_ATTEMPTS + 1):
         try:
             _walk(start.deep_copy(), random.Random(walk))
-        except SlowFormError:
+        except SlowGrammarError:
             if attempt == NUM_ATTEMPTS:
                 raise
         else:
@@ -114,9 +114,9 @@ def _walk(matcher: LLMatcher, generator: random.Random) -> None:
         took_s = time.thread_time() - begin
         if matcher.is_error() or token_id is None:
             reason = describe_error(matcher) or "no token of the vocabulary fits the form"
-            raise FormError(f"{reason} (after {step} tokens of an output)")
+            raise GrammarError(f"{reason} (after {step} tokens of an output)")
         if took_s > MAX_MASK_S:
-            raise SlowFormError(
+            raise SlowGrammarError(
                 f"it takes {1e3 * took_s:.0f} ms to find the tokens that may follow {step} tokens of an output, "
                 f"at most {1e3 * MAX_MASK_S:.0f} ms allowed"
             )

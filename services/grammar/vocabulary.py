@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.grammar.byte_tokenizer import TOKENIZER_FILES, byte_tokenizer
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -29,14 +29,15 @@ class Vocabulary:
     def load(self) -> LLTokenizer:
         """Holds the interpreter lock for a third of a second for 128,000 tokens.
 
-        Raises `FormError` for a tokenizer that llguidance cannot read.
+        Raises `GrammarError` for a tokenizer that llguidance cannot read.
         """
         from llguidance import LLTokenizer
 
         try:
             return LLTokenizer(self.tokenizer_json, n_vocab=self.num_tokens, eos_token=list(self.eos_token_ids))
         except ValueError as error:
-            raise FormError(f"structured output is not possible with the tokenizer of this model: {error}") from error
+            text = f"structured output is not possible with the tokenizer of this model: {error}"
+            raise GrammarError(text) from error
 
 
 def read_vocabulary(

@@ -36,11 +36,11 @@ from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds import PromptEmbeds
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
-from services.gateway.text.answer_form import refusal
-from services.gateway.text.form_trials import FormTrials
+from services.gateway.text.answer_grammar import refusal
+from services.gateway.text.grammar_trials import GrammarTrials
 from services.gateway.text.read_chat import read_chat_in_turn
 from services.gateway.text.tokenizer import Tokenizer
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.pb import gateway_pb2
 from services.rpc.spans import Tracer
 
@@ -70,7 +70,7 @@ class RequestService:
         tracer: Tracer,
         max_answers: int,
         max_request_logprobs: int,
-        form_trials: FormTrials,
+        grammar_trials: GrammarTrials,
         memory: MemoryBudget,
         adapters: Adapters,
         prompt_embeds: PromptEmbeds | None,
@@ -91,7 +91,7 @@ class RequestService:
         self._tracer = tracer
         self.max_answers = max_answers  # to all prompts of one HTTP request
         self._max_request_logprobs = max_request_logprobs
-        self._form_trials = form_trials
+        self._grammar_trials = grammar_trials
         self.memory = memory
         self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
         metrics.watch(self._counts)
@@ -205,8 +205,8 @@ class RequestService:
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
-            compiled = await self._form_trials.compile(form, (request.spec.tenant, request.spec.client))
-        except FormError as error:
+            compiled = await self._grammar_trials.compile(form, (request.spec.tenant, request.spec.client))
+        except GrammarError as error:
             raise refusal(error, form, request.parsing) from error
         return replace(compiled, field_name=form.field_name)
 

@@ -22,7 +22,7 @@ from services.gateway.request.context_length import check_prompt_length, num_kep
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds import PromptEmbeds
 from services.gateway.request.prompt_vectors import check_vectors, read_vectors, stand_in_front
-from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
+from services.gateway.text.answer_grammar import answer_ends, answer_grammar, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat_in_turn
@@ -225,7 +225,7 @@ async def read_request(
     if chat is not None:
         sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
     if parsing is not None:
-        sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))
+        sampling = replace(sampling, structured_output=answer_grammar(parsing, sampling.structured_output))
     if is_in_front:
         prompt_token_ids = [*table_ids, *prompt_token_ids]
     if has_beams:

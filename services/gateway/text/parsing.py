@@ -28,14 +28,14 @@ class Parsing:
     tools: Tools
     beginning: Beginning | None  # None: reasoning is not separated
     harmony: HarmonyBeginning | None = None  # the answer is in Harmony, which has reasoning and calls of its own
-    has_form: bool = False  # whether the request gives the answer a form, which it has unless it is calls
+    has_grammar: bool = False  # whether the request gives the answer a form, which it has unless it is calls
 
     def make_parser(self) -> AnswerParser:
         """The parser of one answer."""
         if self.harmony is not None:
             return HarmonyParser(self.harmony, may_call=self.tool_format is not None)
         calls = self.tool_format and self.tool_format.make_parser(self.tools.callable)
-        return TaggedAnswer(ThinkTags(self.beginning or Beginning.CONTENT), calls, has_form=self.has_form)
+        return TaggedAnswer(ThinkTags(self.beginning or Beginning.CONTENT), calls, has_grammar=self.has_grammar)
 
     @property
     def token_markers(self) -> Sequence[str]:

@@ -40,7 +40,7 @@ def messages() -> list[gateway_pb2.GenerateRequest]:
     return sent
 
 
-def check_forms(collected: list[Collected]) -> None:
+def check_grammars(collected: list[Collected]) -> None:
     lists, patterns = collected[1:3], collected[3:5]
     for text in (text for each in lists for text in each.text.values()):
         jsonschema.validate(json.loads(text), LIST)
@@ -54,7 +54,7 @@ def check_forms(collected: list[Collected]) -> None:
 )
 def test_forms_end_as_without_the_kill(services: PlainServices, roles: tuple[str, ...]) -> None:
     expected = collect_all(services.gateway, messages())
-    check_forms(expected)
+    check_grammars(expected)
     starts = dict(services.num_starts)
     disturbed = collect_all(services.gateway, messages(), lambda: services.kill(*roles))
     for found, undisturbed in zip(disturbed, expected, strict=True):

@@ -46,7 +46,7 @@ class Forms:
         self.threads = MaskThreads(LLExecutor(2), 2)
 
     def matcher(self, form: StructuredOutput, may_end: bool = True) -> GrammarMatcher:
-        """A matcher at the beginning. Raises `FormError`."""
+        """A matcher at the beginning. Raises `GrammarError`."""
         start = compile_grammar(self.tokenizer, lower(form, self.vocabulary.special_tokens))
         return GrammarMatcher(start, self.threads, self.vocabulary, may_end)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.endless_grammar import check_ends
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.lower import lower
 from tests.support.examples import examples
 
@@ -58,7 +58,7 @@ ENDING = [
 
 @pytest.mark.parametrize("text", ENDLESS)
 def test_a_grammar_with_a_rule_without_an_end_is_refused(text: str) -> None:
-    with pytest.raises(FormError, match=r"^only an endless text has this form: no text of the rule .* ends$"):
+    with pytest.raises(GrammarError, match=r"^only an endless text has this form: no text of the rule .* ends$"):
         lower(StructuredOutput(Constraint.GRAMMAR, text))
 
 
@@ -66,7 +66,7 @@ def test_a_grammar_with_a_rule_without_an_end_is_refused(text: str) -> None:
 def test_recursion_that_can_end_and_what_cannot_be_read_is_left_to_the_compiler(text: str) -> None:
     try:
         lower(StructuredOutput(Constraint.GRAMMAR, text))
-    except FormError as error:
+    except GrammarError as error:
         assert "endless" not in str(error)
 
 
@@ -126,7 +126,7 @@ def test_exactly_the_grammars_with_a_rule_without_a_text_are_refused(bodies: tup
     all_end = all(derives(name, rules, len(rules) + 1) for name in reached(rules))
     try:
         check_ends("\n".join(lines))
-    except FormError:
+    except GrammarError:
         assert not all_end, lines
     else:
         assert all_end, lines

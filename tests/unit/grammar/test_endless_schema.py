@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.endless_schema import check_ends
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.lower import lower
 from tests.support.dense.forms import Forms, make_vocabulary
 from tests.support.examples import examples
@@ -81,7 +81,7 @@ def test_a_schema_with_a_part_that_only_an_endless_text_satisfies_is_refused(nam
         StructuredOutput(Constraint.STRUCTURAL_TAG, json.dumps(
             {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": ENDLESS[name]}})),
     ):  # fmt: skip
-        with pytest.raises(FormError, match=r"^only an endless text is valid against .*\$ref.*: it requires itself"):
+        with pytest.raises(GrammarError, match=r"^only an endless text is valid against .*\$ref.*: it requires itself"):
             lower(form)
 
 
@@ -99,16 +99,16 @@ def test_what_is_not_a_schema_is_left_to_the_compiler() -> None:
 def test_keywords_may_be_written_with_escapes() -> None:
     for name in ("an object that requires itself", "two that require one another"):
         text = json.dumps(ENDLESS[name]).replace("$ref", "\\u0024ref")
-        with pytest.raises(FormError, match=r"^only an endless text"):
+        with pytest.raises(GrammarError, match=r"^only an endless text"):
             check_ends(text)
-    with pytest.raises(FormError, match=r"^two subschemas have the"):
+    with pytest.raises(GrammarError, match=r"^two subschemas have the"):
         lower(StructuredOutput(Constraint.JSON_SCHEMA, r'{"\u0024id": "a", "items": {"\u0024id": "a"}}'))
 
 
 def test_a_long_chain_of_references_takes_no_longer_than_to_read_it() -> None:
     chain = {f"d{i}": node(x=ref(f"d{i + 1}")) for i in range(2_000)} | {"d2000": NULL}
     check_ends(json.dumps(definitions("d0", **chain)))
-    with pytest.raises(FormError):
+    with pytest.raises(GrammarError):
         check_ends(json.dumps(definitions("d0", **chain | {"d2000": ref("d7")})))
 
 
@@ -129,7 +129,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
 def test_keywords_that_no_compiler_takes_are_left_to_it(forms: Forms, keywords: str) -> None:
     text = '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", KEYWORDS}}}'.replace("KEYWORDS", keywords)
     check_ends(text)
-    with pytest.raises(FormError):
+    with pytest.raises(GrammarError):
         forms.matcher(StructuredOutput(Constraint.JSON_SCHEMA, text))
 
 
@@ -184,7 +184,7 @@ def test_what_is_refused_has_a_part_without_a_value_and_what_ends_is_valid(
     ends = all(has_value(ref(name), defs, 12) for name in named(ref("a"), defs))  # no simple way is longer
     try:
         matcher = forms.matcher(StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(value)))
-    except FormError as error:
+    except GrammarError as error:
         assert not ends or "endless" not in str(error), value
         return
     assert ends, value

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from tests.support.dense.forms import Forms, make_vocabulary, schema
 
 PERSON = {
@@ -99,7 +99,7 @@ def test_a_grammar_of_either_syntax(forms: Forms, grammar: str) -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(forms: Forms, form: StructuredOutput, words: str) -> None:
-    with pytest.raises(FormError, match=words):
+    with pytest.raises(GrammarError, match=words):
         forms.matcher(form)
 
 

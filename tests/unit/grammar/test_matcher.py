@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar import matcher as matcher_module
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.matcher import GrammarMatcher, MaskThreads
 from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary, schema
 
@@ -161,7 +161,7 @@ SCHEMAS = st.recursive(
 def test_whatever_the_model_does_what_ends_is_valid(forms: Forms, value: dict[str, Any], seed: int) -> None:
     try:
         matcher = forms.matcher(schema(value))
-    except FormError:
+    except GrammarError:
         return  # a clear refusal
     output = forms.walk(matcher, random.Random(seed), MAX_TOKENS)
     assert matcher.error is None, matcher.error

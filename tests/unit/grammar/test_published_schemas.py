@@ -18,8 +18,8 @@ import jsonschema
 import pytest
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar.form_error import FormError
-from services.grammar.trial import try_form
+from services.grammar.grammar_error import GrammarError
+from services.grammar.trial import try_grammar
 from tests.support.dense.forms import EOS, Forms, make_vocabulary
 
 MAX_CHARACTERS = 256 * 1024  # of a form
@@ -112,8 +112,8 @@ def test_published_schemas_are_kept_or_refused_by_name(
     num_kept = num_ended = 0
     for name, value in source().items():
         try:
-            try_form(forms.tokenizer, forms.vocabulary, as_form(value))
-        except FormError as error:
+            try_grammar(forms.tokenizer, forms.vocabulary, as_form(value))
+        except GrammarError as error:
             words = re.findall(r"[A-Za-z.:/_-]{3,}", str(error))
             assert any(f'"{word}' in json.dumps(value) for word in words), f"{name}: {error}"
             continue

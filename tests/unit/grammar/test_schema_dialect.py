@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.schema_dialect import translate
 from tests.support.dense.forms import Forms, make_vocabulary
 
@@ -95,7 +95,7 @@ def test_other_schemas_stay_as_they_are_written() -> None:
 
 
 def test_alternatives_that_may_overlap_are_refused_with_advice(forms: Forms) -> None:
-    with pytest.raises(FormError, match=r"^oneOf can be enforced only where .* try anyOf$"):
+    with pytest.raises(GrammarError, match=r"^oneOf can be enforced only where .* try anyOf$"):
         forms.matcher(schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
     tagged = [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "ab"]
     assert forms.accepts(schema({"oneOf": tagged}), '{"kind":"b"}')
@@ -111,5 +111,5 @@ def test_formats_that_json_schema_does_not_define_only_describe(forms: Forms) ->
     form = schema({"type": "object", "properties": {"a": {"type": "string", "format": "byte"}}, "required": ["a"]})
     assert forms.accepts(form, '{"a":"any text"}') and not forms.accepts(form, '{"a":1}')
     assert forms.accepts(schema({"type": "integer", "format": "int32"}), "5")
-    with pytest.raises(FormError, match="uri-template"):
+    with pytest.raises(GrammarError, match="uri-template"):
         forms.matcher(schema({"type": "string", "format": "uri-template"}))

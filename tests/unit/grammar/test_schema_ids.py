@@ -12,7 +12,7 @@ import referencing.exceptions
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.endless_schema import check_ends
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.schema_dialect import translate
 from tests.support.dense.forms import Forms, make_vocabulary
 
@@ -64,7 +64,7 @@ def test_references_beside_and_below_ids_mean_what_draft_7_says(forms: Forms) ->
         value = random_schema(random.Random(seed), ids[:5]) | {"$schema": DRAFT_7}
         try:
             forms.matcher(schema(value))
-        except FormError:
+        except GrammarError:
             continue  # most often a reference without a target
         for text in TEXTS:
             if (is_valid := judge(value, text)) is not None:
@@ -83,12 +83,12 @@ def test_references_beside_and_below_ids_mean_what_draft_7_says(forms: Forms) ->
     ],
 )
 def test_an_id_of_two_subschemas_is_refused_by_name(value: dict[str, Any]) -> None:
-    with pytest.raises(FormError, match=r"^two subschemas have the \$id 'http://h/[abc#]+'$"):
+    with pytest.raises(GrammarError, match=r"^two subschemas have the \$id 'http://h/[abc#]+'$"):
         translate(json.dumps(value))
 
 
 def test_an_id_that_is_no_uri_is_refused_by_name() -> None:
-    with pytest.raises(FormError, match=r"^\$id 'http://\[' is not a URI"):
+    with pytest.raises(GrammarError, match=r"^\$id 'http://\[' is not a URI"):
         translate('{"$id": "http://h/", "items": {"$id": "http://["}}')
 
 
@@ -110,7 +110,7 @@ def test_a_part_without_an_end_is_found_behind_ids_and_anchors() -> None:
         ("a#/definitions/x", {"$id": "http://h/a", "definitions": {"x": {"$ref": "#"}}}),
     ):
         value = named | node | {"properties": {"p": {"$ref": reference}}}
-        with pytest.raises(FormError, match=r"^only an endless text"):
+        with pytest.raises(GrammarError, match=r"^only an endless text"):
             check_ends(json.dumps(value))
         check_ends(json.dumps(value | {"required": []}))
 
@@ -122,7 +122,7 @@ def test_a_pointer_begins_at_the_nearest_id(forms: Forms) -> None:
     for text in ('{"p":5}', '{"p":true}'):
         is_valid = jsonschema.Draft202012Validator(value).is_valid(json.loads(text))
         assert forms.accepts(schema(value), text) == is_valid
-    with pytest.raises(FormError, match=r"^only an endless text"):
+    with pytest.raises(GrammarError, match=r"^only an endless text"):
         check_ends(json.dumps(value | {"$schema": DRAFT_7}))  # there the id beside the reference means nothing
 
 

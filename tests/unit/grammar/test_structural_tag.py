@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.matcher import GrammarMatcher
 from tests.support.dense.forms import EOS, TOOL, Forms, allowed, make_vocabulary
 
@@ -101,13 +101,13 @@ def test_a_special_token_is_meant_by_its_name(forms: Forms) -> None:
     ],
 )
 def test_what_is_no_structural_tag_is_refused(forms: Forms, value: dict[str, Any], words: str) -> None:
-    with pytest.raises(FormError, match=words):
+    with pytest.raises(GrammarError, match=words):
         forms.matcher(tag(value))
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '"x"', "{", "[" * 100_000])
 def test_what_is_not_even_a_tag_is_refused(forms: Forms, text: str) -> None:
-    with pytest.raises(FormError, match="structural tag"):
+    with pytest.raises(GrammarError, match="structural tag"):
         forms.matcher(StructuredOutput(Constraint.STRUCTURAL_TAG, text))
 
 
@@ -115,5 +115,5 @@ def test_formats_are_not_nested_without_a_bound(forms: Forms) -> None:
     value: dict[str, Any] = CONTENT
     for _ in range(40):
         value = {"type": "or", "elements": [value]}
-    with pytest.raises(FormError, match="more than 32 deep"):
+    with pytest.raises(GrammarError, match="more than 32 deep"):
         forms.matcher(tag({"format": value}))

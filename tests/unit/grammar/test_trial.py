@@ -9,7 +9,7 @@ import pytest
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar import trial
-from services.grammar.form_error import SlowFormError
+from services.grammar.grammar_error import SlowGrammarError
 from tests.support.dense.forms import Forms, make_vocabulary
 
 FORM = StructuredOutput(Constraint.REGEX, "[0-9]{40}")
@@ -29,10 +29,10 @@ def clock(slow_steps: Iterator[bool]) -> Iterator[float]:
         yield now_s
 
 
-def try_form(forms: Forms, slow_steps: Iterator[bool], monkeypatch: pytest.MonkeyPatch) -> str:
+def try_grammar(forms: Forms, slow_steps: Iterator[bool], monkeypatch: pytest.MonkeyPatch) -> str:
     times = clock(slow_steps)
     monkeypatch.setattr(trial.time, "thread_time", lambda: next(times))
-    return trial.try_form(forms.tokenizer, forms.vocabulary, FORM)
+    return trial.try_grammar(forms.tokenizer, forms.vocabulary, FORM)
 
 
 @pytest.mark.parametrize("num_slow_attempts", range(trial.NUM_ATTEMPTS))
@@ -41,9 +41,9 @@ def test_a_walk_that_was_slow_is_taken_again(
 ) -> None:
     attempt = [False, False, True]  # the third step is slow, and ends the attempt
     slow_steps = itertools.chain(attempt * num_slow_attempts, itertools.repeat(False))
-    assert try_form(forms, slow_steps, monkeypatch)
+    assert try_grammar(forms, slow_steps, monkeypatch)
 
 
 def test_a_walk_that_is_always_slow_condemns_the_form(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SlowFormError, match=r"100 ms to find .* follow 2 tokens .* 50 ms"):
-        try_form(forms, itertools.cycle([False, False, True]), monkeypatch)
+    with pytest.raises(SlowGrammarError, match=r"100 ms to find .* follow 2 tokens .* 50 ms"):
+        try_grammar(forms, itertools.cycle([False, False, True]), monkeypatch)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from services.common.errors import InvalidRequest
 from services.common.fairness.client_turns import ClientTurns
 from services.common.structured_output import StructuredOutput
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.lower import lower
 from services.grammar.matcher import CREDIT_S, GrammarMatcher, MaskThreads, compile_grammar
 from services.grammar.vocabulary import Vocabulary
@@ -82,7 +82,7 @@ class Grammars:
                 self._forget(form, kept)
                 kept = self._compile(form, tokenizer, vocabulary)
                 grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
-        except FormError as error:
+        except GrammarError as error:
             raise InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name) from error
         if kept.compile_s <= CREDIT_S:  # the engine waits for it
             grammar.remake = partial(compile_grammar, tokenizer, kept.grammar)

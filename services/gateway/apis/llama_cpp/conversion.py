@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from services.common.sampling_params import MAX_LOGIT_BIAS
 from services.gateway.apis.llama_cpp.schema import ALL, InfillBody, LlamaCppBody
-from services.gateway.apis.shared.to_message import add_form, messages_of, sampling_message
+from services.gateway.apis.shared.to_message import add_structured_output, messages_of, sampling_message
 from services.gateway.request.context_length import too_long
 from services.gateway.request.generation_request import ModelLimits, check_token_ids
 from services.gateway.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ def _common_message(used: LlamaCppBody, limits: ModelLimits) -> gateway_pb2.Gene
     message = sampling_message(used)
     if used.model is not None:
         message.model = used.model
-    add_form(message, used)
+    add_structured_output(message, used)
     if used.suffix:
         message.suffix = used.suffix
     if used.logprobs is not None:

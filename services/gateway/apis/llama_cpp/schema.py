@@ -14,9 +14,9 @@ from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
 from services.gateway.apis.shared.generation_fields import (
     AnswerFields,
-    FormFields,
     NumLogprobs,
     SamplingFields,
+    StructuredOutputFields,
     Suffix,
 )
 from services.gateway.apis.shared.other_servers import OF_CHATS, SGLANG_OPTIONS, UNSUPPORTED
@@ -87,7 +87,7 @@ Biases = Annotated[
 ]
 
 
-class LlamaCppBody(SamplingFields, AnswerFields, FormFields):
+class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
     """Prompts to continue, and llama.cpp's options; those of completions that have no other name here work too."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

@@ -16,8 +16,8 @@ from services.gateway.apis.shared.to_message import (
     ALL,
     add_beams,
     add_echo,
-    add_form,
     add_logit_bias,
+    add_structured_output,
     messages_of,
     sampling_message,
 )
@@ -128,6 +128,6 @@ def _common_message(body: OpenAIFields, limits: ModelLimits) -> gateway_pb2.Gene
     message.sampling.logprob_token_ids.extend(body.logprob_token_ids or ())
     if body.prompt_logprobs is not None:
         message.prompt_logprobs = limits.vocab_size if body.prompt_logprobs == ALL else body.prompt_logprobs
-    add_form(message, body)
+    add_structured_output(message, body)
     add_beams(message, body)
     return message

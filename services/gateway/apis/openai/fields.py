@@ -14,9 +14,9 @@ from services.gateway.apis.shared.generation_fields import (
     IGNORED,
     AnswerFields,
     BeamFields,
-    FormFields,
     LogitBias,
     SamplingFields,
+    StructuredOutputFields,
 )
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, SGLANG_OPTIONS, UNSUPPORTED
 from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, UInt32, at_most
@@ -37,7 +37,7 @@ class StreamOptions(RequestModel):
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
-class OpenAIFields(SamplingFields, AnswerFields, BeamFields, FormFields):
+class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFields):
     """The fields that completions and chats share. Null always means the default."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **LLAMA_CPP_OPTIONS, **SGLANG_OPTIONS}

@@ -6,8 +6,8 @@ from services.gateway.apis.sglang.schema import DEFAULT_TOKENS, GenerateBody
 from services.gateway.apis.shared.to_message import (
     add_beams,
     add_echo,
-    add_form,
     add_logit_bias,
+    add_structured_output,
     messages_of,
     sampling_message,
 )
@@ -35,7 +35,7 @@ def generate_messages(
     if body.lora_path is not None:
         common.model = body.lora_path
     add_logit_bias(common, params.logit_bias)
-    add_form(common, params)
+    add_structured_output(common, params)
     add_beams(common, params)
     if params.suffix:
         common.suffix = params.suffix

@@ -15,9 +15,9 @@ from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.apis.shared.generation_fields import (
     BeamFields,
     Echo,
-    FormFields,
     LogitBias,
     SamplingFields,
+    StructuredOutputFields,
     Suffix,
 )
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
@@ -40,7 +40,7 @@ NamedTokens = Annotated[
 ]
 
 
-class GenerateSampling(SamplingFields, BeamFields, FormFields):
+class GenerateSampling(SamplingFields, BeamFields, StructuredOutputFields):
     """SGLang's `sampling_params`: the options of completions, some of them under other names."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

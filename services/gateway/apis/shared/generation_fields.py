@@ -15,7 +15,7 @@ from services.gateway.apis.shared.structured_output import (
     JsonSchema,
     ResponseFormat,
     StructuredOutputs,
-    form_of,
+    structured_output_of,
 )
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
@@ -174,7 +174,7 @@ class BeamFields(RequestModel):
         return self
 
 
-class FormFields(RequestModel):
+class StructuredOutputFields(RequestModel):
     """The form of the answers, as each server names it; one at most."""
 
     response_format: ResponseFormat | None = None
@@ -190,6 +190,6 @@ class FormFields(RequestModel):
     structural_tag: str | None = Field(None, description="SGLang's name of structured_outputs.structural_tag")
 
     @pydantic.model_validator(mode="after")
-    def _check_form(self) -> FormFields:
-        form_of(self)
+    def _check_form(self) -> StructuredOutputFields:
+        structured_output_of(self)
         return self

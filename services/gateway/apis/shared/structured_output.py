@@ -51,7 +51,7 @@ class StructuredOutputs(RequestModel):
     whitespace_pattern: str | None = Field(None, description="Regular expression of the whitespace in JSON")
 
 
-class FormFields(Protocol):
+class StructuredOutputFields(Protocol):
     """The fields of a body that give a form."""
 
     response_format: ResponseFormat | None
@@ -67,7 +67,7 @@ class FormFields(Protocol):
     structural_tag: str | None
 
 
-def form_of(body: FormFields) -> sampling_pb2.StructuredOutput | None:
+def structured_output_of(body: StructuredOutputFields) -> sampling_pb2.StructuredOutput | None:
     """The form that a body asks for. Raises `PydanticCustomError` if it asks for several, or names none."""
     forms = dict(_forms(body))
     if len(forms) > 1:
@@ -79,7 +79,7 @@ def form_of(body: FormFields) -> sampling_pb2.StructuredOutput | None:
     return next(iter(forms.values()), None)
 
 
-def _forms(body: FormFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
+def _forms(body: StructuredOutputFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
     found: list[tuple[str, _Message | None]] = [
         ("response_format", _of_response_format(body.response_format)),
         ("structured_outputs", _of_structured_outputs(body.structured_outputs)),

@@ -7,8 +7,8 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import NUMBERS
-from services.gateway.apis.shared.generation_fields import BeamFields, FormFields, SamplingFields
-from services.gateway.apis.shared.structured_output import form_of
+from services.gateway.apis.shared.generation_fields import BeamFields, SamplingFields, StructuredOutputFields
+from services.gateway.apis.shared.structured_output import structured_output_of
 from services.gateway.request.generation_request import MAX_PROMPT_LOGPROBS
 from services.pb import gateway_pb2, sampling_pb2
 
@@ -45,9 +45,9 @@ def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
     )
 
 
-def add_form(message: gateway_pb2.GenerateRequest, body: FormFields) -> None:
+def add_structured_output(message: gateway_pb2.GenerateRequest, body: StructuredOutputFields) -> None:
     """Adds the form of the answers."""
-    if (form := form_of(body)) is not None:
+    if (form := structured_output_of(body)) is not None:
         message.sampling.structured_output.CopyFrom(form)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from services.gateway.text.deltas import Parser
 from services.gateway.text.harmony.markers import HARMONY, MARKERS, is_harmony_template
-from services.gateway.text.tools.call_forms import CALL_FORMS, CallForm
+from services.gateway.text.tools.call_grammars import CALL_FORMS, CallGrammar
 from services.gateway.text.tools.call_writer import new_call_id
 from services.gateway.text.tools.hermes import HermesParser
 from services.gateway.text.tools.llama3_json import Llama3JsonParser
@@ -33,7 +33,7 @@ class ToolFormat:
     markers: tuple[str, ...]  # tokens that the parser must see, although a tokenizer may call them special
     make_parser: Callable[[Sequence[Tool]], Parser] | None  # None: `HarmonyParser` finds calls beside all the rest
     in_template: Callable[[str], bool]  # whether a chat template asks the model for this format
-    form: CallForm  # of calls that are demanded
+    form: CallGrammar  # of calls that are demanded
     has_short_ids: bool = False
 
     def call_id(self, given: str) -> str:

@@ -20,7 +20,7 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.grammar import grammars as module
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.grammar import matcher as matcher_module
-from services.grammar.form_error import FormError
+from services.grammar.grammar_error import GrammarError
 from services.grammar.matcher import CREDIT_S, GrammarMatcher
 from services.grammar.vocabulary import Vocabulary
 from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary
@@ -211,7 +211,7 @@ def test_a_bad_form_is_an_error_of_its_sequence(grammars: Grammars, pattern: str
 
 def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_form() -> None:
     def read() -> Vocabulary:
-        raise FormError("structured output is not possible with the tokenizer of this model")
+        raise GrammarError("structured output is not possible with the tokenizer of this model")
 
     broken = Grammars(read)
     for _ in range(2):

@@ -25,7 +25,7 @@ _ANY_OBJECT: Form = {"type": "json_schema", "json_schema": {"type": "object"}}
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class CallGrammar:
     """How calls are written in one format."""
 
     begin: Callable[[str], str]  # of a call, by the tool's name
@@ -43,27 +43,27 @@ def _json(schema: Mapping[str, Any]) -> Form:
     return {"type": "json_schema", "json_schema": schema}
 
 
-CALL_FORMS: Mapping[str, CallForm] = {
-    "harmony": CallForm(  # the answer ends with its only call
+CALL_FORMS: Mapping[str, CallGrammar] = {
+    "harmony": CallGrammar(  # the answer ends with its only call
         lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}",
         _json,
         "",
         f"{CHANNEL}commentary",
     ),
-    "hermes": CallForm(
+    "hermes": CallGrammar(
         lambda name: f'<tool_call>\n{{"name": "{name}", "arguments": ', _json, "}\n</tool_call>", "<tool_call>", "\n"
     ),
-    "llama3_json": CallForm(
+    "llama3_json": CallGrammar(
         lambda name: f'{{"name": "{name}", "parameters": ', _json, "}", '{"name": "', "; ", object_key="parameters"
     ),
-    "mistral": CallForm(lambda name: f"[TOOL_CALLS]{name}[ARGS]", _json, "", "[TOOL_CALLS]"),
-    "mistral_list": CallForm(
+    "mistral": CallGrammar(lambda name: f"[TOOL_CALLS]{name}[ARGS]", _json, "", "[TOOL_CALLS]"),
+    "mistral_list": CallGrammar(
         lambda name: f'{{"name": "{name}", "arguments": ', _json, "}", "[TOOL_CALLS]", ", ", "[TOOL_CALLS] [", "]"
     ),
-    "pythonic": CallForm(
+    "pythonic": CallGrammar(
         lambda name: f"{name}(", python_arguments, ")", "[", ", ", "[", "]", any_arguments=ANY_PYTHON_ARGUMENTS
     ),
-    "qwen3_coder": CallForm(
+    "qwen3_coder": CallGrammar(
         lambda name: f"<tool_call>\n<function={name}>\n",
         tagged_arguments,
         "</function>\n</tool_call>",
@@ -74,22 +74,22 @@ CALL_FORMS: Mapping[str, CallForm] = {
 }
 
 
-def form_of_calls(tools: Tools, form: CallForm, *, has_other_form: bool = False) -> Form | None:
+def grammar_of_calls(tools: Tools, form: CallGrammar, *, has_other_grammar: bool = False) -> Form | None:
     """The form of an answer to a request with tools; None if the model is free to write anything.
 
-    `has_other_form`: an answer that is no call has a form of its own. The result then is that of calls alone, whatever
-    the choice. Raises `InvalidRequest` for a schema that the format cannot be held to.
+    `has_other_grammar`: an answer that is no call has a form of its own. The result then is that of calls alone,
+    whatever the choice. Raises `InvalidRequest` for a schema that the format cannot be held to.
     """
-    if not (has_other_form or tools.is_demanded or any(tool.is_strict for tool in tools.callable)):
+    if not (has_other_grammar or tools.is_demanded or any(tool.is_strict for tool in tools.callable)):
         return None
     is_single = tools.choice is ToolChoice.NAMED or not tools.is_parallel
     is_strict = {tool.name: tools.is_demanded or tool.is_strict for tool in tools.callable}
     contents = [(tool, _arguments(tool, form, is_strict[tool.name])) for tool in tools.callable]
-    if form.object_key and has_other_form:
+    if form.object_key and has_other_grammar:
         tags = [_object_tag(tool, content, form.object_key) for tool, content in contents]
     else:
         tags = [_tag(form.begin(tool.name), content, form.end) for tool, content in contents]
-    if has_other_form or tools.is_demanded:
+    if has_other_grammar or tools.is_demanded:
         calls = _calls(tags, form.separator, is_single)
         return _calls([_tag(form.list_begin, calls, form.list_end)], "", True) if form.list_begin else calls
     if form.list_begin:
@@ -111,7 +111,7 @@ def _calls(tags: list[Form], separator: str, is_single: bool) -> Form:
     }
 
 
-def _list_tags(contents: Sequence[tuple[Tool, Form]], form: CallForm, is_single: bool) -> list[Form]:
+def _list_tags(contents: Sequence[tuple[Tool, Form]], form: CallGrammar, is_single: bool) -> list[Form]:
     """Tags of whole lists, one for each first call."""
     more: list[Form] = []
     if not is_single:
@@ -143,7 +143,7 @@ def _object_tag(tool: Tool, arguments: Form, key: str) -> Form:
     return _tag("", {**arguments, "json_schema": call}, "")
 
 
-def _arguments(tool: Tool, form: CallForm, is_strict: bool) -> Form:
+def _arguments(tool: Tool, form: CallGrammar, is_strict: bool) -> Form:
     if not is_strict:
         return {**form.any_arguments, "origin": tool.path}
     schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters

@@ -1,4 +1,4 @@
-"""`FormTrials`: tries the forms of structured output before their requests run, in a process of its own.
+"""`GrammarTrials`: tries the forms of structured output before their requests run, in a process of its own.
 
 Event loop and engine never meet a form that explodes: the process has limits of CPU time, memory and stack, and is
 started again after a form has ended it. It starts with the first form. It tries one form at a time; the clients whose
@@ -26,7 +26,7 @@ import structlog
 from services.common.errors import CapacityError, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.structured_output import Constraint, StructuredOutput
-from services.grammar.form_error import FormError, SlowFormError
+from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from services.grammar.trial import MAX_CPU_S
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class _KilledError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    result: StructuredOutput | FormError
+    result: StructuredOutput | GrammarError
     expires_at: float | None  # on the monotonic clock; None: never
 
     @property
@@ -61,7 +61,7 @@ class _Kept:
         return self.expires_at is None or time.monotonic() < self.expires_at
 
 
-class FormTrials:
+class GrammarTrials:
     """Runs in the event loop. `close` ends the process."""
 
     def __init__(self, vocabulary: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class FormTrials:
     async def compile(self, form: StructuredOutput, client: Client = (0, 0)) -> StructuredOutput:
         """The same form as a grammar that dense workers can use.
 
-        Raises `FormError` if it cannot be used, and `CapacityError` if too many forms wait.
+        Raises `GrammarError` if it cannot be used, and `CapacityError` if too many forms wait.
         """
         known = self._known(form)
         if known is not None:
@@ -97,12 +97,12 @@ class FormTrials:
         await self._end_process()
 
     def _known(self, form: StructuredOutput) -> StructuredOutput | None:
-        """The kept result; None if there is none. Raises `FormError` if it is an error."""
+        """The kept result; None if there is none. Raises `GrammarError` if it is an error."""
         known = self._results.get(form)
         if known is None or not known.is_valid:
             return None
         self._results.move_to_end(form)
-        if isinstance(known.result, FormError):
+        if isinstance(known.result, GrammarError):
             raise type(known.result)(str(known.result), known.result.origin)
         return known.result
 
@@ -133,7 +133,7 @@ class FormTrials:
     async def _try_now(self, form: StructuredOutput) -> StructuredOutput:
         answer = await self._ask_in_time(form)
         if "error" in answer:
-            kind = SlowFormError if answer.get("is_slow") else FormError
+            kind = SlowGrammarError if answer.get("is_slow") else GrammarError
             error = kind(answer["error"], answer.get("origin"))
             self._keep(form, error)
             raise error
@@ -197,10 +197,10 @@ class FormTrials:
             process.kill()
             await asyncio.to_thread(_close, process)
 
-    def _keep(self, form: StructuredOutput, result: StructuredOutput | FormError) -> None:
+    def _keep(self, form: StructuredOutput, result: StructuredOutput | GrammarError) -> None:
         if (earlier := self._results.pop(form, None)) is not None:
             self._num_bytes -= _num_bytes(form, earlier)
-        expires_at = time.monotonic() + SLOW_KEPT_S if isinstance(result, SlowFormError) else None
+        expires_at = time.monotonic() + SLOW_KEPT_S if isinstance(result, SlowGrammarError) else None
         kept = self._results[form] = _Kept(result, expires_at)
         self._num_bytes += _num_bytes(form, kept)
         while len(self._results) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
@@ -209,7 +209,7 @@ class FormTrials:
 
 def _num_bytes(form: StructuredOutput, kept: _Kept) -> int:
     result = kept.result
-    return form.num_bytes + (len(str(result)) if isinstance(result, FormError) else result.num_bytes)
+    return form.num_bytes + (len(str(result)) if isinstance(result, GrammarError) else result.num_bytes)
 
 
 def _write_and_read(process: subprocess.Popen[bytes], message: bytes) -> bytes:

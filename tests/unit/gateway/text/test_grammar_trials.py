@@ -18,9 +18,9 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, TwostrokeError
 from services.common.fairness.client_turns import Client
 from services.common.structured_output import MAX_CHOICES, Constraint, StructuredOutput
-from services.gateway.text import form_trials
-from services.gateway.text.form_trials import FormTrials
-from services.grammar.form_error import FormError, SlowFormError
+from services.gateway.text import grammar_trials
+from services.gateway.text.grammar_trials import GrammarTrials
+from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from tests.support.process_memory import resident_bytes
 
 BUSY, OTHER = (0, 1), (0, 2)
@@ -89,15 +89,15 @@ ACCEPTED = {
 
 
 @asynccontextmanager
-async def trials() -> AsyncIterator[FormTrials]:
-    made = FormTrials({"path": str(EMBEDDED_MODEL), "vocab_size": 1024, "eos_token_ids": [2], "is_optional": False})
+async def trials() -> AsyncIterator[GrammarTrials]:
+    made = GrammarTrials({"path": str(EMBEDDED_MODEL), "vocab_size": 1024, "eos_token_ids": [2], "is_optional": False})
     try:
         yield made
     finally:
         await made.close()
 
 
-def run(test: Callable[[FormTrials], Awaitable[None]]) -> None:
+def run(test: Callable[[GrammarTrials], Awaitable[None]]) -> None:
     async def body() -> None:
         async with trials() as made:
             await test(made)
@@ -106,9 +106,9 @@ def run(test: Callable[[FormTrials], Awaitable[None]]) -> None:
 
 
 def test_expensive_and_impossible_forms_are_refused_and_the_next_one_is_not() -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         for name, form in REFUSED.items():
-            with pytest.raises(FormError) as refused:
+            with pytest.raises(GrammarError) as refused:
                 await made.compile(form)
             assert 0 < len(str(refused.value)) < 500, name
             assert (await made.compile(GOOD)).constraint is Constraint.GRAMMAR, name
@@ -119,7 +119,7 @@ def test_expensive_and_impossible_forms_are_refused_and_the_next_one_is_not() ->
 
 
 def test_large_and_odd_forms_are_accepted() -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         for name, form in ACCEPTED.items():
             compiled = await made.compile(form)
             assert compiled.constraint is Constraint.GRAMMAR, name
@@ -129,7 +129,7 @@ def test_large_and_odd_forms_are_accepted() -> None:
 
 
 def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form() -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         await made.compile(GOOD)
         assert made._process is not None
         pid = made._process.pid
@@ -138,7 +138,7 @@ def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form(
         await asyncio.sleep(0)
         os.kill(pid, signal.SIGPROF)  # as the limit of CPU time does
         os.kill(pid, signal.SIGCONT)
-        with pytest.raises(SlowFormError, match="more than 2 s of CPU time"):
+        with pytest.raises(SlowGrammarError, match="more than 2 s of CPU time"):
             await waiting
         assert await made.compile(regex("c+"))
 
@@ -146,7 +146,7 @@ def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form(
 
 
 def test_a_form_that_took_too_long_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         answers = iter([{"error": "slow", "is_slow": True}, {"grammar": "g"}])
 
         async def ask(form: StructuredOutput) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def test_a_form_that_took_too_long_is_tried_again_after_a_while(monkeypatch: pyt
 
         monkeypatch.setattr(made, "_ask", ask)
         for _ in range(2):  # the second time by what is kept
-            with pytest.raises(SlowFormError, match="slow"):
+            with pytest.raises(SlowGrammarError, match="slow"):
                 await made.compile(GOOD)
-        monkeypatch.setattr(form_trials.time, "monotonic", lambda: expires_at)
+        monkeypatch.setattr(grammar_trials.time, "monotonic", lambda: expires_at)
         expires_at = made._results[GOOD].expires_at
         assert (await made.compile(GOOD)).text == "g"
         assert made._results[GOOD].expires_at is None and made._num_bytes == GOOD.num_bytes + 1
@@ -179,7 +179,7 @@ def test_the_process_ends_itself_when_a_form_needs_more_cpu_time_than_allowed() 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_process_that_is_killed_is_no_fault_of_the_form(number: signal.Signals, is_busy: bool) -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         await made.compile(GOOD)
         assert made._process is not None
         pid = made._process.pid
@@ -199,7 +199,7 @@ def test_a_process_that_is_killed_is_no_fault_of_the_form(number: signal.Signals
 
 
 def test_a_form_whose_process_is_always_killed_is_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         await made.compile(GOOD)
         assert made._process is not None
         os.kill(made._process.pid, signal.SIGKILL)
@@ -207,31 +207,31 @@ def test_a_form_whose_process_is_always_killed_is_refused_for_now(monkeypatch: p
             await made.compile(regex("b+"))
         assert await made.compile(regex("b+"))
 
-    monkeypatch.setattr(form_trials, "_MAX_KILLS", 1)
+    monkeypatch.setattr(grammar_trials, "_MAX_KILLS", 1)
     run(test)
 
 
 def test_a_process_that_cannot_start_is_no_fault_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         for _ in range(2):
             with pytest.raises(TwostrokeError, match="cannot be tried") as failed:
                 await made.compile(GOOD)
-            assert not isinstance(failed.value, FormError)
+            assert not isinstance(failed.value, GrammarError)
         monkeypatch.undo()
         assert await made.compile(GOOD)
 
-    monkeypatch.setattr(form_trials, "_MODULE", "services.grammar.missing")
+    monkeypatch.setattr(grammar_trials, "_MODULE", "services.grammar.missing")
     run(test)
 
 
 def test_results_are_kept_by_value() -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         first = await made.compile(GOOD)
-        with pytest.raises(FormError) as refused:
+        with pytest.raises(GrammarError) as refused:
             await made.compile(regex("("))
         await made.close()
         assert await made.compile(StructuredOutput(Constraint.REGEX, "[0-9]+")) is first
-        with pytest.raises(FormError) as again:
+        with pytest.raises(GrammarError) as again:
             await made.compile(regex("("))
         assert str(again.value) == str(refused.value) and made._process is None
 
@@ -239,20 +239,20 @@ def test_results_are_kept_by_value() -> None:
 
 
 def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         for i in range(8):
             await made.compile(regex(f"a{{{i}}}b"))
         assert len(made._results) == 4 and made._num_bytes < 4 * 200
-        monkeypatch.setattr(form_trials, "MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr(grammar_trials, "MAX_KEPT_BYTES", 0)
         await made.compile(GOOD)
         assert not made._results and made._num_bytes == 0
 
-    monkeypatch.setattr(form_trials, "MAX_KEPT", 4)
+    monkeypatch.setattr(grammar_trials, "MAX_KEPT", 4)
     run(test)
 
 
 def test_one_trial_serves_all_who_wait_for_the_form_whoever_gives_up() -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         tasks = [asyncio.create_task(made.compile(GOOD)) for _ in range(5)]
         await asyncio.sleep(0)
         assert len(made._running) == 1
@@ -266,7 +266,7 @@ def test_one_trial_serves_all_who_wait_for_the_form_whoever_gives_up() -> None:
 
 @pytest.mark.parametrize(("limit", "whose"), [("MAX_WAITING", ""), ("MAX_WAITING_OF_CLIENT", " of this client")])
 def test_no_more_forms_wait_than_allowed(monkeypatch: pytest.MonkeyPatch, limit: str, whose: str) -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         tasks = [asyncio.create_task(made.compile(regex(f"x{i}"), BUSY)) for i in range(3)]
         await asyncio.sleep(0)
         message = f"3 forms of structured output{whose} wait to be compiled, at most 3"
@@ -279,12 +279,12 @@ def test_no_more_forms_wait_than_allowed(monkeypatch: pytest.MonkeyPatch, limit:
         assert await made.compile(GOOD, BUSY)
         assert not made._num_running_of
 
-    monkeypatch.setattr(form_trials, limit, 3)
+    monkeypatch.setattr(grammar_trials, limit, 3)
     run(test)
 
 
 def test_clients_take_turns_with_their_forms() -> None:
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         order: list[str] = []
 
         async def compile_(name: str, pattern: str, client: Client) -> None:
@@ -303,15 +303,15 @@ def test_clients_take_turns_with_their_forms() -> None:
 
 def test_a_form_that_two_clients_wait_for_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[StructuredOutput] = []
-    ask = FormTrials._ask
+    ask = GrammarTrials._ask
 
-    async def counted(made: FormTrials, form: StructuredOutput) -> dict[str, str]:
+    async def counted(made: GrammarTrials, form: StructuredOutput) -> dict[str, str]:
         asked.append(form)
         return await ask(made, form)
 
-    async def test(made: FormTrials) -> None:
+    async def test(made: GrammarTrials) -> None:
         first, second = await asyncio.gather(made.compile(GOOD, BUSY), made.compile(GOOD, OTHER))
         assert first is second and asked == [GOOD]
 
-    monkeypatch.setattr(FormTrials, "_ask", counted)
+    monkeypatch.setattr(GrammarTrials, "_ask", counted)
     run(test)

@@ -1,9 +1,9 @@
-"""`FormError`: a form of structured output that cannot be used."""
+"""`GrammarError`: a form of structured output that cannot be used."""
 
 from __future__ import annotations
 
 
-class FormError(ValueError):
+class GrammarError(ValueError):
     """Says what is wrong with the form, in words for the client.
 
     `origin`: the field of the client's request that is wrong, where it is known to be a part of what was compiled.
@@ -14,5 +14,5 @@ class FormError(ValueError):
         self.origin = origin
 
 
-class SlowFormError(FormError):
+class SlowGrammarError(GrammarError):
     """The form took longer than allowed. On a less busy machine it might not have: this is no lasting verdict."""

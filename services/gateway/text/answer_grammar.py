@@ -19,8 +19,8 @@ from services.gateway.text.harmony.parser import Beginning as HarmonyBeginning
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.text.tools.call_forms import describe_parameters, form_of_calls
-from services.grammar.form_error import FormError
+from services.gateway.text.tools.call_grammars import describe_parameters, grammar_of_calls
+from services.grammar.grammar_error import GrammarError
 
 TOOLS = "tools"  # the field that a form of calls comes from
 MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the reasoning
@@ -33,13 +33,13 @@ _SPACE = {"type": "regex", "pattern": "[ \\n]*"}
 def read_parsing(
     chat: Chat, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], given: StructuredOutput | None
 ) -> Parsing | None:
-    """What is to be found in the answers to a chat; None: they are plain text. `given`: as for `answer_form`."""
+    """What is to be found in the answers to a chat; None: they are plain text. `given`: as for `answer_grammar`."""
     prompt_end = tokenizer.decode(prompt_token_ids[-MAX_PROMPT_END_TOKENS:], skip_special_tokens=False)
     last = chat.messages[-1]
     parsing = tokenizer.chat_formats.parsing(
         chat.tools, prompt_end, last.content if chat.continue_final_message else None
     )
-    return parsing and replace(parsing, has_form=not chat.tools.is_demanded and _excludes_calls(given))
+    return parsing and replace(parsing, has_grammar=not chat.tools.is_demanded and _excludes_calls(given))
 
 
 def answer_ends(parsing: Parsing | None, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def read_reasoning_limit(chat: Chat, parsing: Parsing | None, tokenizer: Tokeniz
     return ReasoningLimit(max_tokens, end_token_id, begin_token_id if beginning is Beginning.EITHER else None)
 
 
-def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredOutput | None:
+def answer_grammar(parsing: Parsing, given: StructuredOutput | None) -> StructuredOutput | None:
     """The form of an answer that is parsed. `given`: the form that the request asks for itself.
 
     An answer with tools and a form is calls or has the form; where calls are demanded, it is calls. A structural tag
@@ -82,8 +82,8 @@ def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredO
     calls = None
     if parsing.tool_format is not None:
         tools = parsing.tools if parsing.harmony is None else replace(parsing.tools, is_parallel=False)
-        has_other_form = _excludes_calls(given) and not is_continued
-        calls = form_of_calls(tools, parsing.tool_format.form, has_other_form=has_other_form)
+        has_other_grammar = _excludes_calls(given) and not is_continued
+        calls = grammar_of_calls(tools, parsing.tool_format.form, has_other_grammar=has_other_grammar)
     if calls is None and (given is None or not (parsing.harmony or parsing.beginning is Beginning.REASONING)):
         return given  # an answer that has a form of its own does not begin with reasoning
     if calls is not None and given is not None and not _excludes_calls(given):
@@ -109,7 +109,7 @@ def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredO
     return result
 
 
-def refusal(error: FormError, form: StructuredOutput, parsing: Parsing | None) -> InvalidRequest:
+def refusal(error: GrammarError, form: StructuredOutput, parsing: Parsing | None) -> InvalidRequest:
     """The error of a request whose form cannot be used. It names the field, and the tool, that is wrong."""
     if parsing is not None and error.origin is not None:
         tool = next((tool for tool in parsing.tools.callable if tool.path == error.origin), None)
@@ -146,8 +146,8 @@ def _harmony_format(
 ) -> dict[str, Any]:
     """The format of structural tags of a whole answer in Harmony; `beginning` is `HEADER` or `MESSAGE`.
 
-    `calls`: the tags of calls that the answer may be, by `form_of_calls`. `final`: the format of the final message that
-    it may be instead; None: it may be none. The final channel has the form, reasoning before it is free.
+    `calls`: the tags of calls that the answer may be, by `grammar_of_calls`. `final`: the format of the final message
+    that it may be instead; None: it may be none. The final channel has the form, reasoning before it is free.
     """
     tags = list(calls)
     if final is not None:

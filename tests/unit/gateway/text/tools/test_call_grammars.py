@@ -13,7 +13,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.structured_output import Constraint, StructuredOutput
-from services.gateway.text.answer_form import answer_form
+from services.gateway.text.answer_grammar import answer_grammar
 from services.gateway.text.answer_parts import AnswerParts, TextPart, ToolCall
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import Beginning, ThinkTags
@@ -128,7 +128,7 @@ def check(call: ToolCall) -> None:
 @pytest.mark.parametrize("choice", ["required", "function:f", "function:get_weather", "single"])
 def test_demanded_calls_are_valid_and_alone(chosen: ToolFormat, choice: str, forms: Forms) -> None:
     tools = read_tools(DEFINITIONS, "required" if choice == "single" else choice, is_parallel=choice != "single")
-    form = answer_form(Parsing(chosen, tools, None), None)
+    form = answer_grammar(Parsing(chosen, tools, None), None)
     assert form is not None
     numbers, texts = set(), 0
     for seed in range(40):
@@ -151,14 +151,14 @@ def test_demanded_calls_are_valid_and_alone(chosen: ToolFormat, choice: str, for
 def test_strict_tools_are_valid_and_need_not_be_called(chosen: ToolFormat, forms: Forms) -> None:
     definitions = json.dumps([tool(name, schema, is_strict=True) for name, schema in SCHEMAS.items()])
     tools = read_tools(definitions, "auto", is_parallel=True)
-    form = answer_form(Parsing(chosen, tools, None), None)
+    form = answer_grammar(Parsing(chosen, tools, None), None)
     assert form is not None and accepts(forms, form, "It is sunny, 20 degrees.")
     call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
     assert accepts(forms, form, call) and accepts(forms, form, f"I look.\n{call}")
     [*_, found] = parts_of(chosen, f"I look.\n{call}", definitions)
     assert (found.name, found.arguments) == ("g", "{}")
     assert not accepts(forms, form, call.replace("{}", '{"x": 1}').replace("g()", "g(x=1)").replace(">\n</f", ">x</f"))
-    assert answer_form(Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None), None) is None
+    assert answer_grammar(Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None), None) is None
 
 
 PERSON = {
@@ -184,8 +184,8 @@ OWN_FORMS: list[tuple[StructuredOutput, list[str], list[str]]] = [
 def test_an_answer_has_its_form_or_is_calls(
     own: StructuredOutput, right: list[str], wrong: list[str], chosen: ToolFormat, forms: Forms
 ) -> None:
-    parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_form=True)
-    form = answer_form(parsing, own)
+    parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_grammar=True)
+    form = answer_grammar(parsing, own)
     assert form is not None and form.field_name == own.field_name
     call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
     for text in (*right, call):
@@ -201,8 +201,8 @@ def test_an_answer_has_its_form_or_is_calls(
 def test_whatever_a_model_writes_is_calls_or_has_the_form(chosen: ToolFormat, forms: Forms) -> None:
     definitions = json.dumps([tool(name, schema, is_strict=True) for name, schema in SCHEMAS.items()])
     tools = read_tools(definitions, "auto", is_parallel=True)
-    parsing = Parsing(chosen, tools, None, has_form=True)
-    form = answer_form(parsing, OWN_FORMS[0][0])
+    parsing = Parsing(chosen, tools, None, has_grammar=True)
+    form = answer_grammar(parsing, OWN_FORMS[0][0])
     assert form is not None
     kinds = set()
     for seed in range(60):
@@ -233,7 +233,7 @@ def read_answer(parsing: Parsing, pieces: list[str]) -> list[Any]:
 @pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
 def test_a_call_written_within_a_form_is_text(chosen: ToolFormat) -> None:
     call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
-    parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_form=True)
+    parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_grammar=True)
     for text in (f'{{"name": "{call}"}}', f"[\n{call}\n]", f" 12 {call}"):
         for pieces in ([text], list(text), [text[:1], text[1:]]):
             [part] = read_answer(parsing, pieces)
@@ -251,7 +251,7 @@ TAGGED = f'{{"type": "structural_tag", "structures": {STRUCTURES}, "triggers": [
 def test_a_structural_tag_says_itself_where_calls_stand(beginning: Beginning | None, forms: Forms) -> None:
     own = StructuredOutput(Constraint.STRUCTURAL_TAG, TAGGED, field_name="response_format")
     parsing = Parsing(FORMATS["hermes"], read_tools(DEFINITIONS, "auto", True), beginning)
-    form = answer_form(parsing, own)
+    form = answer_grammar(parsing, own)
     begin = "" if beginning is None else "Well.</think>\n"
     text = 'I look.<tool_call>{"name":"g"}</tool_call>'
     assert form is not None and accepts(forms, form, begin + text)
@@ -260,22 +260,22 @@ def test_a_structural_tag_says_itself_where_calls_stand(beginning: Beginning | N
     assert isinstance(call, ToolCall) and call.name == "g"
     strict = read_tools(json.dumps([tool("g", None, is_strict=True)]), "auto", True)
     with pytest.raises(InvalidRequest, match="no tool can be strict beside it") as refused:
-        answer_form(Parsing(FORMATS["hermes"], strict, None), own)
+        answer_grammar(Parsing(FORMATS["hermes"], strict, None), own)
     assert refused.value.param == "response_format"
 
 
 @pytest.mark.parametrize("choice", ["required", "function:g"])
 def test_a_demanded_call_wins_over_a_form(choice: str, forms: Forms) -> None:
     parsing = Parsing(FORMATS["hermes"], read_tools(DEFINITIONS, choice, True), None)
-    form = answer_form(parsing, OWN_FORMS[0][0])
-    assert form == answer_form(parsing, None) and form is not None
+    form = answer_grammar(parsing, OWN_FORMS[0][0])
+    assert form == answer_grammar(parsing, None) and form is not None
     assert accepts(forms, form, CALLS_OF_G["hermes"]) and not accepts(forms, form, SAME_NAME)
 
 
 def test_reasoning_may_come_before_a_form_or_calls(forms: Forms) -> None:
     tools = read_tools(DEFINITIONS, "auto", True)
     for own in (OWN_FORMS[0][0], OWN_FORMS[5][0]):
-        form = answer_form(Parsing(FORMATS["hermes"], tools, Beginning.REASONING, has_form=True), own)
+        form = answer_grammar(Parsing(FORMATS["hermes"], tools, Beginning.REASONING, has_grammar=True), own)
         assert form is not None
         right = "ab" if own.constraint is Constraint.GRAMMAR else SAME_NAME
         for text in (right, CALLS_OF_G["hermes"]):
@@ -286,7 +286,7 @@ def test_reasoning_may_come_before_a_form_or_calls(forms: Forms) -> None:
 @pytest.mark.parametrize("beginning", [Beginning.REASONING, Beginning.EITHER])
 def test_reasoning_may_come_before_demanded_calls(beginning: Beginning, forms: Forms) -> None:
     chosen = FORMATS["hermes"]
-    form = answer_form(Parsing(chosen, read_tools(DEFINITIONS, "function:g", True), beginning), None)
+    form = answer_grammar(Parsing(chosen, read_tools(DEFINITIONS, "function:g", True), beginning), None)
     assert form is not None
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     for begin in {Beginning.REASONING: ["Well. "], Beginning.EITHER: ["<think>\nWell. "]}[beginning]:
@@ -313,5 +313,5 @@ def test_reasoning_may_come_before_demanded_calls(beginning: Beginning, forms: F
 def test_a_schema_that_a_format_cannot_keep_is_refused(name: str, parameters: Any, words: str) -> None:
     tools = read_tools(json.dumps([tool("f", parameters)]), "required", True)
     with pytest.raises(InvalidRequest, match=words) as refused:
-        answer_form(Parsing(FORMATS[name], tools, None), None)
+        answer_grammar(Parsing(FORMATS[name], tools, None), None)
     assert refused.value.param == "tools[0].function.parameters" and "'f'" in str(refused.value)
