@@ -10,7 +10,11 @@ from tests.support.imports import MODULES, imports_of
 
 FEWEST_LINES = 40
 # Modules that list parts of one kind: each part is a file of its own, however short.
-LISTS = {"services.common.families.registry", "services.dense_worker.sampling.sampler"}
+LISTS = {
+    "services.common.families.registry",
+    "services.dense_worker.features.installed",
+    "services.dense_worker.sampling.sampler",
+}
 
 
 def importers() -> dict[str, set[str]]:

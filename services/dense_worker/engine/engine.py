@@ -23,7 +23,6 @@ from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineCounts, EngineObserver, StepStats
-from services.dense_worker.engine.progress import progress_of
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
@@ -374,3 +373,23 @@ def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int)
         wait_s=step.wait_s,
         follow_up_s=step.follow_up_s,
     )
+
+
+def progress_of(session: Session, counts: EngineCounts, num_layers: int) -> Progress | None:
+    """The progress of the oldest step in flight, or None without work."""
+    num_waits = [channel.num_waits or 0 for channel in session.attachment.channels.values()]
+    counter = (session.attachment.attachment_id, counts.num_steps, session.num_completed, *num_waits)
+    oldest = next(iter(session.in_flight), None)
+    if oldest is not None:
+        plan, channel = oldest.published.plan, oldest.channel
+        return Progress(
+            counter,
+            step_id=plan.step_id,
+            layer=None if channel.num_waits is None else channel.num_waits % num_layers,
+            request_ids=tuple(session.request_ids.get(each, f"{each:x}") for each in plan.entries.seq_ids.tolist()),
+            waits_for="attn_worker" if channel.is_waiting else "",
+        )
+    # Between two steps the engine waits for an answer, or for blocks that other gateways may still claim.
+    if counts.num_running or counts.num_opening or (counts.num_waiting and session.claim_deadline_s is None):
+        return Progress(counter, waits_for="attn_worker")
+    return None

@@ -22,7 +22,6 @@ from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Opening, PublishedPlan, Session
 from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
-from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
@@ -58,7 +57,7 @@ class Scheduler:
         self._features = features
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
-        self._suspects = Suspects()
+        self._suspects = _Suspects()
         self._forks = forks or NoForks()
         self._next_step_id = 1
         self._num_past_preemptions = 0  # in earlier attachments
@@ -432,3 +431,33 @@ class Scheduler:
         self._drafting.finish(sequence)
         self._waiting.forget(sequence)
         return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
+
+
+class _Suspects:
+    """Live sequences that were running in several consecutive crashes of a worker, in the order of arrival.
+
+    They run one at a time without other sequences, each until it gets a token. If a worker dies again, the gateway
+    knows which sequence was the cause.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, Sequence] = {}  # by seq_id
+
+    def add(self, sequence: Sequence) -> None:
+        """Remembers a sequence if it is a suspect."""
+        if sequence.is_suspect:
+            self._sequences[sequence.seq_id] = sequence
+
+    def clear(self, sequence: Sequence) -> None:
+        """Clears a sequence of suspicion: it got a token while the worker lives, or it has ended."""
+        if self._sequences:
+            sequence.num_crashes = 0
+            self._sequences.pop(sequence.seq_id, None)
+
+    def active(self) -> Sequence | None:
+        """The suspect that is OPENING or RUNNING; no other sequence may run meanwhile."""
+        return next((each for each in self._sequences.values() if each.status is not SequenceStatus.WAITING), None)
+
+    def next_to_open(self) -> Sequence | None:
+        """The suspect to open next."""
+        return next(iter(self._sequences.values()), None)

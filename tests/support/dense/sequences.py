@@ -11,7 +11,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import sequence as engine
 from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
-from services.dense_worker.features.prompt_embeds.sequence_embeds import SequenceEmbeds
+from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import SequenceEmbeds
 from services.dense_worker.features.returned_logits.returned_logits_feature import ReturnedLogitsFeature
 from services.dense_worker.features.returned_logits.sequence_reports import SequenceReports
 from services.dense_worker.runner.request_state import RequestState

@@ -18,8 +18,8 @@ from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.prompt_embeds.embed_rows import EmbedRows
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import EmbedRows
 from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.gated.recurrence_weights import load_recurrence_weights
 from services.dense_worker.model.model_weights import ModelWeights

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,14 +13,46 @@ import torch
 
 from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.features.prompt_embeds.embed_rows import EmbedRows
 from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader, ReceivedEmbeds
-from services.dense_worker.features.prompt_embeds.sequence_embeds import SequenceEmbeds
+from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
 from services.step import SequenceSpec
 
 if TYPE_CHECKING:
     from services.pb import dense_pb2
+
+_ANY_TOKEN = 0  # a valid id for rows whose embeddings are replaced
+
+
+class SequenceEmbeds(SequenceFeature):
+    """Holds the vectors. Its token ids beyond the vocabulary stand for them, which no draft may continue."""
+
+    allows_drafts = False
+
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        load: Callable[[], Awaitable[LoadedEmbeds]],
+        embeds: LoadedEmbeds | None = None,
+    ) -> None:
+        """`load` loads the vectors if there are none yet"""
+        self.num_prompt_tokens = num_prompt_tokens
+        self._load = load
+        self._embeds = embeds
+
+    @property
+    def embeds(self) -> LoadedEmbeds:
+        assert self._embeds is not None, "they have been loaded before the sequence joins the queue"
+        return self._embeds
+
+    async def prepare(self) -> None:
+        """Loads the vectors, in a thread."""
+        self._embeds = await self._load()
+
+    def vocabulary_tokens(self, token_ids: SequenceOf[int]) -> SequenceOf[int]:
+        """Those that stand for no vector."""
+        return self.embeds.without_rows(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +60,29 @@ class EmbedsPart(StepPart):
     """A step some of whose rows have vectors."""
 
     input_embeds: InputEmbeds
+
+
+class EmbedRows:
+    """The rows of a step that stand for vectors of a prompt. Takes the tokens of one sequence after the other."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._vectors: list[torch.Tensor] = []
+
+    def take(self, embeds: LoadedEmbeds, token_ids: SequenceOf[int], first_row: int) -> list[int]:
+        """The tokens, which have rows from `first_row`, with any valid id in place of those that stand for vectors."""
+        places = [place for place, token_id in enumerate(token_ids) if token_id >= embeds.first_token_id]
+        if not places:
+            return list(token_ids)
+        self._rows += [first_row + place for place in places]
+        self._vectors.append(embeds.rows[[token_ids[place] - embeds.first_token_id for place in places]])
+        return [token_id if token_id < embeds.first_token_id else _ANY_TOKEN for token_id in token_ids]
+
+    def gather(self) -> InputEmbeds | None:
+        """All rows that have vectors; None if there are none."""
+        if not self._rows:
+            return None
+        return InputEmbeds(torch.tensor(self._rows, dtype=torch.int64), torch.cat(self._vectors))
 
 
 class PromptEmbedsFeature(Feature):

@@ -13,9 +13,8 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import engine as engine_module
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.decode_rows import DecodeRows
-from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.engine import Engine, progress_of
 from services.dense_worker.engine.observer import EngineCounts
-from services.dense_worker.engine.progress import progress_of
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason
 from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, PublishedPlan, Session

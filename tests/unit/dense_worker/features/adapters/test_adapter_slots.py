@@ -14,8 +14,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import InFlight
-from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
-from services.dense_worker.features.adapters.sequence_adapter import SequenceAdapter
+from services.dense_worker.features.adapters.adapter_feature import AdapterFeature, SequenceAdapter
 from services.lora.adapter import Adapter
 from services.pb import dense_pb2
 from tests.support.dense.sequences import ask
