@@ -13,7 +13,6 @@ FEWEST_LINES = 40
 LISTS = {
     "services.common.families.registry",
     "services.dense_worker.features.installed",
-    "services.dense_worker.sampling.sampler",
 }
 
 
