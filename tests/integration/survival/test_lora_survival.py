@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -201,11 +202,24 @@ def test_an_adapter_that_has_changed_on_disk_fails_only_its_own_requests(server:
     cluster.wait_idle()
 
 
+def model_info_once_ready(cluster: Cluster) -> gateway_pb2.ModelInfoResponse:
+    """A new gateway answers before it is connected to the dense worker, and says so."""
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    while True:
+        try:
+            return cluster.gateway.ModelInfo(
+                gateway_pb2.ModelInfoRequest(), timeout=REQUEST_TIMEOUT_S, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() < deadline, error
+            time.sleep(0.1)
+
+
 def test_a_restarted_gateway_serves_what_a_client_has_loaded(server: Server) -> None:
     cluster = server.cluster
     cluster.gateway.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="kept", path="3"), timeout=60)
     cluster.kill("gateway")
-    info = cluster.gateway.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
+    info = model_info_once_ready(cluster)
     assert {"kept", "0", "1", "2"} <= {each.name for each in info.adapters}
     found = collect(cluster.gateway, request(PROMPTS[0], 12, model="kept", ignore_eos=True))
     assert found.token_ids[0] == reference_tokens(server.models["3"], PROMPTS[0], 12)
