@@ -134,6 +134,11 @@ class Sequence:
         return next((each for each in self.features if each.forces_tokens), None)
 
     @property
+    def num_values_per_token(self) -> int:
+        """How many values steps report of each token of its prompt."""
+        return sum([each.num_values_per_token for each in self.features])
+
+    @property
     def num_rows(self) -> int:
         """Rows that it has in a step that samples tokens."""
         return 1 if self.policy is None else self.policy.num_rows

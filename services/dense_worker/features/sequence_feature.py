@@ -21,6 +21,8 @@ class SequenceFeature:
     reports: bool = False
     # Something is yet to be reported of its prompt, which it therefore computes itself.
     reports_prompt: bool = False
+    # How many values steps report of each token of its prompt. One step reports a limited number.
+    num_values_per_token: int = 0
     # All its tokens are computed, also those that are in the prefix cache.
     ignores_prefix_cache: bool = False
     # Whether draft tokens of it can be verified.

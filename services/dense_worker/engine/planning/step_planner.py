@@ -12,6 +12,7 @@ from services.dense_worker.engine.fairness.step_shares import (
     most_decodes,
     newcomers,
 )
+from services.dense_worker.engine.fairness.step_values import limit_values
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
@@ -68,6 +69,8 @@ class StepPlanner:
             self._has_given_way = bool(new)  # then the next step is for all
         elif session.running:
             self._has_given_way = False
+        if any([sequence.features for sequence, _ in prefills]):
+            prefills = limit_values(prefills)
         if is_shared and self._has_too_many(rows, decodes, prefills, step.num_tokens):
             rows, decodes = self._limit_decodes(rows, decodes, prefills, step.num_tokens)
         has_prompts = bool(prefills or session.to_fork)

@@ -27,6 +27,14 @@ class SequenceReports(SequenceFeature):
         return self.prompt_logprobs or bool(self.token_report)
 
     @property
+    def num_values_per_token(self) -> int:
+        """Log-probabilities of each token of the prompt. Logits and hidden states are not handled one by one."""
+        if not self.prompt_logprobs:
+            return 0
+        assert self.spec.num_prompt_logprobs is not None
+        return 1 + self.spec.num_prompt_logprobs + len(self.spec.sampling.logprob_token_ids)
+
+    @property
     def ignores_prefix_cache(self) -> bool:
         """Whether something is reported that has to be computed for each token."""
         return self.prompt_logprobs or self.token_report.needs_all_tokens

@@ -64,6 +64,11 @@ HEAVY: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, status
         {"prompt": [every(i, 1900) for i in range(16)], "prompt_logprobs": 20, "max_tokens": 1},
         200,
     ),
+    "log-probabilities of the vocabulary, streamed": (
+        "/v1/completions",
+        {"prompt": every(5, 300), "prompt_logprobs": -1, "max_tokens": 1, "stream": True},
+        200,
+    ),
     "logits as JSON": ("/v2/models/tensorrt_llm/infer", LOGITS, 200),
     "4001 messages": EXPENSIVE["thousands of messages"],
     "a template of 4001 messages": ("/apply-template", {"messages": MESSAGES_4001}, 200),

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from services.common.model_config import load_model_config
+from services.common.sampling_params import SamplingParams
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.features.returned_logits.reports import PromptLogprobs
 from services.dense_worker.features.returned_logits.returned_logits_feature import ReturnedLogitsFeature
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry
 from tests.support.dense.sequences import make_state
@@ -21,6 +23,8 @@ from tests.support.models import make_model_dir
 from tests.support.plans import plan_of
 from tests.unit.dense_worker.features.drafting.medusa.test_device_heads import CPU, WholeSequences
 from tests.unit.dense_worker.model.test_segments import load_truth
+
+NAMED = (7, 150)
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
@@ -33,8 +37,11 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(tmp_path: Path)
     channel: Any = WholeSequences(truth, config)
     runner.attach([channel])
     prompts = {1: [5, 9, 17, 3], 2: [101, 4]}
+    states: dict[int, RequestState] = {}
     for seq_id, prompt in prompts.items():
-        runner.open(make_state(seq_id, prompt, len(prompt), num_prompt_logprobs=2 if seq_id == 1 else None))
+        asked = (SamplingParams(logprob_token_ids=NAMED), 2) if seq_id == 1 else (None, None)
+        states[seq_id] = make_state(seq_id, prompt, len(prompt), asked[0], num_prompt_logprobs=asked[1])
+        runner.open(states[seq_id])
     entries = [PlanEntry(seq_id, 0, len(prompt), 1) for seq_id, prompt in prompts.items()]
     channel.lengths = [entry.num_tokens for entry in entries]
     result = runner.launch(plan_of(1, *entries), channel).collect()
@@ -48,3 +55,9 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(tmp_path: Path)
         assert token.logprob == pytest.approx(row[token_id].item(), abs=1e-4)  # float32 in another order of sums
         assert [top_id for top_id, _ in token.top][:2] == token_ids.tolist()
         assert [logprob for _, logprob in token.top][:2] == pytest.approx(values.tolist(), abs=1e-4)
+        assert token.top[2:] == tuple((each, pytest.approx(row[each].item(), abs=1e-4)) for each in NAMED)
+    [feature] = states[1].features
+    assert {1 + len(token.top) for token in report.tokens} == {feature.num_values_per_token}
+    feature.note_reported(report)
+    assert not feature.num_values_per_token, "all of the prompt has been reported"
+    assert not states[2].features
