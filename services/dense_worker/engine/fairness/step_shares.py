@@ -1,4 +1,4 @@
-"""Divides a step among several clients. With one client the scheduler does not come here.
+"""Divides a step among several clients. With one client the scheduler does not come here, but for `limit_values`.
 
 Sequences that need a single token go first, as always, but leave room for the prompts of clients that have no such
 sequence. The rest of the step goes to prompts, so that in the whole step tenants, and the clients of each tenant, get
@@ -16,6 +16,7 @@ from services.dense_worker.engine.sequence import Sequence
 Client = tuple[int, int]  # tenant and client
 Prefill = tuple[Sequence, int]  # with a number of tokens
 
+MAX_VALUES = 2**14  # that one step reports of prompts: about 5 ms on one core
 MIN_STREAMS = 8  # fewer of them do not make a step much longer
 
 
@@ -145,3 +146,30 @@ def client_of(sequence: Sequence) -> Client:
 
 def _fill_up(levels: SequenceOf[int], wishes: SequenceOf[int], line: int) -> list[int]:
     return [min(wish, max(0, line - level)) for level, wish in zip(levels, wishes, strict=True)]
+
+
+def limit_values(prefills: SequenceOf[Prefill], max_num_values: int = MAX_VALUES) -> list[Prefill]:
+    """The same prompts with as many tokens as one step may compute of them; without those that have to wait.
+
+    The host handles what a step reports of prompts, such as log-probabilities, value by value: a step with very many
+    would make all others wait. So prompts that report values are computed in shorter pieces. Also with one client.
+
+    Together they report at most `max_num_values` values, divided evenly among clients. A client's prompts are served
+    in order, and the first one gets at least one token, however many values that reports. Prompts that report none
+    keep their numbers.
+    """
+    wishes = Counter[Client]()
+    for sequence, num_tokens in prefills:
+        wishes[client_of(sequence)] += num_tokens * sequence.num_values_per_token
+    shares = dict(zip(wishes, fill([0] * len(wishes), list(wishes.values()), max_num_values), strict=True))
+    limited, advancing = list[Prefill](), set[Client]()
+    for sequence, num_tokens in prefills:
+        most = num_tokens
+        if num_values := sequence.num_values_per_token:
+            client = client_of(sequence)
+            most = min(num_tokens, max(shares[client] // num_values, client not in advancing))
+            shares[client] = max(0, shares[client] - most * num_values)
+            advancing.add(client)
+        if most:
+            limited.append((sequence, most))
+    return limited

@@ -9,10 +9,10 @@ from services.dense_worker.engine.fairness.step_shares import (
     count_rows,
     divide_prefills,
     limit_decodes,
+    limit_values,
     most_decodes,
     newcomers,
 )
-from services.dense_worker.engine.fairness.step_values import limit_values
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder

@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dense_worker.engine.fairness.step_shares import client_of
-from services.dense_worker.engine.fairness.step_values import MAX_VALUES, limit_values
+from services.dense_worker.engine.fairness.step_shares import MAX_VALUES, client_of, limit_values
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
 from tests.support.dense.sequences import ask
