@@ -31,7 +31,7 @@ from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
 from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
 from services.gateway.request.model_names import ModelNames
-from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
 from services.gateway.text.client_templates.client_templates import ClientTemplates
@@ -169,7 +169,7 @@ class Gateway:
         )
         prompt_embeds = None
         if section.enable_prompt_embeds:
-            prompt_embeds = PromptEmbeds(model_config.hidden_size)
+            prompt_embeds = PromptEmbedsReader(model_config.hidden_size)
         shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
         return RequestService(
             names,

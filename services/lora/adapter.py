@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.lora.prompt_table import PromptTable
+from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import adapter_pb2
 
 
@@ -15,7 +15,7 @@ class Adapter:
     name: str  # for messages and logs
     hash: str  # of its tensors and scales, hexadecimal
     path: str  # absolute directory of its checkpoint
-    table: PromptTable | None = None  # its virtual tokens, which gateways send with the prompts; None: it is LoRA
+    table: PromptEmbeds | None = None  # its virtual tokens, which gateways send with the prompts; None: it is LoRA
 
 
 def encode_adapter(adapter: Adapter | None) -> adapter_pb2.Adapter | None:

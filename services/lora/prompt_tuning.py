@@ -8,7 +8,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.shorten import show
 from services.lora.adapter_config import PROMPT_TUNING, read_object
-from services.lora.prompt_table import PromptTable, make_prompt_table
+from services.lora.prompt_embeds import PromptEmbeds, make_prompt_embeds
 from services.lora.safetensors_file import SafetensorsFile
 
 MAX_VIRTUAL_TOKENS = 8192
@@ -16,7 +16,7 @@ TENSOR = "prompt_embeddings"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def read_virtual_tokens(config: bytes, weights_file: Path, hidden_size: int) -> PromptTable | None:
+def read_virtual_tokens(config: bytes, weights_file: Path, hidden_size: int) -> PromptEmbeds | None:
     """The virtual tokens of an adapter, whose adapter_config.json is `config`; None if it is of another kind.
 
     hidden_size: the served model's. Raises `InvalidRequest`, naming what is wrong.
@@ -35,7 +35,7 @@ def read_virtual_tokens(config: bytes, weights_file: Path, hidden_size: int) -> 
                 f" model's hidden size call for {[num_tokens, hidden_size]}"
             )
         values = file.read(TENSOR).tobytes()
-    return make_prompt_table(values, num_tokens, hidden_size, _DTYPES[entry.dtype], TENSOR)
+    return make_prompt_embeds(values, num_tokens, hidden_size, _DTYPES[entry.dtype], TENSOR)
 
 
 def _read_num_tokens(raw: dict[str, Any]) -> int:

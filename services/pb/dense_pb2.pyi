@@ -11,16 +11,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("submit", "cancel", "resumed", "prompt_table_part")
+    __slots__ = ("submit", "cancel", "resumed", "prompt_embeds_part")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TABLE_PART_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_EMBEDS_PART_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     resumed: Resumed
-    prompt_table_part: PromptTablePart
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_table_part: _Optional[_Union[PromptTablePart, _Mapping]] = ...) -> None: ...
+    prompt_embeds_part: PromptEmbedsPart
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("gateway",)
@@ -28,7 +28,7 @@ class Resumed(_message.Message):
     gateway: int
     def __init__(self, gateway: _Optional[int] = ...) -> None: ...
 
-class PromptTablePart(_message.Message):
+class PromptEmbedsPart(_message.Message):
     __slots__ = ("hash", "values")
     HASH_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "token_report", "return_generation_logits", "priority", "tenant", "client", "traceparent", "adapter", "prompt_table", "beam_search")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "token_report", "return_generation_logits", "priority", "tenant", "client", "traceparent", "adapter", "prompt_embeds", "beam_search")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -25,7 +25,7 @@ class SequenceSpec(_message.Message):
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TABLE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -42,11 +42,11 @@ class SequenceSpec(_message.Message):
     client: int
     traceparent: str
     adapter: _adapter_pb2.Adapter
-    prompt_table: PromptTable
+    prompt_embeds: PromptEmbedsRef
     beam_search: BeamSearchSpec
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., token_report: _Optional[_Union[_sampling_pb2.TokenReport, str]] = ..., return_generation_logits: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_table: _Optional[_Union[PromptTable, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., token_report: _Optional[_Union[_sampling_pb2.TokenReport, str]] = ..., return_generation_logits: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbedsRef, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ...) -> None: ...
 
-class PromptTable(_message.Message):
+class PromptEmbedsRef(_message.Message):
     __slots__ = ("hash", "num_rows", "hidden_size", "dtype", "first_token_id")
     HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]

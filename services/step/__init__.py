@@ -17,7 +17,7 @@ from services.step.plan import (
     spans_of,
 )
 from services.step.result import NO_ROWS, RaggedTokens, Report, StepResult
-from services.step.sequence_spec import PromptTableRef, SequenceSpec, TokenReport
+from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec, TokenReport
 
 __all__ = [
     "NO_ENTRIES",
@@ -28,7 +28,7 @@ __all__ = [
     "PlanAccepted",
     "PlanEntries",
     "PlanEntry",
-    "PromptTableRef",
+    "PromptEmbedsRef",
     "RaggedTokens",
     "Report",
     "SequenceOpened",

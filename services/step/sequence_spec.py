@@ -28,7 +28,7 @@ class TokenReport(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTableRef:
+class PromptEmbedsRef:
     """Vectors in place of the embeddings of tokens: token id `first_token_id + i` of the prompt stands for row i."""
 
     hash: str  # of everything else and of the values, hexadecimal
@@ -60,7 +60,7 @@ class SequenceSpec:
     client: int = 0  # number of the client's address; the clients of a tenant share evenly
     traceparent: str = ""  # W3C trace context of the gateway's span; empty without tracing
     adapter: Adapter | None = None  # computes all its tokens; None: the model alone
-    prompt_table: PromptTableRef | None = None  # vectors for some of its prompt tokens; None: it has tokens only
+    prompt_embeds: PromptEmbedsRef | None = None  # vectors for some of its prompt tokens; None: it has tokens only
     beam_search: BeamSearchOptions | None = None  # None: its tokens are sampled
 
     @property
@@ -74,14 +74,14 @@ class SequenceSpec:
         # No text in UTF-8 has these bytes, and the hashes have fixed lengths: equal keys mean that all three are equal.
         if self.adapter is not None:
             key = b"\xff" + bytes.fromhex(self.adapter.hash) + key
-        if self.prompt_table is not None:
-            key = b"\xfe" + bytes.fromhex(self.prompt_table.hash) + key
+        if self.prompt_embeds is not None:
+            key = b"\xfe" + bytes.fromhex(self.prompt_embeds.hash) + key
         return key
 
 
 def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
     """The message. A long prompt takes a millisecond."""
-    table, beams = spec.prompt_table, spec.beam_search
+    table, beams = spec.prompt_embeds, spec.beam_search
     return sequence_pb2.SequenceSpec(
         request_id=spec.request_id,
         prompt_token_ids=spec.prompt_token_ids,
@@ -98,8 +98,8 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         client=spec.client,
         traceparent=spec.traceparent,
         adapter=encode_adapter(spec.adapter),
-        prompt_table=table
-        and sequence_pb2.PromptTable(
+        prompt_embeds=table
+        and sequence_pb2.PromptEmbedsRef(
             hash=table.hash,
             num_rows=table.num_rows,
             hidden_size=table.hidden_size,
@@ -115,7 +115,7 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
 
 def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
     """The spec of a message, which the gateway has validated. Raises `InvalidRequest` for what no gateway writes."""
-    table, beams = message.prompt_table, message.beam_search
+    table, beams = message.prompt_embeds, message.beam_search
     return SequenceSpec(
         request_id=message.request_id,
         prompt_token_ids=list(message.prompt_token_ids),
@@ -132,10 +132,10 @@ def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         client=message.client,
         traceparent=message.traceparent,
         adapter=decode_adapter(message.adapter),
-        prompt_table=PromptTableRef(
+        prompt_embeds=PromptEmbedsRef(
             table.hash, table.num_rows, table.hidden_size, table.dtype, table.first_token_id
         )
-        if message.HasField("prompt_table")
+        if message.HasField("prompt_embeds")
         else None,
         beam_search=decode_beam_search(beams.options, beams.num_beams, beams.num_answers)
         if message.HasField("beam_search")

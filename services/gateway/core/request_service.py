@@ -33,7 +33,7 @@ from services.gateway.request.generation_request import (
     read_text_or_chat,
 )
 from services.gateway.request.model_names import ModelNames
-from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.text.answer_grammar import refusal
@@ -73,7 +73,7 @@ class RequestService:
         grammar_trials: GrammarTrials,
         memory: MemoryBudget,
         adapters: Adapters,
-        prompt_embeds: PromptEmbeds | None,
+        prompt_embeds: PromptEmbedsReader | None,
     ) -> None:
         self.names = names
         self.eos_token_ids = eos_token_ids

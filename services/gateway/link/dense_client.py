@@ -202,7 +202,7 @@ class DenseClient:
             if isinstance(message, JournalEntry):
                 if message.is_ended or self.sequences.get(message.seq_id) is None:
                     continue  # its request has ended
-                table = message.request.prompt_table
+                table = message.request.prompt_embeds
                 if table is not None and table.hash != table_hash:
                     for part in table_parts(table):
                         await _write_message(call, part)

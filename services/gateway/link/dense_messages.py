@@ -17,7 +17,7 @@ from services.common.errors import (
 )
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.link.stream_sequences import StreamSequences
-from services.lora.prompt_table import PromptTable
+from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import dense_pb2
 from services.step.sequence_spec import encode_spec
 
@@ -55,11 +55,11 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
     return message
 
 
-def table_parts(table: PromptTable) -> Iterator[dense_pb2.GatewayMessage]:
+def table_parts(table: PromptEmbeds) -> Iterator[dense_pb2.GatewayMessage]:
     """The messages that a worker needs before the first sequence with this table."""
     for start in range(0, len(table.values), MAX_PART_BYTES):
-        part = dense_pb2.PromptTablePart(hash=table.hash, values=table.values[start : start + MAX_PART_BYTES])
-        yield dense_pb2.GatewayMessage(prompt_table_part=part)
+        part = dense_pb2.PromptEmbedsPart(hash=table.hash, values=table.values[start : start + MAX_PART_BYTES])
+        yield dense_pb2.GatewayMessage(prompt_embeds_part=part)
 
 
 def _encode_search(entry: JournalEntry) -> dense_pb2.BeamProgress | None:

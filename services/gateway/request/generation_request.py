@@ -20,7 +20,7 @@ from services.common.shorten import quote
 from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
 from services.gateway.request.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.request.model_names import ModelNames
-from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.prompt_vectors import check_vectors, read_vectors, stand_in_front
 from services.gateway.text.answer_grammar import answer_ends, answer_grammar, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
@@ -28,9 +28,9 @@ from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat_in_turn
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
-from services.lora.prompt_table import PromptTable
+from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import gateway_pb2
-from services.step.sequence_spec import PromptTableRef, SequenceSpec, TokenReport
+from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec, TokenReport
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
@@ -60,7 +60,7 @@ class ModelLimits:
     max_logprobs: int  # likeliest tokens to tell of beside each output token
     max_beam_width: int  # beams of a search
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
-    prompt_embeds: PromptEmbeds | None = None  # None: prompts of embeddings are refused
+    prompt_embeds: PromptEmbedsReader | None = None  # None: prompts of embeddings are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class GenerationRequest:
     caller: str = ""  # name of the API key that was used
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
-    prompt_table: PromptTable | None = None  # the vectors of `spec.prompt_table`
+    prompt_embeds: PromptEmbeds | None = None  # the vectors of `spec.prompt_embeds`
 
     def spec_of(self, index: int) -> SequenceSpec:
         """What is asked for of an answer. They differ in their seeds; only the first one reports the prompt."""
@@ -106,7 +106,7 @@ class GenerationRequest:
     @property
     def text_token_ids(self) -> list[int]:
         """The prompt's tokens that have text."""
-        table = self.spec.prompt_table
+        table = self.spec.prompt_embeds
         return [each for each in self.spec.prompt_token_ids if table is None or each < table.first_token_id]
 
     @property
@@ -248,8 +248,8 @@ async def read_request(
         priority=message.priority,
         traceparent=message.traceparent,
         adapter=None if adapter is None or adapter.table is not None else adapter,
-        prompt_table=table
-        and PromptTableRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
+        prompt_embeds=table
+        and PromptEmbedsRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
         beam_search=beam_search,
     )
     return GenerationRequest(
@@ -266,7 +266,7 @@ async def read_request(
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
         parsing=parsing,
-        prompt_table=table,
+        prompt_embeds=table,
     )
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.gateway.request.context_length import check_prompt_length
-from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.text.chat_template import Chat
 from services.lora.adapter import Adapter
-from services.lora.prompt_table import PromptTable
+from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import gateway_pb2
 
 EMBEDS, TABLE = "prompt_embeds", "prompt_embedding_table"  # fields of `GenerateRequest`
 
 
 async def read_vectors(
-    message: gateway_pb2.GenerateRequest, adapter: Adapter | None, reader: PromptEmbeds | None, max_model_len: int
-) -> PromptTable | None:
+    message: gateway_pb2.GenerateRequest, adapter: Adapter | None, reader: PromptEmbedsReader | None, max_model_len: int
+) -> PromptEmbeds | None:
     """The vectors of a prompt; None if it has none. `reader` is None if clients may send none.
 
     Raises `InvalidRequest` if they are wrong, more than one kind, or if another field does not go with them.
@@ -58,7 +58,7 @@ def check_vectors(chat: Chat, num_rows: int) -> None:
 
 
 def _check_virtual_tokens(
-    message: gateway_pb2.GenerateRequest, table: PromptTable, given: list[str], max_model_len: int
+    message: gateway_pb2.GenerateRequest, table: PromptEmbeds, given: list[str], max_model_len: int
 ) -> None:
     for name in given:
         raise InvalidRequest(f"{name} cannot be used with the adapter {message.model!r}", name)

@@ -42,7 +42,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self.errors: dict[str, tuple[grpc.StatusCode, str]] = {}
         self.num_cached_tokens = 0  # reported for every sequence
         self.submits: list[dense_pb2.Submit] = []
-        self.table_parts: list[dense_pb2.PromptTablePart] = []
+        self.table_parts: list[dense_pb2.PromptEmbedsPart] = []
         self.cancelled_seq_ids: list[int] = []
         self._running: list[dict[int, _Sequence]] = []  # by seq_id, one dict per stream
         self.num_streams = 0
@@ -109,8 +109,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                 submit = message.submit
                 self.submits.append(submit)
                 running[submit.seq_id] = _Sequence(submit, self.script(submit))
-            elif kind == "prompt_table_part":
-                self.table_parts.append(message.prompt_table_part)
+            elif kind == "prompt_embeds_part":
+                self.table_parts.append(message.prompt_embeds_part)
             elif kind == "cancel":
                 self.cancelled_seq_ids.append(message.cancel.seq_id)
                 running.pop(message.cancel.seq_id, None)

@@ -16,7 +16,7 @@ from services.attn_worker.runner.layer_runner import FinishedStep
 from services.common.kv_cache.scales import KVScales
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter
-from services.step import NewSequence, PlanEntry, PromptTableRef, SequenceSpec
+from services.step import NewSequence, PlanEntry, PromptEmbedsRef, SequenceSpec
 from tests.support.plans import plan_of
 
 BLOCK_SIZE = 4
@@ -40,8 +40,8 @@ class Worker:
 
     def run(self, seq_id: int, adapter: Adapter | None, salt: str = "", table: str = "") -> int:
         """Computes and closes a sequence of `TOKENS`; returns how many of them were cached."""
-        ref = PromptTableRef(table, 1, 4, "float32", 100) if table else None
-        asked = SequenceSpec("r", TOKENS, SamplingParams(), 1, cache_salt=salt, adapter=adapter, prompt_table=ref)
+        ref = PromptEmbedsRef(table, 1, 4, "float32", 100) if table else None
+        asked = SequenceSpec("r", TOKENS, SamplingParams(), 1, cache_salt=salt, adapter=adapter, prompt_embeds=ref)
         new = NewSequence(seq_id, "r", TOKENS, len(TOKENS), prefix_key=asked.prefix_key)
         num_cached = self._engine.open_sequence(self._attachment, new).num_cached_tokens
         self._step(PlanEntry(seq_id, num_cached, len(TOKENS) - num_cached, 1))

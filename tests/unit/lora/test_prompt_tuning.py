@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from services.common.errors import InvalidRequest
-from services.lora.prompt_table import PromptTable, make_prompt_table
+from services.lora.prompt_embeds import PromptEmbeds, make_prompt_embeds
 from services.lora.prompt_tuning import read_virtual_tokens
 from tests.support.prompt_vectors import make_prompt_tuning
 
@@ -19,7 +19,7 @@ HIDDEN_SIZE = 8
 VECTORS = torch.randn(3, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
 
 
-def read(path: Path) -> PromptTable | None:
+def read(path: Path) -> PromptEmbeds | None:
     config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
     return read_virtual_tokens(config.read_bytes(), weights, HIDDEN_SIZE)
 
@@ -87,10 +87,10 @@ def test_files_that_are_missing_or_no_json_are_refused(tmp_path: Path) -> None:
 def test_tables_are_equal_if_their_hashes_are() -> None:
     values = VECTORS.numpy().tobytes()
     tables = [
-        make_prompt_table(values, 3, 8, "float32", "x"),
-        make_prompt_table(values, 6, 4, "float32", "x"),
-        make_prompt_table(values, 6, 8, "float16", "x"),
-        make_prompt_table(bytes(len(values)), 3, 8, "float32", "x"),
+        make_prompt_embeds(values, 3, 8, "float32", "x"),
+        make_prompt_embeds(values, 6, 4, "float32", "x"),
+        make_prompt_embeds(values, 6, 8, "float16", "x"),
+        make_prompt_embeds(bytes(len(values)), 3, 8, "float32", "x"),
     ]
     assert len({table.hash for table in tables}) == len(tables)
-    assert make_prompt_table(bytes(bytearray(values)), 3, 8, "float32", "y").hash == tables[0].hash
+    assert make_prompt_embeds(bytes(bytearray(values)), 3, 8, "float32", "y").hash == tables[0].hash

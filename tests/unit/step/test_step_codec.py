@@ -19,7 +19,7 @@ from services.step import (
     PlanAccepted,
     PlanEntries,
     PlanEntry,
-    PromptTableRef,
+    PromptEmbedsRef,
     SequenceOpened,
     SequenceSpec,
     StepPlan,
@@ -69,8 +69,8 @@ SPEC_FIELDS = dict(
     traceparent=st.text(max_size=5),
     adapter=st.none()
     | st.builds(Adapter, st.text(max_size=5), st.text("0af", min_size=1, max_size=5), st.text(max_size=5)),
-    prompt_table=st.none()
-    | st.builds(PromptTableRef, st.text("0af", min_size=1, max_size=5), COUNTS, COUNTS, st.text(max_size=5), COUNTS),
+    prompt_embeds=st.none()
+    | st.builds(PromptEmbedsRef, st.text("0af", min_size=1, max_size=5), COUNTS, COUNTS, st.text(max_size=5), COUNTS),
     beam_search=st.none()
     | st.builds(BeamSearchOptions, COUNTS, COUNTS, st.floats(-10, 10), st.sampled_from(EarlyStopping)),
 )

@@ -12,7 +12,7 @@ import torch
 from services.common.errors import InvalidRequest, RequestAborted
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.pb import dense_pb2
-from services.step import PromptTableRef
+from services.step import PromptEmbedsRef
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -24,7 +24,7 @@ class ReceivedEmbeds:
     hash: str = ""
     parts: tuple[bytes, ...] = ()
 
-    def with_part(self, part: dense_pb2.PromptTablePart) -> ReceivedEmbeds:
+    def with_part(self, part: dense_pb2.PromptEmbedsPart) -> ReceivedEmbeds:
         """This table with its next part; or the beginning of the next table, if the part is of another one."""
         earlier = self.parts if part.hash == self.hash else ()
         return ReceivedEmbeds(part.hash, (*earlier, part.values))
@@ -41,7 +41,7 @@ class EmbedsLoader:
         self._loaded: WeakValueDictionary[str, LoadedEmbeds] = WeakValueDictionary()  # by hash
         self._lock = asyncio.Lock()  # answers to one prompt come together, and share the first one's table
 
-    async def load(self, table: PromptTableRef, received: ReceivedEmbeds) -> LoadedEmbeds:
+    async def load(self, table: PromptEmbedsRef, received: ReceivedEmbeds) -> LoadedEmbeds:
         """The table of a sequence. Raises `InvalidRequest` if the model cannot take it."""
         if not self._is_supported:
             raise InvalidRequest(
@@ -63,7 +63,7 @@ class EmbedsLoader:
                 found = self._loaded[table.hash] = LoadedEmbeds(table.hash, table.first_token_id, rows)
             return found
 
-    def _read(self, table: PromptTableRef, parts: Sequence[bytes]) -> torch.Tensor:
+    def _read(self, table: PromptEmbedsRef, parts: Sequence[bytes]) -> torch.Tensor:
         given = torch.frombuffer(bytearray().join(parts), dtype=DTYPES[table.dtype])
         rows = given.view(table.num_rows, self._hidden_size).to(self._dtype)
         if not bool(rows.isfinite().all()):

@@ -89,7 +89,7 @@ class PromptEmbedsFeature(Feature):
     """Collects the vectors that gateways send, in parts, before the first sequence that has them."""
 
     sequence_type = SequenceEmbeds
-    message = "prompt_table_part"
+    message = "prompt_embeds_part"
 
     def __init__(self, loader: EmbedsLoader) -> None:
         self._loader = loader
@@ -97,15 +97,15 @@ class PromptEmbedsFeature(Feature):
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceEmbeds | None:
         """The vectors that the spec names, which the stream has sent."""
-        if spec.prompt_table is None:
+        if spec.prompt_embeds is None:
             return None
         received = self._received.get(stream, ReceivedEmbeds())
-        return SequenceEmbeds(spec.num_prompt_tokens, partial(self._loader.load, spec.prompt_table, received))
+        return SequenceEmbeds(spec.num_prompt_tokens, partial(self._loader.load, spec.prompt_embeds, received))
 
     def receive(self, message: dense_pb2.GatewayMessage, stream: int) -> None:
         """Keeps the vectors that a stream has sent last."""
         received = self._received.get(stream, ReceivedEmbeds())
-        self._received[stream] = received.with_part(message.prompt_table_part)
+        self._received[stream] = received.with_part(message.prompt_embeds_part)
 
     def end_stream(self, stream: int) -> None:
         """Forgets what the stream has sent."""

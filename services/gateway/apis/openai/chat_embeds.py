@@ -5,13 +5,13 @@ from __future__ import annotations
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_schema import ChatRequest
 from services.gateway.apis.openai.conversion import refuse_embeds
-from services.gateway.request.prompt_embeds import PromptEmbeds
+from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.text.chat_vectors import MAX_PLACES
 from services.pb import gateway_pb2
 
 
 async def read_chat_embeds(
-    body: ChatRequest, message: gateway_pb2.GenerateRequest, reader: PromptEmbeds | None, max_model_len: int
+    body: ChatRequest, message: gateway_pb2.GenerateRequest, reader: PromptEmbedsReader | None, max_model_len: int
 ) -> None:
     """Adds the vectors of `body` to its `message`. `reader`: None if clients may send none. Raises `InvalidRequest`."""
     if reader is None:

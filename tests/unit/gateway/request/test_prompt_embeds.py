@@ -61,7 +61,7 @@ def message_of(vectors: torch.Tensor = VECTORS, **options: Any) -> gateway_pb2.G
 
 
 def sent_table(dense: FakeDense, submit_index: int = -1) -> torch.Tensor:
-    table = dense.submits[submit_index].spec.prompt_table
+    table = dense.submits[submit_index].spec.prompt_embeds
     values = b"".join(part.values for part in dense.table_parts if part.hash == table.hash)
     found = torch.frombuffer(bytearray(values), dtype=getattr(torch, table.dtype))
     return found.view(-1, table.hidden_size)[-table.num_rows :]  # it may have been sent before
@@ -88,7 +88,7 @@ def test_the_worker_gets_the_embeddings_and_their_token_ids(tmp_path: Path) -> N
         assert answer["usage"]["prompt_tokens"] == 6 + 3 + 2 + 1
         lengths = [len(submit.spec.prompt_token_ids) for submit in dense.submits]
         assert sorted(lengths) == [1, 1, 2, 2, 3, 3, 6, 6]
-        assert [submit.spec.HasField("prompt_table") for submit in dense.submits] == [length > 2 for length in lengths]
+        assert [submit.spec.HasField("prompt_embeds") for submit in dense.submits] == [length > 2 for length in lengths]
         cut = await client.post(COMPLETIONS, json=body_of(encoded(VECTORS), truncate_prompt_tokens=2))
         sent = list(dense.submits[-1].spec.prompt_token_ids)
         assert cut.status_code == 200 and sent == [VOCAB_SIZE + 4, VOCAB_SIZE + 5]

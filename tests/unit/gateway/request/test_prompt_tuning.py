@@ -9,7 +9,7 @@ import torch
 
 from services.common.config import EMBEDDED_MODEL
 from services.common.model_config import load_model_config
-from services.pb import dense_pb2, gateway_pb2
+from services.pb import gateway_pb2, sequence_pb2
 from tests.support.clients.http_clients import async_client
 from tests.support.prompt_vectors import make_prompt_tuning
 from tests.support.running_gateway import run, running_gateway
@@ -52,7 +52,7 @@ def test_virtual_tokens_in_the_gateway(tmp_path: Path) -> None:
             assert list(dense.submits[-1].spec.prompt_token_ids) == [VOCAB_SIZE, *TOKENS]
             assert len(dense.table_parts) == 2 and not any(submit.spec.HasField("adapter") for submit in dense.submits)
             await client.post(COMPLETIONS, json=body(""))
-            assert not dense.submits[-1].spec.HasField("prompt_table")
+            assert not dense.submits[-1].spec.HasField("prompt_embeds")
             assert list(dense.submits[-1].spec.prompt_token_ids) == TOKENS
 
             # They count in the length, and keep their place when the prompt is cut.
@@ -79,7 +79,7 @@ def test_virtual_tokens_in_the_gateway(tmp_path: Path) -> None:
 
 
 def check_table(dense: FakeDense, vectors: torch.Tensor, dtype: str) -> None:
-    table: dense_pb2.PromptTable = dense.submits[-1].spec.prompt_table
+    table: sequence_pb2.PromptEmbedsRef = dense.submits[-1].spec.prompt_embeds
     assert (table.num_rows, table.hidden_size) == tuple(vectors.shape)
     assert (table.dtype, table.first_token_id) == (dtype, VOCAB_SIZE)
     sent = b"".join(part.values for part in dense.table_parts if part.hash == table.hash)

@@ -13,23 +13,23 @@ from services.common.errors import InvalidRequest, RequestAborted
 from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader, ReceivedEmbeds
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.pb import dense_pb2
-from services.step import PromptTableRef
+from services.step import PromptEmbedsRef
 
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def received(hash_: str = "aa", values: bytes = ROWS.tobytes(), size: int = 10) -> ReceivedEmbeds:
-    table = ReceivedEmbeds().with_part(dense_pb2.PromptTablePart(hash="00", values=b"of an earlier table"))
+    table = ReceivedEmbeds().with_part(dense_pb2.PromptEmbedsPart(hash="00", values=b"of an earlier table"))
     for start in range(0, len(values), size):
-        table = table.with_part(dense_pb2.PromptTablePart(hash=hash_, values=values[start : start + size]))
+        table = table.with_part(dense_pb2.PromptEmbedsPart(hash=hash_, values=values[start : start + size]))
     return table
 
 
-def message(hash_: str = "aa", num_rows: int = 3, hidden_size: int = 4) -> PromptTableRef:
-    return PromptTableRef(hash_, num_rows, hidden_size, dtype="float32", first_token_id=100)
+def message(hash_: str = "aa", num_rows: int = 3, hidden_size: int = 4) -> PromptEmbedsRef:
+    return PromptEmbedsRef(hash_, num_rows, hidden_size, dtype="float32", first_token_id=100)
 
 
-def load(table: PromptTableRef, parts: ReceivedEmbeds, dtype: torch.dtype = torch.float32) -> LoadedEmbeds:
+def load(table: PromptEmbedsRef, parts: ReceivedEmbeds, dtype: torch.dtype = torch.float32) -> LoadedEmbeds:
     return asyncio.run(EmbedsLoader(dtype, 4, is_supported=True).load(table, parts))
 
 

@@ -67,7 +67,7 @@ def of_bfloat16(values: torch.Tensor) -> Request:
 
 
 def sent_table(dense: FakeDense) -> torch.Tensor:
-    table = dense.submits[-1].spec.prompt_table
+    table = dense.submits[-1].spec.prompt_embeds
     assert table.first_token_id == VOCAB_SIZE
     values = b"".join(part.values for part in dense.table_parts if part.hash == table.hash)
     found = torch.frombuffer(bytearray(values), dtype=getattr(torch, table.dtype))
@@ -93,7 +93,7 @@ def test_the_worker_gets_the_table_and_the_ids(tmp_path: Path) -> None:
             assert response.status_code == 200, response.text
             assert torch.equal(sent_table(dense), ROWS[:2])
         await client.post(GENERATE, json={"input_ids": [5], "input_lengths": 1, "request_output_len": 1})
-        assert not dense.submits[-1].spec.HasField("prompt_table")
+        assert not dense.submits[-1].spec.HasField("prompt_embeds")
 
     with_gateway(tmp_path, test)
 

@@ -1,4 +1,4 @@
-"""`PromptTable`: vectors that stand in prompts in place of the embeddings of tokens.
+"""`PromptEmbeds`: vectors that stand in prompts in place of the embeddings of tokens.
 
 They are the virtual tokens of prompt tuning (arXiv:2104.08691), or embeddings that a client has computed itself.
 """
@@ -19,7 +19,7 @@ DTYPES: dict[str, type[np.generic]] = {"float32": np.float32, "float16": np.floa
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTable:
+class PromptEmbeds:
     """In a prompt with this table, token id vocab_size + i stands for row i. Equal hashes mean equal tables."""
 
     values: bytes  # row after row, little-endian
@@ -33,7 +33,7 @@ class PromptTable:
         return range(vocab_size, vocab_size + self.num_rows)
 
 
-def make_prompt_table(values: bytes, num_rows: int, hidden_size: int, dtype: str, name: str) -> PromptTable:
+def make_prompt_embeds(values: bytes, num_rows: int, hidden_size: int, dtype: str, name: str) -> PromptEmbeds:
     """A table of values that may be anything; `name` is what the client calls them. Reads all: call it in a thread.
 
     Raises `InvalidRequest` if there are no rows, or the values are not as many as the rows need, or not finite.
@@ -51,4 +51,4 @@ def make_prompt_table(values: bytes, num_rows: int, hidden_size: int, dtype: str
         raise InvalidRequest(f"{name} has values that are not finite", name)
     digest = hashlib.blake2b(f"{dtype} {num_rows} {hidden_size}\0".encode(), digest_size=32)
     digest.update(values)
-    return PromptTable(values, num_rows, hidden_size, dtype, digest.hexdigest())
+    return PromptEmbeds(values, num_rows, hidden_size, dtype, digest.hexdigest())

@@ -1,4 +1,4 @@
-"""`PromptEmbeds`: vectors that clients send in prompts. Reads them in threads, so that no stream waits."""
+"""`PromptEmbedsReader`: vectors that clients send in prompts. Reads them in threads, so that no stream waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from services.common.errors import InvalidRequest
 from services.gateway.request.context_length import too_long
 from services.gateway.request.torch_file import read_saved_tensor
-from services.lora.prompt_table import PromptTable, make_prompt_table
+from services.lora.prompt_embeds import PromptEmbeds, make_prompt_embeds
 from services.pb import gateway_pb2
 
 NAME = "prompt_embeds"
@@ -18,7 +18,7 @@ MAX_READING = 2  # at the same time; each takes a few times the memory of the bo
 _PIECE = 2**20  # characters of base64 that are decoded at a time: the interpreter lock is held meanwhile
 
 
-class PromptEmbeds:
+class PromptEmbedsReader:
     """Used in the event loop."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -34,12 +34,12 @@ class PromptEmbeds:
         async with self._reading:
             return await asyncio.to_thread(self._decode, text, name, max_model_len)
 
-    async def read(self, message: gateway_pb2.PromptEmbeds, name: str, max_model_len: int) -> PromptTable:
+    async def read(self, message: gateway_pb2.PromptEmbeds, name: str, max_model_len: int) -> PromptEmbeds:
         """The table of the message in field `name`. Raises `InvalidRequest` if it does not fit, or is not finite."""
         self._check_shape((message.num_tokens, message.hidden_size), name, max_model_len)
         async with self._reading:
             return await asyncio.to_thread(
-                make_prompt_table, message.values, message.num_tokens, message.hidden_size, message.dtype, name
+                make_prompt_embeds, message.values, message.num_tokens, message.hidden_size, message.dtype, name
             )
 
     def _decode(self, text: str, name: str, max_model_len: int) -> gateway_pb2.PromptEmbeds:
