@@ -293,23 +293,6 @@ def test_min_tokens_equals_hugging_face(cluster: Cluster) -> None:
     assert answer.token_ids == expected
 
 
-@pytest.mark.parametrize("num_tokens", [35, 1000])
-def test_min_tokens_before_stop_equals_hugging_face(cluster: Cluster, num_tokens: int) -> None:
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).apply_chat_template(chat, add_generation_prompt=True)
-    prompt = list(prompt["input_ids"])
-    assert len(reference_tokens(prompt, 40)) < 30
-    expected = reference_tokens(prompt, 40, min_new_tokens=min(40, num_tokens))
-    assert len(expected) >= 35
-    assert cluster.generate(prompt, 40, min_tokens_before_stop=num_tokens).token_ids == expected
-    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "min_tokens_before_stop": num_tokens}
-    with client(cluster.http_address) as http:
-        choice = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()["choices"][0]
-        refused = http.post("/v1/completions", json=body | {"min_tokens_before_stop": -1})
-    assert choice["token_ids"] == expected
-    assert refused.status_code == 400 and "min_tokens_before_stop is -1" in refused.text
-
-
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_sampled_tokens_follow_the_distribution_of_hugging_face(cluster: Cluster, temperature: float) -> None:
     prompt, num_samples = random_prompt(8, seed=8), 800

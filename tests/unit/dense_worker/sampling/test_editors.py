@@ -28,7 +28,6 @@ PARAMS = st.builds(
     presence_penalty=st.sampled_from([0.0, -1.0, 0.6]),
     frequency_penalty=st.sampled_from([0.0, 0.8, -0.3]),
     min_tokens=st.integers(0, 4),
-    min_tokens_before_stop=st.integers(0, 4),
     logit_bias=st.dictionaries(TOKEN_ID, st.floats(-9.0, 9.0), max_size=3).map(lambda bias: tuple(bias.items())),
     bad_words=st.lists(st.lists(TOKEN_ID, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
     allowed_token_ids=st.lists(TOKEN_ID, max_size=6, unique=True).map(tuple),
@@ -48,7 +47,7 @@ def edit_by_definition(
         logit -= params.presence_penalty * (token_id in output)
         if any(tuple([*output, token_id][-len(word) :]) == word for word in params.bad_words):
             logit = -np.inf
-        if token_id in STOP and len(output) < max(params.min_tokens, params.min_tokens_before_stop):
+        if token_id in STOP and len(output) < params.min_tokens:
             logit = -np.inf
         edited.append(logit)
     if allowed := params.allowed_token_ids:
