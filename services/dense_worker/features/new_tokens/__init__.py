@@ -1,0 +1,1 @@
+"""Outputs of which every so many tokens one is new to them."""
