@@ -71,9 +71,9 @@ class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
     They are applied in this order, each to the result of the one before: `logit_bias`, repetition, frequency and
-    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, `reasoning_limit`, `new_token_every`,
-    `structured_output`, temperature, `top_k`, `top_p`, `min_p`. Where those before `structured_output` exclude all
-    tokens that continue the form, they do not apply: the form wins.
+    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, `reasoning_limit`, `structured_output`,
+    temperature, `top_k`, `top_p`, `min_p`. Where those before `structured_output` exclude all tokens that continue the
+    form, they do not apply: the form wins.
     """
 
     # Below 1e-5 the most likely token is taken (greedy).
@@ -90,8 +90,6 @@ class SamplingParams:
     frequency_penalty: float = number(0.0, -MAX_PENALTY, MAX_PENALTY)  # the same, once per occurrence
     # No stop token is sampled before this many output tokens.
     min_tokens: int = number(0, 0, description="The answer has at least this many tokens")
-    # Of so many output tokens the last one is not among those before it, if another one may be sampled; 0: whatever.
-    new_token_every: int = number(0, 0, description="Of so many tokens the last one is new to the answer")
     seed: int = 0  # [0, 2**64): same seed, options, token ids and logits => same next token
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, [-100, 100]): added to the token's logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each word: the output contains no such sequence

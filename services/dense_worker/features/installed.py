@@ -18,7 +18,6 @@ from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.features.grammar.grammars import Grammars
-from services.dense_worker.features.new_tokens.new_tokens_feature import NewTokensFeature
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
@@ -37,7 +36,6 @@ def make_features(
         _make_adapters(config, lora),
         PromptEmbedsFeature(embeds),
         ReturnedLogitsFeature(),
-        NewTokensFeature(),
         GrammarFeature(grammars),
     )
 

@@ -293,52 +293,6 @@ def test_min_tokens_equals_hugging_face(cluster: Cluster) -> None:
     assert answer.token_ids == expected
 
 
-class NewTokens(LogitsProcessor):
-    """Of `every` output tokens the last one is not among those before it."""
-
-    def __init__(self, num_prompt_tokens: int, every: int) -> None:
-        self.num_prompt_tokens, self.every = num_prompt_tokens, every
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        output = input_ids[0, self.num_prompt_tokens :]
-        if (len(output) + 1) % self.every == 0:
-            scores[:, output] = -torch.inf
-        return scores
-
-
-def test_new_token_every_equals_hugging_face(cluster: Cluster) -> None:
-    prompt = random_prompt(40, seed=21)
-    expected = reference_tokens(prompt, 60, NewTokens(len(prompt), 3), eos_token_id=None)
-    assert expected != reference_tokens(prompt, 60, eos_token_id=None)
-    assert cluster.generate(prompt, 60, new_token_every=3, ignore_eos=True).token_ids == expected
-    body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    sampled = {"temperature": 1.0, "new_token_every": 2, "n": 3, "seed": 4}
-    with client(cluster.http_address) as http:
-        choice = http.post("/v1/completions", json=body | {"new_token_every": 3}).json()["choices"][0]
-        assert choice["token_ids"] == expected
-        for choice in http.post("/v1/completions", json=body | sampled).json()["choices"]:
-            token_ids = choice["token_ids"]
-            assert len(token_ids) == 60
-            assert all(token_ids[i] not in token_ids[:i] for i in range(1, 60, 2))
-
-
-@pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
-def test_new_token_every_goes_on_though_a_worker_is_killed(cluster: Cluster, role: str) -> None:
-    prompt = random_prompt(30, seed=22)
-    expected = reference_tokens(prompt, 200, NewTokens(len(prompt), 2), eos_token_id=None)
-    for _ in range(MAX_ROUNDS):
-        chunks = []
-        message = request(prompt, 200, new_token_every=2, ignore_eos=True)
-        for chunk in cluster.gateway.GenerateStream(message, timeout=RESTART_TIMEOUT_S):
-            if not chunks:
-                cluster.kill(role)
-            chunks.append(chunk)
-        if len(chunks) > 1:
-            break
-    assert len(chunks) > 1, "each answer came in one piece, which was not before the kill"
-    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
-
-
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_sampled_tokens_follow_the_distribution_of_hugging_face(cluster: Cluster, temperature: float) -> None:
     prompt, num_samples = random_prompt(8, seed=8), 800

@@ -31,7 +31,6 @@ PARAMS = st.builds(
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     min_tokens=st.integers(0, 2**31 - 1),
-    new_token_every=st.integers(0, 2**31 - 1),
     seed=st.integers(0, 2**64 - 1),
     logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32)).map(lambda bias: tuple(sorted(bias.items()))),
     bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=5).map(tuple), max_size=5).map(tuple),

@@ -29,7 +29,6 @@ from services.common.sampling_params import SamplingParams
         ("frequency_penalty", 2.5, "from -2 to 2"),
         ("frequency_penalty", -2.5, "from -2 to 2"),
         ("min_tokens", -1, "at least 0"),
-        ("new_token_every", -1, "at least 0"),
         ("seed", -1, "from 0 to 18446744073709551615"),
         ("seed", 2**64, "from 0 to 18446744073709551615"),
     ],

@@ -1,1 +1,0 @@
-"""Outputs of which every so many tokens one is new to them."""
