@@ -91,9 +91,32 @@ class Harness:
         """Opens a sequence with random activations. It shares no prefix with other sequences."""
         result = self.cache.open_sequence(seq_id, [seq_id] * prompt_len, prompt_len)
         assert result.num_cached_tokens == 0
-        shape = (self.config.num_layers, prompt_len + max_tokens, self.config.qkv_size)
-        self.inputs[seq_id] = torch.randn(shape).to(self.dtype)
+        self.inputs[seq_id] = self.draw(prompt_len + max_tokens, prompt_len)
         self.prompt_lens[seq_id], self.lengths[seq_id] = prompt_len, 0
+
+    def draw(self, num_tokens: int, prompt_len: int) -> torch.Tensor:
+        """Random activations of a sequence, [num_layers, num_tokens, qkv_size].
+
+        Every key and value is so far from a tie between two numbers of the cache's format that another order of
+        operations in the rotation cannot round it to the other one.
+        """
+        drawn = torch.randn(self.config.num_layers, num_tokens, self.config.qkv_size).to(self.dtype)
+        for layer, rows in enumerate(drawn):
+            while (near := self.is_near_tie(rows, layer, prompt_len)).any():
+                rows[near] = torch.randn(int(near.sum()), self.config.qkv_size).to(self.dtype)
+        return drawn
+
+    def is_near_tie(self, rows: torch.Tensor, layer: int, prompt_len: int) -> torch.Tensor:
+        """Of which rows [num_tokens, qkv_size] a millionth more or less changes what the cache stores, bool."""
+        near = torch.zeros(len(rows), dtype=torch.bool)
+        if self.spec.dtype_of(layer) == self.dtype:
+            return near
+        _, k, v = self.rotated_heads(rows, prompt_len)
+        for heads, scales in ((k, self.scales.keys), (v, self.scales.values)):
+            margin = 1e-6 * heads.abs().amax(-1, keepdim=True).double()
+            low, high = (self.stored(heads.double() + sign * margin, layer, scales) for sign in (-1, 1))
+            near |= ((high - low).abs() > 3 * margin).any(-1).any(0)
+        return near
 
     def step(self, *advances: tuple[int, int], fork: tuple[int, int] | None = None) -> list[torch.Tensor]:
         """Runs `advances`, (seq_id, num_tokens), as one batch; returns each layer's output [total_tokens, attn_size].
@@ -105,8 +128,8 @@ class Harness:
             parent, child = fork
             length = self.lengths[child] = self.lengths[parent]
             self.prompt_lens[child] = self.prompt_lens[parent]
-            self.inputs[child] = torch.randn_like(self.inputs[parent])
-            self.inputs[child][:, :length] = self.inputs[parent][:, :length]
+            own = self.draw(self.inputs[parent].shape[1], self.prompt_lens[child])
+            self.inputs[child] = torch.cat((self.inputs[parent][:, :length], own[:, length:]), dim=1)
             forks = [(parent, child, length)]
         entries = [(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]
         planned = self.cache.plan_step(dataclasses.replace(make_plan(entries, forks=forks), evicts_blocks=True))
@@ -139,10 +162,8 @@ class Harness:
 
     def reference(self, seq_id: int, layer: int, *, is_exact: bool = False) -> torch.Tensor:
         """Attention outputs of all tokens so far, float32 [length, attn_size]; `is_exact`: nothing is rounded."""
-        config, length, prompt_len = self.config, self.lengths[seq_id], self.prompt_lens[seq_id]
-        heads = self.inputs[seq_id][layer, :length].float().view(length, -1, config.head_dim).transpose(0, 1)
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads])
-        q, k = self.rotate(q, k, length, prompt_len)
+        config, length = self.config, self.lengths[seq_id]
+        q, k, v = self.rotated_heads(self.inputs[seq_id][layer, :length], self.prompt_lens[seq_id])
         if not is_exact:  # rounded by the cache, after the rotation
             k, v = self.stored(k, layer, self.scales.keys), self.stored(v, layer, self.scales.values)
         q, k, v = q.double(), k.double(), v.double()
@@ -158,6 +179,13 @@ class Harness:
         else:
             weights = scores.softmax(-1)
         return (weights @ v).transpose(0, 1).reshape(length, -1).float()
+
+    def rotated_heads(self, rows: torch.Tensor, prompt_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated q and k, and v, of the first tokens of a sequence, float32 [heads, tokens, head_dim] each."""
+        config, length = self.config, len(rows)
+        heads = rows.float().view(length, -1, config.head_dim).transpose(0, 1)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads])
+        return *self.rotate(q, k, length, prompt_len), v
 
     def stored(self, heads: torch.Tensor, layer: int, scales: tuple[float, ...]) -> torch.Tensor:
         """Keys or values as the cache gives them back, float64 [num_kv_heads, length, head_dim]."""
