@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import signal
 from collections import Counter
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 # The same examples in every run.
 hypothesis.settings.register_profile(QUICK, hypothesis.settings.get_profile("ci"), max_examples=MAX_QUICK_EXAMPLES)
+
+SEED = 0  # of the generators that a test shares with all others of its process
 
 # What is imported lives as long as this process. To look for garbage in it again and again takes a tenth of the time.
 gc.disable()
@@ -53,6 +57,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Lets every test, and the fixtures made for it, draw the same numbers, whatever ran before in its process."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.default_generator.manual_seed(SEED)  # that of the CPU; `torch.manual_seed` takes 0.2 ms
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(SEED)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
