@@ -8,11 +8,12 @@ import functools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import fastapi._compat.v2 as fastapi_fields
+import fastapi.routing as fastapi_routing
 import grpc
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -32,6 +33,8 @@ from tests.support.warm_process import WarmProcess, warm_server
 from tests.support.workers.fake_dense import FakeDense
 
 TYPE_ADAPTERS: dict[tuple[object, str], TypeAdapter[Any]] = {}
+ROUTE_STATES: dict[tuple[object, str, str], dict[str, Any]] = {}
+make_route_state = fastapi_routing._populate_api_route_state
 TEST_LIMIT_S = 100.0  # far beyond what any test needs, also with a process that it starts on a busy machine
 
 
@@ -44,6 +47,27 @@ def shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> Typ
     if key not in TYPE_ADAPTERS:
         TYPE_ADAPTERS[key] = TypeAdapter(annotated)
     return TYPE_ADAPTERS[key]
+
+
+def share_route_state(route: Any, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+    """Gives a route what FastAPI found out about one of another gateway with the same function, path and options.
+
+    Both functions are closures of one text, whose annotations are evaluated outside of it.
+    """
+    compared = {name: value for name, value in options.items() if name != "dependency_overrides_provider"}
+    if endpoint.__defaults__ or endpoint.__kwdefaults__ or compared.get("dependencies"):
+        return make_route_state(route, path, endpoint, **options)
+    key = endpoint.__code__, path, repr({name: getattr(value, "value", value) for name, value in compared.items()})
+    if key not in ROUTE_STATES:
+        make_route_state(route, path, endpoint, **options)
+        ROUTE_STATES[key] = {name: getattr(route, name) for name in fastapi_routing._APIRouteLike.__annotations__}
+        return None
+    state = ROUTE_STATES[key]
+    vars(route).update(state)
+    route.endpoint = endpoint
+    route.dependency_overrides_provider = options.get("dependency_overrides_provider")
+    route.dependant = replace(state["dependant"], call=endpoint)
+    return None
 
 
 @functools.cache
@@ -59,6 +83,7 @@ def shared_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedToke
 
 # Gateways of one process share them.
 fastapi_fields.TypeAdapter = shared_type_adapter  # type: ignore[misc]
+fastapi_routing._populate_api_route_state = share_route_state
 tokenizer.load_hf_tokenizer = shared_hf_tokenizer
 
 
