@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import structlog
 import torch
 
+from services.attn_worker.cache.block_pool import BlockPool
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.tiers.block_copier import BlockCopier
+from services.attn_worker.cache.tiers.host_tier import HostTier
+from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.layers import CapturableAttention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
@@ -19,7 +25,7 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
 from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
-from services.common.errors import CapacityError
+from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.format import resolve_kv_cache_format
 from services.common.kv_cache.sliding_window import SlidingWindow
 from services.common.resolve import ResolvedModel, use_device
@@ -69,7 +75,10 @@ def build_engine(
         window_blocks=spec.window_blocks,
         num_state_slots=spec.num_state_slots or None,
     )
-    engine = AttentionEngine(cache, _build_runner(section, model, limits, spec, max_model_len), metrics)
+    runner, storage = _build_runner(section, model, limits, spec, max_model_len)
+    if section.host_kv_bytes:
+        cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"]))
+    engine = AttentionEngine(cache, runner, metrics)
     engine.start()
     return engine
 
@@ -162,18 +171,62 @@ def _with_window_group(spec: KVCacheSpec, limits: StepLimits, room: int | None) 
     return grouped if num_own < grouped.num_blocks else spec
 
 
+def check_host_tier(section: AttentionSection, model: ResolvedModel) -> None:
+    """Raises ConfigError if a host tier is configured that the model's KV cache cannot have."""
+    if not section.host_kv_bytes:
+        return
+    config, windows = model.config, model.config.sliding_windows
+    window = max((each for each in windows if each is not None), default=model.max_model_len)
+    obstacle = None
+    if config.gated_delta_layers:
+        obstacle = "has gated delta layers, whose states have no copies there"
+    elif len({window is None for window in windows}) > 1:
+        obstacle = "has layers with a window among others"
+    elif window < model.max_model_len:
+        obstacle = f"has windows of {window} tokens in all layers"
+    if obstacle is not None:
+        raise ConfigError(
+            f"attention.host_kv_bytes is {section.host_kv_bytes}, but {config.family!r} {obstacle}: set it to 0"
+        )
+
+
+def _open_host_tier(
+    section: AttentionSection, model: ResolvedModel, storage: BlockStorage, findable: BlockPool
+) -> HostTier:
+    identity = {
+        "model": model.config.fingerprint,
+        "kv_cache_dtype": resolve_kv_cache_format(section, model),
+        "block_size": section.block_size,
+        "layout": blake2b(storage.layout.encode(), digest_size=16).hexdigest(),
+    }
+    region = TierRegion.open(section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity)
+    tier = HostTier(region, BlockCopier(storage, model.device), findable)
+    tier.start()
+    log.info(
+        "host tier",
+        path=region.where,
+        bytes=region.num_bytes,
+        num_blocks=region.num_slots,
+        num_used_blocks=tier.counts.num_used_slots,
+        num_corrupt_blocks=tier.counts.num_corrupt_blocks,
+    )
+    return tier
+
+
 def _build_runner(
     section: AttentionSection, model: ResolvedModel, limits: StepLimits, spec: KVCacheSpec, max_model_len: int
-) -> LayerRunner:
+) -> tuple[LayerRunner, BlockStorage]:
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
     if select_backend(section, model) == "torch":
         make_torch = layered_torch_attention if spec.gated_delta else TorchAttention
-        return EagerLayerRunner(make_torch(*arguments), spec.num_layers)
+        eager = make_torch(*arguments)
+        return EagerLayerRunner(eager, spec.num_layers), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
     make_backend = _capturable_backend(has_states=bool(spec.gated_delta))
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
-    return CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
+    runner = CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
+    return runner, backend.storage
 
 
 def _capturable_backend(*, has_states: bool) -> Callable[..., CapturableAttention]:

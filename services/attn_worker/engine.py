@@ -1,9 +1,11 @@
 """`AttentionEngine`: the attention worker's one engine thread. It owns the KV cache and the backend.
 
+    open_sequence → opened
     plan_step → accepted → (wait qkv → rope, append, attend → signal) per layer → commit_step
 
 Calls are made in order. On a CPU a launched step is done; a GPU may still run a step when the next is launched.
-If the dense worker is lost during a step, the step is rolled back as if it had never been planned.
+If the dense worker is lost during a step, the step is rolled back as if it had never been planned. Steps go on while
+blocks of a sequence that is being opened come from a tier (`Openings`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.cached_sequence import OpenResult, PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
+from services.attn_worker.openings import Openings
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
 from services.common.attention.gated_delta import GatedDeltaWeights
@@ -28,6 +31,8 @@ from services.rpc.watchdog import Progress
 from services.step import NewSequence, StepPlan
 
 R = TypeVar("R")
+
+_TIER_TIMEOUT_S = 1.0  # to copy what has been offered to a tier when the worker ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,12 @@ class AttentionEngine:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_loaded_tokens = 0  # of these, those whose blocks came from the tier
         self._runner = runner
         self._metrics = metrics
         self._attachment: Attachment | None = None
         self._thread = EngineThread()
+        self._openings = Openings(cache, runner, self._thread.submit, self._note_opened)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -73,12 +80,17 @@ class AttentionEngine:
 
         Blocks up to `timeout_s` seconds. If the thread has not ended by then, everything it uses stays open.
         """
-        if self._thread.stop(timeout_s) and self._attachment is not None:
+        if not self._thread.stop(timeout_s):
+            return
+        self._openings.cancel_all()
+        if self._attachment is not None:
             self._attachment.close()
+        self.cache.tier.close(_TIER_TIMEOUT_S)
 
     def detach(self) -> None:
         """Drops an aborted attachment: closes it and rolls back unfinished steps."""
         attachment, self._attachment = self._attachment, None
+        self._openings.cancel_all()
         self.cache.abort_steps()
         if attachment is not None:
             attachment.close()
@@ -102,20 +114,20 @@ class AttentionEngine:
         self.cache.use_weights(bytes.fromhex(weights_hash) + scales.identity)
         self._runner.attach(attachment.channels.values(), scales, sinks, gated_delta)
 
-    def open_sequence(self, attachment: Attachment, new: NewSequence) -> OpenResult:
-        """Opens a sequence in the KV cache. Raises `StaleEpoch` if the attachment was replaced."""
+    def open_sequence(self, attachment: Attachment, new: NewSequence, opened: Future[OpenResult]) -> None:
+        """Opens a sequence in the KV cache. `opened` gets the result, which may come between later steps.
+
+        It is cancelled if the attachment ends before that. Raises `StaleEpoch` if that was replaced, and InvalidRequest
+        for impossible lengths.
+        """
         self._check_attachment(attachment)
         self._commit_done(attachment)
-        result = self.cache.open_sequence(
-            new.seq_id,
-            new.token_ids,
-            new.num_prompt_tokens,
-            new.prefix_key,
-            ignores_prefix_cache=new.ignores_prefix_cache,
-        )
-        self.num_cached_tokens += result.num_cached_tokens
+        self._openings.open(new, opened)
         attachment.request_ids[new.seq_id] = new.request_id
-        return result
+
+    def _note_opened(self, result: OpenResult) -> None:
+        self.num_cached_tokens += result.num_cached_tokens
+        self.num_loaded_tokens += len(result.missing) * self.cache.block_size
 
     def run_step(
         self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]

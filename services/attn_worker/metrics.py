@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from services.attn_worker.cache.tiers.tier import TierCounts
 from services.rpc.metrics import STEP_BUCKETS_S
 
 
@@ -24,9 +25,16 @@ class BlockCounts(Protocol):
     num_cached_blocks: int
 
 
+class TierWithCounts(Protocol):
+    """A `Tier`."""
+
+    counts: TierCounts
+
+
 class CacheCounts(BlockCounts, Protocol):
     """Counts of the `KVCache`."""
 
+    tier: TierWithCounts
     pools: Mapping[str, BlockCounts]  # of each group of layers that the model has, by its name
     num_sequences: int
     num_recovered_sequences: int
@@ -40,6 +48,7 @@ class EngineCounts(Protocol):
     num_steps: int
     num_computed_tokens: int
     num_cached_tokens: int
+    num_loaded_tokens: int
 
 
 class AttentionMetrics:
@@ -103,11 +112,36 @@ class _CountsCollector:
             "Slots for the states of gated delta layers, which a sequence needs whatever its length; otherwise 0.",
             cache.pools.get("states"),
         )
+        tier = cache.tier.counts
+        text = "Memory of the host tier; 0: none."
+        yield GaugeMetricFamily("twostroke_attention_host_kv_bytes", text, tier.num_bytes)
+        slots = GaugeMetricFamily(
+            "twostroke_attention_host_kv_blocks",
+            "Blocks of the host tier: used, by keys and values that may be found again, or free.",
+            labels=["state"],
+        )
+        slots.add_metric(["used"], tier.num_used_slots)
+        slots.add_metric(["free"], tier.num_slots - tier.num_used_slots)
+        yield slots
         yield GaugeMetricFamily("twostroke_attention_sequences", "Open sequences.", cache.num_sequences)
         counters = {
             "steps": ("Steps completed.", engine.num_steps),
             "computed_tokens": ("Tokens that went through attention.", engine.num_computed_tokens),
             "cached_tokens": ("Tokens that were found in the KV cache.", engine.num_cached_tokens),
+            "loaded_tokens": (
+                "Tokens of these whose keys and values came from the host tier.",
+                engine.num_loaded_tokens,
+            ),
+            "host_kv_written_blocks": ("Blocks copied to the host tier.", tier.num_written_blocks),
+            "host_kv_read_blocks": ("Blocks copied from the host tier.", tier.num_read_blocks),
+            "host_kv_skipped_blocks": (
+                "Full blocks that were not copied to the host tier: too many waited, or they were evicted before.",
+                tier.num_skipped_blocks,
+            ),
+            "host_kv_corrupt_blocks": (
+                "Blocks in the host tier whose checksum was wrong, and which were computed again.",
+                tier.num_corrupt_blocks,
+            ),
             "recovered_sequences": (
                 "Sequences that a new dense worker took up where the old one left them.",
                 cache.num_recovered_sequences,

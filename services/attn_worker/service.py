@@ -8,6 +8,7 @@ import secrets
 
 import structlog
 
+from services.attn_worker.build import check_host_tier
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
@@ -42,6 +43,7 @@ class AttentionWorker:
         server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
         model = resolve_model(config.model, section.device, section)
         backend = select_backend(section, model)  # so that a model that no kernels can run ends the start
+        check_host_tier(section, model)
         use_device(model.device, section.num_threads)
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))

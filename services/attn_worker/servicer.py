@@ -316,7 +316,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
         def report(opening: Future[OpenResult]) -> None:
             if opening.cancelled():
-                span.end("the attention worker was stopped")
+                span.end("the attention worker was stopped, or the dense worker was lost")
                 return
             error = opening.exception()
             if error is None:
@@ -331,7 +331,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             else:
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
 
-        engine.submit(engine.open_sequence, attachment, new).add_done_callback(report)
+        def follow(call: Future[None]) -> None:
+            if call.cancelled():
+                opened.cancel()
+            elif (error := call.exception()) is not None:
+                opened.set_exception(error)
+
+        opened: Future[OpenResult] = Future()
+        opened.add_done_callback(report)
+        engine.submit(engine.open_sequence, attachment, new, opened).add_done_callback(follow)
 
     def _report(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
         if isinstance(result, Exception):

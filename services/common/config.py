@@ -212,6 +212,12 @@ class AttentionSection(Section):
     # on a GPU: size of the KV cache as a fraction of the memory that the weights leave free
     kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     enable_prefix_cache: bool = True  # whether requests with the same prefix share blocks
+    # memory of the host tier, which has copies of blocks: a new attention worker reads them instead of computing them,
+    # and prompts find blocks there that the KV cache has evicted; 0: no such copies. docs/operations.md says more
+    host_kv_bytes: Annotated[int, Field(ge=0)] = 0
+    # a file for the host tier, which is kept when all services end; none: shared memory that is removed then, and that
+    # a worker without the launcher loses when it ends
+    host_kv_path: Path | None = None
     # StreamingLLM: each token attends to the first sink_tokens and the last window tokens alone, at their places among
     # these. Then texts may be longer than those that the model was trained with; see docs/models.md. None: to all
     window: Count | None = None
@@ -219,6 +225,17 @@ class AttentionSection(Section):
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102
+
+    @pydantic.model_validator(mode="after")
+    def _check_host_tier(self) -> AttentionSection:
+        if self.host_kv_path is not None and not self.host_kv_bytes:
+            raise ValueError(f"attention.host_kv_path {str(self.host_kv_path)!r} needs attention.host_kv_bytes")
+        if self.host_kv_bytes and not self.enable_prefix_cache:
+            raise ValueError(
+                f"attention.host_kv_bytes is {self.host_kv_bytes}, but blocks are found only with"
+                " attention.enable_prefix_cache"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_window(self) -> AttentionSection:

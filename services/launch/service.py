@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from services.channel.shm_cleanup import remove_stale_regions
+from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config
 from services.launch.addresses import check_addresses, check_tls, place_sockets
 from services.launch.child import Child
@@ -27,7 +27,7 @@ from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, start_mps, stop_mps
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
-from services.launch.service_configs import make_own_key, service_configs
+from services.launch.service_configs import make_own_key, service_configs, with_host_kv_path
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving
 from services.launch.start_deadline import StartDeadline
@@ -54,6 +54,8 @@ class Launcher:
         check_addresses(config)
         check_tls(config)
         self._api_key = make_own_key(config)
+        if config.attention.host_kv_bytes and config.attention.host_kv_path is None:
+            config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))
         dense_address = DenseAddress(config.dense.address, run_dir)
         services = service_configs(config, run_dir, dense_address)
         self._mps = start_mps(config, run_dir)

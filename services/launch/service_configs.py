@@ -18,6 +18,7 @@ from services.launch.dense_address import DenseAddress
 
 OWN_KEY_NAME = "twostroke-launcher"
 CHANGE_LOCK_NAME = "gateways.lock"
+HOST_KV_NAME = "host-kv"
 METRICS_PORT_STEP = 10  # 9100, 9110, ...: other services usually have the ports between
 
 
@@ -45,6 +46,12 @@ def service_configs(config: Config, run_dir: Path, dense_address: DenseAddress) 
 def with_dense_address(config: Config, address: str) -> Config:
     """The config of a dense worker with its own address; other services have the address of the present worker."""
     return config.model_copy(update={"dense": config.dense.model_copy(update={"address": address})})
+
+
+def with_host_kv_path(config: Config, memory_dir: Path) -> Config:
+    """The config of an attention worker whose host tier lies in a directory that outlives it, but not the launcher."""
+    attention = config.attention.model_copy(update={"host_kv_path": memory_dir / HOST_KV_NAME})
+    return config.model_copy(update={"attention": attention})
 
 
 def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOptions]]:

@@ -11,6 +11,7 @@ from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import Batch
 from services.attn_worker.cache.sequence_rows import SequenceRows
+from services.attn_worker.cache.tiers.tier import MissingBlock
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.kv_cache.sliding_window import SlidingWindow
 
@@ -84,6 +85,22 @@ class BlockGroup:
             self.block_ids[row, place] = block_id
         self.num_evicted_blocks[row], self.num_held_blocks[row] = num_evicted, len(kept)
         return num_pinned
+
+    def extend(self, row: int, digests: Sequence[bytes]) -> tuple[int, tuple[MissingBlock, ...]]:
+        """Gives a row, of a group without a window, the blocks of further digests: findable ones, and new ones.
+
+        There is room for all. Returns how many left the free ones, and the new ones, which have no content yet.
+        """
+        found = [self.pool.lookup(digest) for digest in digests]
+        num_taken = sum(self.pool.pin(block_id) for block_id in found if block_id is not None)
+        absent = [digest for digest, block_id in zip(digests, found, strict=True) if block_id is None]
+        missing = tuple(zip(absent, self.pool.allocate(len(absent)), strict=True))
+        new = iter(missing)
+        first = int(self.num_held_blocks[row])
+        for place, block_id in enumerate(found, start=first):
+            self.block_ids[row, place] = next(new)[1] if block_id is None else block_id
+        self.num_held_blocks[row] = first + len(digests)
+        return num_taken + len(missing), missing
 
     def register(self, row: int, digests: Sequence[bytes], first: int) -> None:
         num_sinks, num_evicted = self._num_sink_blocks, int(self.num_evicted_blocks[row])

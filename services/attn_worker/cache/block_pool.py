@@ -45,6 +45,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free, with a hash; next victim first
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._generations = [0] * num_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -76,8 +77,12 @@ class BlockPool:
             )
 
     def lookup(self, digest: bytes) -> int | None:
-        """The block registered under `digest`; `pin` it before the next allocation."""
+        """The block registered under `digest`; `pin` it before the next allocation. May be called from any thread."""
         return self._block_of.get(digest)
+
+    def generation(self, block_id: int) -> int:
+        """A number that changes before the content of a registered block may change. May be called from any thread."""
+        return self._generations[block_id]
 
     def pin(self, block_id: int) -> bool:
         """Adds a reference to a block that `lookup` found; returns whether it was free."""
@@ -150,3 +155,4 @@ class BlockPool:
         digest = self._digest_of.pop(block_id, None)
         if digest is not None:
             del self._block_of[digest]
+            self._generations[block_id] += 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from services.attn_worker.cache.spec import SCALE_DTYPE, KVCacheSpec
 from services.common.errors import CapacityError
 from services.common.kv_cache.scales import KVScales
+
+_WORD_BYTES = 8
 
 
 class BlockStorage:
@@ -63,8 +66,53 @@ class BlockStorage:
             for tensor in self._tensors[group]:
                 tensor[:, target].copy_(tensor[:, source])
 
+    @property
+    def layout(self) -> str:
+        """How the tensors of the first group hold a block; equal where the bytes of a block mean the same."""
+        return str([(str(tensor.dtype), len(tensor), tuple(tensor.shape[2:])) for tensor in self._tensors[0]])
+
+    @property
+    def block_words(self) -> int:
+        """Words of 8 bytes of one block of the first group, as `gather_blocks` writes it."""
+        return sum(_num_words(tensor) for tensor in self._tensors[0])
+
+    def gather_blocks(self, block_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies blocks of the first group, all layers of one after the other, with their scales.
+
+        block_ids: int64 [num_blocks]; out: int64 [num_blocks, block_words], contiguous, on the same device.
+        """
+        for part, blocks in self._parts(out):
+            part.copy_(blocks.index_select(1, block_ids).transpose(0, 1))
+
+    def scatter_blocks(self, block_ids: torch.Tensor, words: torch.Tensor) -> None:
+        """Writes what `gather_blocks` has copied to different blocks of the first group."""
+        for part, blocks in self._parts(words):
+            blocks.index_copy_(1, block_ids, part.transpose(0, 1))
+
+    def _parts(self, words: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each tensor of the first group: its part of `words`, [num_blocks, num_layers, size], and itself,
+        [num_layers, num_blocks + 1, size], both as bytes or, if their size allows it, as words.
+        """
+        first = 0
+        for tensor in self._tensors[0]:
+            blocks = tensor.flatten(2).view(torch.uint8)
+            num_layers, _, num_bytes = blocks.shape
+            part = words[:, first : first + _num_words(tensor)]
+            first += _num_words(tensor)
+            if num_bytes % _WORD_BYTES:
+                part = part.view(torch.uint8)[:, : num_layers * num_bytes]
+            else:
+                blocks = blocks.view(torch.int64)
+            yield part.unflatten(1, (num_layers, -1)), blocks
+
     def _allocate(
         self, group: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         self._tensors[group].append(torch.zeros(shape, dtype=dtype, device=device))
         return self._tensors[group][-1]
+
+
+def _num_words(tensor: torch.Tensor) -> int:
+    """Words that hold one block of a tensor [num_layers, num_blocks + 1, ...]."""
+    num_layers, _, *shape = tensor.shape
+    return -(-num_layers * math.prod(shape) * tensor.itemsize // _WORD_BYTES)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.attn_worker.cache.tiers.tier import MissingBlock
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import TwostrokeError
 
@@ -19,6 +20,8 @@ class OpenResult:
     num_pinned_blocks: int  # blocks this call took out of the free pool
     num_held_blocks: int  # blocks the sequence holds now, shared ones included
     num_freed_blocks: int  # blocks this call returned to the free pool: rolled back or dropped ones
+    # Blocks whose content the tier must load before the sequence may run, be forked or stay without its dense worker.
+    missing: tuple[MissingBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

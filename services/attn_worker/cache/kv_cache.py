@@ -20,6 +20,7 @@ from services.attn_worker.cache.group import Batch, CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.rollback import Rollback
 from services.attn_worker.cache.sequence_rows import NO_SEQUENCE, SequenceRows
+from services.attn_worker.cache.tiers.tier import MissingBlock, Tier
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.step import Fork, StepPlan
@@ -59,6 +60,19 @@ class KVCache:
         self._rollback = Rollback(self._rows, self._groups, self.block_size)
         self._prefixes = PrefixCache(self._rows, self._groups, self.block_size, is_enabled=enable_prefix_cache)
         self._add_rows()
+
+    def use_tier(self, tier: Tier) -> None:
+        """Has blocks copied to a tier, and continues prefixes by what is there. Called once, before any sequence.
+
+        There must be one group only, without a window.
+        """
+        assert len(self._groups) == 1 and self._main.needs_every_block, "a tier has blocks of such a group alone"
+        self._prefixes.tier = tier
+
+    @property
+    def tier(self) -> Tier:
+        """The tier below; one without any block if none is used."""
+        return self._prefixes.tier
 
     @property
     def num_free_blocks(self) -> int:
@@ -111,7 +125,8 @@ class KVCache:
 
         At least the last token always remains to be computed. A known sequence (its dense worker died) keeps its blocks
         if `token_ids` agree with its tokens and it has dropped none that it needs again; otherwise it starts as a new
-        one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence. Raises InvalidRequest for
+        one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence. A tier may have some of the
+        blocks (`missing`); if it cannot load one, close the sequence and open it again. Raises InvalidRequest for
         impossible lengths.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
@@ -122,6 +137,7 @@ class KVCache:
         ids = array("I", token_ids)
         root = self._root(num_prompt_tokens, prefix_key)
         num_pinned = num_freed = 0
+        missing: tuple[MissingBlock, ...] = ()
         sequence = self._sequences.get(seq_id)
         if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids):
             length = None
@@ -135,11 +151,19 @@ class KVCache:
         else:
             num_freed = self._drop(seq_id)
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
-            num_pinned = 0 if ignores_prefix_cache else self._prefixes.pin_longest(sequence)
+            if not ignores_prefix_cache:
+                num_pinned = self._prefixes.pin_longest(sequence)
+                num_taken, missing = self._prefixes.extend_from_tier(sequence, self._main)
+                num_pinned += num_taken
         row = sequence.row
         self._rows.num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
-        return OpenResult(num_cached, num_pinned, num_held, num_freed)
+        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing)
+
+    def register_loaded(self, blocks: Iterable[MissingBlock]) -> None:
+        """Makes blocks of an open sequence findable, whose content the tier has loaded."""
+        for digest, block_id in blocks:
+            self._main.pool.register_hash(block_id, digest)
 
     def plan_step(self, plan: StepPlan) -> PlannedStep:
         """Confirms tokens, closes, forks, rolls back, evicts and allocates blocks for all entries, in this order.

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.attn_worker.cache.block_group import BlockGroup
 from services.attn_worker.cache.block_pool import block_digest
 from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.sequence_rows import SequenceRows
+from services.attn_worker.cache.tiers.tier import MissingBlock, NoTier, Tier
 
 _TOKEN_BYTES = 4
 
@@ -25,6 +27,7 @@ class PrefixCache:
         self._every_block = [group for group in groups if group.needs_every_block]
         self._block_size = block_size
         self._is_enabled = is_enabled
+        self.tier: Tier = NoTier()  # another one only if there is one group, without a window
 
     def pin_longest(self, sequence: CachedSequence) -> int:
         """Gives a new sequence the blocks of its longest cached prefix; returns how many of the first group were free.
@@ -47,7 +50,29 @@ class PrefixCache:
         rows.num_computed[row] = rows.num_committed[row] = len(digests) * self._block_size
         pairs = zip(self._groups, num_offered, strict=True)
         num_pinned, *_ = [group.adopt(row, digests, offered, num_tokens) for group, offered in pairs]
+        self.tier.offer(digests)
         return num_pinned
+
+    def extend_from_tier(self, sequence: CachedSequence, main: BlockGroup) -> tuple[int, tuple[MissingBlock, ...]]:
+        """Continues the prefix of a new sequence by blocks that are in the tier, as far as there is room.
+
+        Returns how many blocks left the free ones, and those whose content the tier must load.
+        """
+        digests, first = sequence.digests, len(sequence.digests)
+        most = min((len(sequence.token_ids) - 1) // self._block_size, first + main.pool.num_free_blocks)
+        while len(digests) < most:
+            digest = self.digest(sequence, len(digests))
+            # Blocks behind one that the tier has may be findable on the device.
+            if not self.tier.has(digest) and (len(digests) == first or main.pool.lookup(digest) is None):
+                break
+            digests.append(digest)
+        if len(digests) == first:
+            return 0, ()
+        row, rows = sequence.row, self._rows
+        num_taken, missing = main.extend(row, digests[first:])
+        rows.num_hashed_blocks[row] = len(digests)
+        rows.num_computed[row] = rows.num_committed[row] = len(digests) * self._block_size
+        return num_taken, missing
 
     def register(self, sequence: CachedSequence) -> None:
         """Makes full blocks, and states at their ends, findable if all their tokens are committed and known."""
@@ -60,6 +85,7 @@ class PrefixCache:
             sequence.digests.append(self.digest(sequence, index))
         for group in self._groups:
             group.register(row, sequence.digests, first)
+        self.tier.offer(sequence.digests[first:])
         self._rows.num_hashed_blocks[row] = len(sequence.digests)
 
     def digest(self, sequence: CachedSequence, index: int) -> bytes:

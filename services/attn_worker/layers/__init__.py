@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.kv_cache.scales import KVScales
@@ -18,6 +19,11 @@ class AttentionBackend(Protocol):
     The backend owns the KV cache. Tensors have the model's dtype and are on the backend's device. Callers hold
     `torch.inference_mode`.
     """
+
+    @property
+    def storage(self) -> BlockStorage:
+        """The blocks of all layers with attention."""
+        ...
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies whole blocks, given as (from, to), in every layer of a group, in order."""

@@ -174,8 +174,8 @@ class TritonAttention:
             + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 3 + num_groups)
             + TABLE_SLACK
         )
-        self._storage = BlockStorage(spec, spec.head_major_block, device)
-        self._caches = self._storage.layers
+        self.storage = BlockStorage(spec, spec.head_major_block, device)
+        self._caches = self.storage.layers
         compiled_kinds = zip(self._kernel_kinds, self._pairs, strict=True)
         self.layers_to_compile = list({kind: layer for layer, kind in enumerate(compiled_kinds)}.values())
         try:
@@ -205,11 +205,11 @@ class TritonAttention:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
-        self._storage.copy_blocks(copies, group)
+        self.storage.copy_blocks(copies, group)
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers."""
-        self._storage.use_scales(scales)
+        self.storage.use_scales(scales)
 
     def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
         """Sets the learned sinks of all layers, in place: captured graphs read them."""
@@ -253,7 +253,7 @@ class TritonAttention:
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
-        cache, scales, scores = self._caches[layer], self._storage.scales[layer], self._scores[layer]
+        cache, scales, scores = self._caches[layer], self.storage.scales[layer], self._scores[layer]
         window, angles = self._spec.windows[layer], self._angles.tables[layer]
         heads, pairs, kernel_kind = self._heads[layer], self._pairs[layer], self._kernel_kinds[layer]
         qkv_size, attn_size = self._widths[layer]

@@ -74,6 +74,10 @@ class CudaLayerRunner:
             graphs.capture_all(reversed(self._buckets))
         return graphs
 
+    def fence(self) -> torch.cuda.Event:
+        """An event on the stream of the steps."""
+        return self._stream.record_event()
+
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Enqueues the copies on the stream of the steps."""

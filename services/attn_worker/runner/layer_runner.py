@@ -44,6 +44,9 @@ class LayerRunner(Protocol):
         without them. No step may be running.
         """
 
+    def fence(self) -> torch.cuda.Event | None:
+        """The end of all steps launched so far; None: they have ended."""
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks of a group of layers, given as (from, to), after all steps launched so far, before the next."""
 
@@ -71,6 +74,9 @@ class EagerLayerRunner:
             self._backend.use_sinks(sinks)
         if gated_delta:
             self._backend.use_gated_delta(gated_delta)
+
+    def fence(self) -> None:
+        """None: a launched step has ended."""
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from services.channel.shm_cleanup import SHM_DIR
 from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
 from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
@@ -39,6 +40,21 @@ def test_a_killed_launchers_directory_is_removed_at_the_next_start(
     with run_directory() as own:
         assert not left.exists() and own.is_dir()
         assert remove_stale_directories() == []
+    assert not own.exists()
+
+
+def test_a_killed_launchers_shared_memory_is_removed_at_the_next_start() -> None:
+    code = (
+        "import os, signal\nfrom services.launch.run_directory import SHM_DIR, run_directory\n"
+        "with run_directory(SHM_DIR) as path:\n    (path / 'host-kv').write_bytes(bytes(9000))\n"
+        "    print(path, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    left = Path(result.stdout.strip())
+    assert left.parent == SHM_DIR and left.is_dir() and left.stat().st_mode & 0o777 == 0o700
+    with run_directory(SHM_DIR) as own:
+        assert not left.exists() and own.is_dir()
+        assert own not in live_directories(), "no launcher answers there"
     assert not own.exists()
 
 

@@ -17,6 +17,7 @@ from services.common.kv_cache.scales import KVScales
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter
 from services.step import NewSequence, PlanEntry, PromptEmbedsRef, SequenceSpec
+from tests.support.attention.open_now import open_now
 from tests.support.plans import plan_of
 
 BLOCK_SIZE = 4
@@ -43,7 +44,7 @@ class Worker:
         ref = PromptEmbedsRef(table, 1, 4, "float32", 100) if table else None
         asked = SequenceSpec("r", TOKENS, SamplingParams(), 1, cache_salt=salt, adapter=adapter, prompt_embeds=ref)
         new = NewSequence(seq_id, "r", TOKENS, len(TOKENS), prefix_key=asked.prefix_key)
-        num_cached = self._engine.open_sequence(self._attachment, new).num_cached_tokens
+        num_cached = open_now(self._engine, self._attachment, new).num_cached_tokens
         self._step(PlanEntry(seq_id, num_cached, len(TOKENS) - num_cached, 1))
         self._step(close=seq_id)
         self.cache.check_integrity()

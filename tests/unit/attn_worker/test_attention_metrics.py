@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.tiers.tier import TierCounts
 from services.attn_worker.metrics import AttentionMetrics
 from tests.support.plans import make_plan
 
@@ -15,6 +16,7 @@ class CountingEngine:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.num_steps, self.num_computed_tokens, self.num_cached_tokens = 5, 70, 8
+        self.num_loaded_tokens = 4
 
 
 def test_every_block_is_used_cached_or_free() -> None:
@@ -59,6 +61,22 @@ def test_slots_of_states_are_counted() -> None:
     name = "twostroke_attention_state_slots"
     slots = [registry.get_sample_value(name, {"state": state}) for state in ("used", "cached", "free")]
     assert slots == [2, 1, 6], "the last two states, and that of the prompt's last full block"
+
+
+def test_the_host_tier_is_counted() -> None:
+    cache, registry = build_cache(10, 4, 40), CollectorRegistry()
+    AttentionMetrics(registry, lambda: CountingEngine(cache))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"twostroke_attention_{name}", labels)
+
+    assert value("host_kv_bytes") == value("host_kv_blocks", state="free") == value("host_kv_blocks", state="used") == 0
+    cache.tier.counts = TierCounts(9000, 12, 5, 7, 6, 4, 3)
+    assert value("host_kv_bytes") == 9000
+    assert (value("host_kv_blocks", state="used"), value("host_kv_blocks", state="free")) == (5, 7)
+    counters = [value(f"host_kv_{name}_blocks_total") for name in ("written", "read", "skipped", "corrupt")]
+    assert counters == [7, 6, 4, 3]
+    assert (value("cached_tokens_total"), value("loaded_tokens_total")) == (8, 4)
 
 
 def test_a_recovered_sequence_is_counted_with_its_kept_tokens() -> None:

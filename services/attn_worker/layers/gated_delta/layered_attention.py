@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.layers.gated_delta.torch_gated_delta import TorchGatedDelta
@@ -47,6 +48,11 @@ class LayeredAttention:
         self._gated_delta = gated_delta
         of_attention = [layer for layer in range(spec.num_layers) if layer not in spec.gated_delta]
         self._places = {layer: place for place, layer in enumerate(of_attention)}  # in `attention`
+
+    @property
+    def storage(self) -> BlockStorage:
+        """That of the layers with attention."""
+        return self._attention.storage
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks of the layers with attention. Sequences share states, which are never overwritten."""

@@ -125,19 +125,19 @@ class TorchAttention:
         for group, window, layer_kind in zip(self._layer_groups, spec.windows, self._layer_kinds, strict=True):
             self._group_options[group][0].add(window)
             self._group_options[group][1].add(layer_kind)
-        self._storage = BlockStorage(spec, spec.token_major_block, device)
+        self.storage = BlockStorage(spec, spec.token_major_block, device)
         self._layers = [
-            make_layer_cache(*pair) for pair in zip(self._storage.layers, self._storage.scales, strict=True)
+            make_layer_cache(*pair) for pair in zip(self.storage.layers, self.storage.scales, strict=True)
         ]
         self._workspaces: dict[str, torch.Tensor] = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
-        self._storage.copy_blocks(copies, group)
+        self.storage.copy_blocks(copies, group)
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers."""
-        self._storage.use_scales(scales)
+        self.storage.use_scales(scales)
 
     def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
         """Sets the learned sinks of all layers."""

@@ -1,0 +1,250 @@
+"""`HostTier`: copies of blocks in a `TierRegion`, written and read by a thread of its own.
+
+The engine thread asks what is here, offers blocks, and has blocks loaded; it never waits for a copy. The other thread
+reads before it writes, and writes a few blocks at a time. It looks for offered blocks only when their turn comes: those
+that were evicted meanwhile are skipped, and a copy counts only if its block has not changed since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+import torch
+
+from services.attn_worker.cache.tiers.block_copier import BlockCopier
+from services.attn_worker.cache.tiers.region import Entry, TierRegion
+from services.attn_worker.cache.tiers.tier import MissingBlock, TierCounts
+from services.common.errors import DeviceError
+
+log = structlog.get_logger()
+
+MAX_OFFERED = 16384  # blocks that may wait to be written
+_MAX_WRITTEN_AT_ONCE = 32  # blocks; between two such copies the thread may rest, so that steps have the processor
+_CANCEL_TIMEOUT_S = 10.0
+
+
+class FindableBlocks(Protocol):
+    """What a tier must know of a `BlockPool`. May be called from any thread."""
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The block of the device that holds this."""
+
+    def generation(self, block_id: int) -> int:
+        """A number that changes before the content of a findable block may change."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    blocks: Sequence[MissingBlock]
+    fence: torch.cuda.Event | None
+    on_loaded: Callable[[int], None]
+
+
+class HostTier:
+    """A `Tier`. When its region is full, the least recently used block is overwritten first."""
+
+    def __init__(self, region: TierRegion, copier: BlockCopier, findable: FindableBlocks) -> None:
+        """Owns region and copier from now on."""
+        self.counts = TierCounts(region.num_bytes, region.num_slots)
+        self._region = region
+        self._copier = copier
+        self._findable = findable
+        self._slots = OrderedDict(region.slots)  # by digest, the least recently used first; changed by the thread alone
+        used = set(region.slots.values())
+        self._free_slots = [slot for slot in reversed(range(region.num_slots)) if slot not in used]
+        words = region.num_slots * region.slot_bytes // 8
+        data = torch.frombuffer(region.memory, dtype=torch.int64, count=words, offset=region.slot_offset(0))
+        self._rows = data.view(region.num_slots, -1)[:, : copier.block_words]
+        self._offered: deque[bytes] = deque()
+        self._loads: deque[_Load] = deque()
+        self._is_loading = threading.Lock()  # held while a load runs
+        self._is_cancelled = False
+        self._has_work = threading.Event()
+        self._has_load = threading.Event()  # or the thread shall end
+        self._end_s: float | None = None  # when the thread ends at the latest, on the monotonic clock
+        self._has_failed = False
+        self.counts.num_corrupt_blocks = region.num_corrupt_entries
+        self.counts.num_used_slots = len(self._slots)
+        self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._slots and not self._has_failed
+
+    def offer(self, digests: Iterable[bytes]) -> None:
+        digests = list(digests)
+        room = MAX_OFFERED - len(self._offered)
+        if self._has_failed or len(digests) > room:
+            self.counts.num_skipped_blocks += len(digests)
+        elif digests:
+            self._offered.extend(digests)
+            self._has_work.set()
+
+    def load(
+        self, blocks: Sequence[MissingBlock], fence: torch.cuda.Event | None, on_loaded: Callable[[int], None]
+    ) -> None:
+        self._loads.append(_Load(blocks, fence, on_loaded))
+        self._has_load.set()
+        self._has_work.set()
+        if self._has_failed:  # since `has`
+            self._give_up_loads()
+
+    def cancel_loads(self) -> None:
+        self._is_cancelled = True
+        self._loads.clear()
+        if not self._is_loading.acquire(timeout=_CANCEL_TIMEOUT_S):
+            raise DeviceError(f"the host tier has not ended a copy within {_CANCEL_TIMEOUT_S:g} s")
+        self._is_loading.release()
+        self._is_cancelled = False
+
+    def close(self, timeout_s: float) -> None:
+        self._end_s = time.monotonic() + timeout_s
+        self._has_load.set()
+        self._has_work.set()
+        self._thread.join(timeout_s + _CANCEL_TIMEOUT_S)
+        if not self._thread.is_alive():  # otherwise everything that it uses stays open
+            del self._rows
+            self._region.close()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while self._end_s is None:
+                self._has_work.wait()
+                self._has_work.clear()
+                self._work()
+        except Exception:  # a bug, or a failed device: the worker goes on without the tier
+            self._has_failed = True
+            log.exception("the host tier has failed: blocks are computed again from now on", path=self._region.where)
+            self._give_up_loads()
+
+    def _give_up_loads(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._loads.popleft().on_loaded(0)
+
+    def _work(self) -> None:
+        while True:
+            self._has_load.clear()
+            while self._loads:
+                self._load_next()
+            if not self._offered or (self._end_s is not None and time.monotonic() > self._end_s):
+                return
+            start_s = time.monotonic()
+            self._write(self._take_offered())
+            if self._end_s is None:
+                self._has_load.wait((time.monotonic() - start_s) * self._copier.rest_factor)
+
+    def _take_offered(self) -> list[bytes]:
+        """The next offered blocks that are not here; those that are count as used."""
+        most, taken = min(_MAX_WRITTEN_AT_ONCE, self._copier.max_blocks), list[bytes]()
+        while self._offered and len(taken) < most:
+            digest = self._offered.popleft()
+            if digest in self._slots:
+                self._slots.move_to_end(digest)
+            else:
+                taken.append(digest)
+        return taken
+
+    def _write(self, digests: Iterable[bytes]) -> None:
+        found = list[tuple[bytes, int, int]]()
+        for digest in dict.fromkeys(digests):
+            block_id = self._findable.lookup(digest)
+            if block_id is None:
+                self.counts.num_skipped_blocks += 1
+            else:
+                found.append((digest, block_id, self._findable.generation(block_id)))
+        if not found:
+            return
+        rows, checksums = self._copier.read([block_id for _, block_id, _ in found])
+        for (digest, block_id, generation), row, checksum in zip(found, rows, checksums, strict=True):
+            # In this order: a block that was findable by another digest between the first two calls has changed since.
+            if self._findable.lookup(digest) != block_id or self._findable.generation(block_id) != generation:
+                self.counts.num_skipped_blocks += 1
+                continue
+            slot = self._take_slot()
+            self._region.invalidate(slot)
+            self._rows[slot].copy_(row)
+            self._region.publish(slot, Entry(digest, checksum))
+            self._slots[digest] = slot
+            self.counts.num_written_blocks += 1
+            self.counts.num_used_slots = len(self._slots)
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        _, slot = self._slots.popitem(last=False)
+        return slot
+
+    def _load_next(self) -> None:
+        with self._is_loading:
+            try:
+                load = self._loads.popleft()
+            except IndexError:
+                return  # cancelled
+            try:
+                num_loaded = self._load(load)
+            except BaseException:
+                load.on_loaded(0)
+                raise
+            if not self._is_cancelled:
+                load.on_loaded(num_loaded)
+
+    def _load(self, load: _Load) -> int:
+        """Returns how many of the first blocks are there."""
+        self._copier.wait_for(load.fence)
+        expected, checksums = list[Entry](), list[torch.Tensor]()
+        for first in range(0, len(load.blocks), self._copier.max_blocks):
+            if self._is_cancelled:
+                break
+            blocks = load.blocks[first : first + self._copier.max_blocks]
+            entries = self._find_entries(digest for digest, _ in blocks)
+            if entries:
+                rows = [self._rows[self._slots[entry.digest]] for entry in entries]
+                checksums.append(self._copier.write([block_id for _, block_id in blocks[: len(entries)]], rows))
+                expected += entries
+            if len(entries) < len(blocks):
+                break
+        num_loaded = 0
+        for entry, checksum in zip(expected, self._copier.finish(checksums) if checksums else (), strict=True):
+            if checksum != entry.checksum:
+                self._forget_corrupt(entry.digest)
+                break
+            self._slots.move_to_end(entry.digest)
+            self._region.publish(self._slots[entry.digest], entry)  # its last use, also for the next process
+            num_loaded += 1
+        self.counts.num_read_blocks += num_loaded
+        return num_loaded
+
+    def _find_entries(self, digests: Iterable[bytes]) -> list[Entry]:
+        """The entries of the first blocks that are here, up to one that is not."""
+        entries = list[Entry]()
+        for digest in digests:
+            slot = self._slots.get(digest)
+            if slot is None:
+                break
+            entry = self._region.entry(slot)
+            if entry is None or entry.digest != digest:
+                self._forget_corrupt(digest)
+                break
+            entries.append(entry)
+        return entries
+
+    def _forget_corrupt(self, digest: bytes) -> None:
+        slot = self._slots.pop(digest)
+        self._region.invalidate(slot)
+        self._free_slots.append(slot)
+        self.counts.num_corrupt_blocks += 1
+        self.counts.num_used_slots = len(self._slots)
+        log.error("a block in the host tier is corrupt and is computed again", path=self._region.where, slot=slot)

@@ -1,0 +1,112 @@
+"""`Openings`: opens sequences in the KV cache. Those whose blocks come from a tier are answered when these are there.
+
+For the engine thread alone. A sequence that waits holds its blocks, which the scheduler has reserved for it, and nobody
+runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.runner.layer_runner import LayerRunner
+from services.step import NewSequence
+
+
+@dataclass(slots=True, eq=False)
+class _Opening:
+    new: NewSequence
+    opened: Future[OpenResult]
+    num_freed_blocks: int = 0  # by all attempts
+    result: OpenResult | None = None  # of the last attempt
+    followers: list[_Opening] = field(default_factory=list)  # sequences that want some of the same blocks
+
+
+class Openings:
+    """`submit` makes a call on the engine thread, and `note_opened` gets each result that is answered."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        runner: LayerRunner,
+        submit: Callable[..., Future[None]],
+        note_opened: Callable[[OpenResult], None],
+    ) -> None:
+        self._cache = cache
+        self._runner = runner
+        self._submit = submit
+        self._note_opened = note_opened
+        self._loading: dict[bytes, _Opening] = {}  # by the digests of the blocks that are being loaded
+
+    def open(self, new: NewSequence, opened: Future[OpenResult]) -> None:
+        """Opens a sequence. `opened` gets the result, now or when its blocks are there.
+
+        Raises InvalidRequest for impossible lengths.
+        """
+        self._open(_Opening(new, opened))
+
+    def cancel_all(self) -> None:
+        """Forgets all sequences that wait. Returns when nothing writes to their blocks any more."""
+        if not self._loading:
+            return
+        self._cache.tier.cancel_loads()
+        openings, self._loading = dict.fromkeys(self._loading.values()), {}
+        for opening in openings:
+            self._cache.close_sequences([opening.new.seq_id])
+            for each in (opening, *opening.followers):
+                each.opened.cancel()
+
+    def _open(self, opening: _Opening) -> None:
+        new = opening.new
+        opening.result = result = self._cache.open_sequence(
+            new.seq_id,
+            new.token_ids,
+            new.num_prompt_tokens,
+            new.prefix_key,
+            ignores_prefix_cache=new.ignores_prefix_cache,
+        )
+        opening.num_freed_blocks += result.num_freed_blocks
+        if not result.missing:
+            self._answer(opening, result)
+            return
+        other = next((self._loading[digest] for digest, _ in result.missing if digest in self._loading), None)
+        if other is not None:
+            self._cache.close_sequences([new.seq_id])
+            other.followers.append(opening)
+            return
+        self._loading |= dict.fromkeys((digest for digest, _ in result.missing), opening)
+        finish = partial(self._submit, self._finish, opening, result)  # the tier's thread calls it
+        self._cache.tier.load(result.missing, self._runner.fence(), finish)
+
+    def _finish(self, opening: _Opening, result: OpenResult, num_loaded: int) -> None:
+        """So many of the first missing blocks are there. An error of this call goes to `opened`, as of the others."""
+        if self._loading.get(result.missing[0][0]) is not opening or opening.result is not result:
+            return  # cancelled
+        try:
+            self._go_on(opening, result, num_loaded)
+        except BaseException as error:
+            if opening.opened.done():
+                raise
+            opening.opened.set_exception(error)
+
+    def _go_on(self, opening: _Opening, result: OpenResult, num_loaded: int) -> None:
+        for digest, _ in result.missing:
+            del self._loading[digest]
+        self._cache.register_loaded(result.missing[:num_loaded])
+        if num_loaded == len(result.missing):
+            self._answer(opening, result)
+        else:  # the tier has forgotten the next block, so that this ends
+            self._cache.close_sequences([opening.new.seq_id])
+            self._open(opening)
+        followers, opening.followers = opening.followers, []
+        for follower in followers:
+            self._open(follower)
+
+    def _answer(self, opening: _Opening, result: OpenResult) -> None:
+        result = replace(result, num_freed_blocks=opening.num_freed_blocks)
+        self._note_opened(result)
+        opening.opened.set_result(result)

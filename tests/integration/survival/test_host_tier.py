@@ -1,0 +1,173 @@
+"""A host tier below the KV cache: what an attention worker had computed outlives it, and its evictions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from tests.chaos.drafts import make_noisy_model
+from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
+from tests.support.cluster import Cluster, free_port, request, running_cluster
+from tests.support.reference import VOCAB_SIZE, reference_tokens
+from tests.support.scrape import Scrape
+
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 160
+NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 5, 150, 350  # which fill all blocks
+MAX_ROUNDS = 5  # on a busy machine a stream may end before the kill
+MAX_MODEL_LEN = 1600
+HOST_KV_BYTES = 64 * 2**20
+PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
+MAX_TOKENS = 120
+TIMEOUT_S = 60.0
+
+
+class Tiered:
+    """A cluster with a host tier, and the counts of its attention worker."""
+
+    def __init__(self, cluster: Cluster, metrics_address: str) -> None:
+        self.cluster = cluster
+        self._metrics_address = metrics_address
+
+    def metric(self, name: str) -> float:
+        return Scrape(self._metrics_address).value(f"twostroke_attention_{name}")
+
+    def settle(self) -> None:
+        """Waits until all full blocks have been copied."""
+        deadline, last, since = time.monotonic() + TIMEOUT_S, -1.0, time.monotonic()
+        while time.monotonic() - since < 0.3:
+            assert time.monotonic() < deadline
+            if (num_written := self.metric("host_kv_written_blocks_total")) != last:
+                last, since = num_written, time.monotonic()
+            time.sleep(0.03)
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **options: object) -> tuple[list[int], int, int]:
+        """A greedy answer; and how many tokens were computed for it, and how many were found."""
+        before = self.cluster.wait_idle()
+        answer = self.cluster.generate(prompt, max_tokens, ignore_eos=True, **options)
+        after = self.cluster.wait_idle()
+        counts = (after.num_computed_tokens, before.num_computed_tokens, after.num_cached_tokens)
+        return answer.token_ids, counts[0] - counts[1], counts[2] - before.num_cached_tokens
+
+
+def tiered(directory: Path, *overrides: str) -> Iterator[Tiered]:
+    metrics_address = f"127.0.0.1:{free_port()}"
+    settings = (
+        f"attention.host_kv_bytes={HOST_KV_BYTES}",
+        f"attention.block_size={BLOCK_SIZE}",
+        f"attention.num_blocks={NUM_BLOCKS}",
+        f"attention.metrics_address={metrics_address}",
+        f"model.max_model_len={MAX_MODEL_LEN}",
+    )
+    directory.mkdir(exist_ok=True)
+    with running_cluster(directory, *settings, *overrides, is_warm=True) as cluster:
+        yield Tiered(cluster, metrics_address)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
+    yield from tiered(tmp_path_factory.mktemp("cluster"))
+
+
+def prompt_of(number: int, num_tokens: int) -> list[int]:
+    """Random tokens: the beginning of a longer one with the same number."""
+    random = Random(number)
+    return [random.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def test_streams_go_on_after_the_attention_worker_was_killed_and_little_is_computed_again(server: Tiered) -> None:
+    cluster = server.cluster
+    # Each with a prompt of its own, so that nothing but the tier saves its tokens from being computed again.
+    messages = [request(prompt_of(n, PROMPT_TOKENS), OUTPUT_TOKENS, ignore_eos=True) for n in range(NUM_STREAMS)]
+    undisturbed = collect_all(cluster.gateway, messages)
+    num_found = NUM_STREAMS * (PROMPT_TOKENS // BLOCK_SIZE) * BLOCK_SIZE
+    num_rounds = 0
+
+    def kill() -> None:
+        time.sleep(0.2)
+        cluster.kill("attn_worker")
+
+    while True:
+        for message in messages:
+            message.cache_salt = str(num_rounds)  # so that they start anew
+        disturbed = collect_all(cluster.gateway, messages, kill)
+        for collected, expected in zip(disturbed, undisturbed, strict=True):
+            collected.assert_equals(expected)
+        status = cluster.wait_idle()  # its counts begin with the kill
+        if status.num_cached_tokens >= num_found:
+            break
+        num_rounds += 1
+        assert num_rounds < MAX_ROUNDS, f"only {status.num_cached_tokens} tokens were found, or some streams had ended"
+    # All other tokens had not been computed before, but for those of a last block and of blocks not copied yet.
+    num_tokens = NUM_STREAMS * (PROMPT_TOKENS + OUTPUT_TOKENS - 1)
+    assert status.num_computed_tokens <= num_tokens - status.num_cached_tokens
+    assert server.metric("loaded_tokens_total") >= num_found
+
+
+def test_streams_of_every_kind_survive_kills_of_the_attention_worker(server: Tiered) -> None:
+    cluster, prompt = server.cluster, PROMPT
+    text = collect(cluster.gateway, request(prompt, MAX_TOKENS, ignore_eos=True)).text[0]
+    messages = messages_of_every_kind(prompt, MAX_TOKENS, stop=text[-12:])
+    undisturbed = collect_all(cluster.gateway, messages)
+    for roles in (("attn_worker",), ("attn_worker", "dense_worker"), ("dense_worker",)):
+        disturbed: list[Collected] = collect_all(cluster.gateway, messages, lambda roles=roles: cluster.kill(*roles))
+        for collected, expected in zip(disturbed, undisturbed, strict=True):
+            collected.assert_equals(expected)
+        cluster.wait_idle()
+    assert server.metric("host_kv_corrupt_blocks_total") == 0
+
+
+def test_the_second_turn_of_a_chat_finds_its_evicted_blocks(server: Tiered) -> None:
+    first = prompt_of(11, 900)
+    answer, num_computed, _ = server.ask(first)
+    assert num_computed >= 900 and answer == reference_tokens(EMBEDDED_MODEL, first, 8)
+    server.settle()
+    for number in (12, 13):
+        server.ask(prompt_of(number, 1400))  # fills the device's cache
+    num_loaded = server.metric("loaded_tokens_total")
+    second = [*first, *answer, *prompt_of(14, 20)]
+    answer, num_computed, num_cached = server.ask(second)
+    assert answer == reference_tokens(EMBEDDED_MODEL, second, 8)
+    assert num_cached == 896 and num_computed <= len(second) - 896 + 8
+    assert server.metric("loaded_tokens_total") - num_loaded == 896
+
+
+def test_prompts_with_different_salts_share_nothing(server: Tiered) -> None:
+    prompt = prompt_of(15, 900)
+    assert server.ask(prompt, cache_salt="one")[2] == 0
+    server.settle()
+    for number in (12, 13):
+        server.ask(prompt_of(number, 1400))
+    assert server.ask(prompt, cache_salt="two")[2] == 0
+    assert server.ask(prompt)[2] == 0
+    server.settle()
+    for number in (12, 13):
+        server.ask(prompt_of(number, 1400))
+    assert server.ask(prompt, cache_salt="one")[2] == 896
+
+
+def test_a_restart_of_everything_finds_the_file_again_but_other_weights_find_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "kv"
+    expected = None
+    for turn, num_found in (("first", 0), ("second", 592)):
+        for server in tiered(tmp_path / turn, f"attention.host_kv_path={file}"):
+            prompt = prompt_of(3, 600)
+            expected = expected or reference_tokens(EMBEDDED_MODEL, prompt, 8)
+            answer, _, num_cached = server.ask(prompt)
+            assert (answer, num_cached) == (expected, num_found)
+    num_bytes = file.stat().st_size
+    assert HOST_KV_BYTES - 70_000 < num_bytes <= HOST_KV_BYTES and file.stat().st_mode & 0o777 == 0o600
+    model = make_noisy_model(tmp_path / "noisy")
+    for server in tiered(tmp_path / "third", f"attention.host_kv_path={file}", f"model.path={model}"):
+        answer, _, num_cached = server.ask(prompt)
+        assert (answer, num_cached) == (reference_tokens(model, prompt, 8), 0)
+        assert server.metric("host_kv_written_blocks_total") >= 0
+    for server in tiered(tmp_path / "fourth", f"attention.host_kv_path={file}"):
+        answer, _, num_cached = server.ask(prompt)
+        assert (answer, num_cached) == (expected, 592), "those of the other weights have not replaced them"
