@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+import numpy as np
+
 from services.pb import sampling_pb2
 
 
@@ -63,6 +65,17 @@ class LogprobRows(Sequence[TokenLogprobs]):
         self._top_token_ids.extend(message.top_token_ids)
         self._top_logprobs.extend(message.top_logprobs)
         self._ends.append(len(self._top_logprobs))
+
+    def extend_columns(
+        self, own: np.ndarray, ranks: np.ndarray, top_token_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        """Adds those of further tokens. own: float32 [n]; ranks: uint32 [n], 0: not counted; top: [n, num_top] each."""
+        start, (num_rows, num_top) = len(self._top_logprobs), top_token_ids.shape
+        ends = start + num_top * np.arange(1, num_rows + 1, dtype=np.uint32)
+        columns = (own, "<f4"), (ranks, "<u4"), (ends, "<u4"), (top_token_ids, "<u4"), (top_logprobs, "<f4")
+        arrays = (self.own, self._ranks, self._ends, self._top_token_ids, self._top_logprobs)
+        for target, (values, dtype) in zip(arrays, columns, strict=True):
+            target.frombytes(values.astype(dtype).tobytes())
 
     def extend(self, rows: LogprobRows) -> None:
         """Adds those of further tokens."""

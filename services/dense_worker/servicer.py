@@ -292,7 +292,10 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
 
         Raises `InvalidRequest` if it cannot have one.
         """
-        found = [feature.admit(sequence.spec, submit, sequence.stream) for feature in self._features]
+        spec = sequence.spec
+        if unknown := spec.features.keys() - {feature.name for feature in self._features}:
+            raise InvalidRequest(f"this dense worker has no feature {min(unknown)!r}: it is of another version")
+        found = [feature.admit(spec, submit, sequence.stream) for feature in self._features]
         sequence.features = tuple([each for each in found if each is not None])
         preparations = [each.prepare() for each in sequence.features]
         return [each for each in preparations if each is not None]

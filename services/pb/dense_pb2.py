@@ -27,13 +27,15 @@ from services.pb import sequence_pb2 as sequence__pb2
 from services.pb import stall_pb2 as stall__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\x0esampling.proto\x1a\x0esequence.proto\x1a\x0bstall.proto\"\xeb\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x12\x42\n\x12prompt_embeds_part\x18\n \x01(\x0b\x32$.twostroke.dense.v1.PromptEmbedsPartH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"0\n\x10PromptEmbedsPart\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\xcd\x02\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12(\n\x04spec\x18\x46 \x01(\x0b\x32\x1a.twostroke.v1.SequenceSpec\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x1b\n\x13has_prompt_logprobs\x18G \x01(\x08\x12/\n\x0ctoken_report\x18H \x01(\x0e\x32\x19.twostroke.v1.TokenReport\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x10\n\x08group_id\x18\x33 \x01(\x06\x12\x30\n\x06search\x18I \x01(\x0b\x32 .twostroke.dense.v1.BeamProgressJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x0cJ\x04\x08\x0e\x10\x11J\x04\x08\x14\x10\x17J\x04\x08(\x10)J\x04\x08\x32\x10\x33J\x04\x08<\x10=\"w\n\x0c\x42\x65\x61mProgress\x12\x0f\n\x07has_run\x18\x04 \x01(\x08\x12\'\n\x05\x62\x65\x61ms\x18\x05 \x03(\x0b\x32\x18.twostroke.dense.v1.Beam\x12-\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"W\n\x04\x42\x65\x61m\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xa0\x04\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12*\n\x06logits\x18\x14 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x31\n\rprompt_logits\x18\x15 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12.\n\x08searches\x18> \x03(\x0b\x32\x1c.twostroke.dense.v1.BeamStepJ\x04\x08<\x10=J\x04\x08=\x10>R\x11searching_seq_idsR\x14searching_num_tokens\"\xab\x01\n\x08\x42\x65\x61mStep\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06scores\x18\x04 \x03(\x01\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12,\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1d.twostroke.dense.v1.EndedBeam\"k\n\tEndedBeam\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05score\x18\x03 \x01(\x01\x12-\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"I\n\x06Logits\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xfe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05param\x18\x05 \x01(\t\x12/\n\x07\x61nswers\x18< \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x95\x01\n\nBeamAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x06reason\x18\x04 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\"\x10\n\x0eGetInfoRequest\"\xf2\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\x12\x16\n\x0emax_beam_width\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x13\n\x0bhidden_size\x18\x0c \x01(\r\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\x0esampling.proto\x1a\x0esequence.proto\x1a\x0bstall.proto\"\xeb\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x12\x42\n\x12prompt_embeds_part\x18\n \x01(\x0b\x32$.twostroke.dense.v1.PromptEmbedsPartH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"0\n\x10PromptEmbedsPart\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\x82\x03\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12(\n\x04spec\x18\x46 \x01(\x0b\x32\x1a.twostroke.v1.SequenceSpec\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x41\n\x0cnum_reported\x18J \x03(\x0b\x32+.twostroke.dense.v1.Submit.NumReportedEntry\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x10\n\x08group_id\x18\x33 \x01(\x06\x12\x30\n\x06search\x18I \x01(\x0b\x32 .twostroke.dense.v1.BeamProgress\x1a\x32\n\x10NumReportedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x0cJ\x04\x08\x0e\x10\x11J\x04\x08\x14\x10\x17J\x04\x08(\x10)J\x04\x08\x32\x10\x33J\x04\x08<\x10=J\x04\x08G\x10HJ\x04\x08H\x10I\"w\n\x0c\x42\x65\x61mProgress\x12\x0f\n\x07has_run\x18\x04 \x01(\x08\x12\'\n\x05\x62\x65\x61ms\x18\x05 \x03(\x0b\x32\x18.twostroke.dense.v1.Beam\x12-\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"W\n\x04\x42\x65\x61m\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xc8\x03\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12\x30\n\x07reports\x18\x16 \x03(\x0b\x32\x1f.twostroke.dense.v1.TokenReport\x12.\n\x08searches\x18> \x03(\x0b\x32\x1c.twostroke.dense.v1.BeamStepJ\x04\x08\x07\x10\x08J\x04\x08\x14\x10\x15J\x04\x08\x15\x10\x16J\x04\x08<\x10=J\x04\x08=\x10>R\x11searching_seq_idsR\x14searching_num_tokens\"\xab\x01\n\x08\x42\x65\x61mStep\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06scores\x18\x04 \x03(\x01\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12,\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1d.twostroke.dense.v1.EndedBeam\"k\n\tEndedBeam\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05score\x18\x03 \x01(\x01\x12-\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"a\n\x0bTokenReport\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07\x66\x65\x61ture\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06values\x18\x05 \x01(\x0c\"\xfe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05param\x18\x05 \x01(\t\x12/\n\x07\x61nswers\x18< \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x95\x01\n\nBeamAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x06reason\x18\x04 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\"\x10\n\x0eGetInfoRequest\"\xf2\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\x12\x16\n\x0emax_beam_width\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x13\n\x0bhidden_size\x18\x0c \x01(\r\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dense_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SUBMIT_NUMREPORTEDENTRY']._loaded_options = None
+  _globals['_SUBMIT_NUMREPORTEDENTRY']._serialized_options = b'8\001'
   _globals['_GATEWAYMESSAGE']._serialized_start=81
   _globals['_GATEWAYMESSAGE']._serialized_end=316
   _globals['_RESUMED']._serialized_start=318
@@ -41,55 +43,55 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTEMBEDSPART']._serialized_start=346
   _globals['_PROMPTEMBEDSPART']._serialized_end=394
   _globals['_SUBMIT']._serialized_start=397
-  _globals['_SUBMIT']._serialized_end=730
-  _globals['_BEAMPROGRESS']._serialized_start=732
-  _globals['_BEAMPROGRESS']._serialized_end=851
-  _globals['_BEAM']._serialized_start=853
-  _globals['_BEAM']._serialized_end=940
-  _globals['_CANCEL']._serialized_start=942
-  _globals['_CANCEL']._serialized_end=966
-  _globals['_STEPOUTPUT']._serialized_start=969
-  _globals['_STEPOUTPUT']._serialized_end=1513
-  _globals['_BEAMSTEP']._serialized_start=1516
-  _globals['_BEAMSTEP']._serialized_end=1687
-  _globals['_ENDEDBEAM']._serialized_start=1689
-  _globals['_ENDEDBEAM']._serialized_end=1796
-  _globals['_FAREWELL']._serialized_start=1798
-  _globals['_FAREWELL']._serialized_end=1893
-  _globals['_SEQUENCESPAN']._serialized_start=1895
-  _globals['_SEQUENCESPAN']._serialized_end=1953
-  _globals['_SEQUENCESTART']._serialized_start=1955
-  _globals['_SEQUENCESTART']._serialized_end=2031
-  _globals['_SEQUENCELOGPROBS']._serialized_start=2033
-  _globals['_SEQUENCELOGPROBS']._serialized_end=2111
-  _globals['_PROMPTLOGPROBS']._serialized_start=2113
-  _globals['_PROMPTLOGPROBS']._serialized_end=2205
-  _globals['_LOGITS']._serialized_start=2207
-  _globals['_LOGITS']._serialized_end=2280
-  _globals['_SEQUENCEEND']._serialized_start=2283
-  _globals['_SEQUENCEEND']._serialized_end=2537
-  _globals['_SEQUENCEEND_REASON']._serialized_start=2472
-  _globals['_SEQUENCEEND_REASON']._serialized_end=2537
-  _globals['_BEAMANSWER']._serialized_start=2540
-  _globals['_BEAMANSWER']._serialized_end=2689
-  _globals['_GETINFOREQUEST']._serialized_start=2691
-  _globals['_GETINFOREQUEST']._serialized_end=2707
-  _globals['_DENSEINFO']._serialized_start=2710
-  _globals['_DENSEINFO']._serialized_end=2952
-  _globals['_GETSTATUSREQUEST']._serialized_start=2954
-  _globals['_GETSTATUSREQUEST']._serialized_end=2972
-  _globals['_DENSESTATUS']._serialized_start=2975
-  _globals['_DENSESTATUS']._serialized_end=3313
-  _globals['_DENSESTATUS_STATE']._serialized_start=3229
-  _globals['_DENSESTATUS_STATE']._serialized_end=3313
-  _globals['_LEAVEREQUEST']._serialized_start=3315
-  _globals['_LEAVEREQUEST']._serialized_end=3329
-  _globals['_LEAVEREPLY']._serialized_start=3331
-  _globals['_LEAVEREPLY']._serialized_end=3343
-  _globals['_TAKEOVERREQUEST']._serialized_start=3345
-  _globals['_TAKEOVERREQUEST']._serialized_end=3362
-  _globals['_TAKEOVERREPLY']._serialized_start=3364
-  _globals['_TAKEOVERREPLY']._serialized_end=3379
-  _globals['_DENSEWORKER']._serialized_start=3382
-  _globals['_DENSEWORKER']._serialized_end=3799
+  _globals['_SUBMIT']._serialized_end=783
+  _globals['_SUBMIT_NUMREPORTEDENTRY']._serialized_start=673
+  _globals['_SUBMIT_NUMREPORTEDENTRY']._serialized_end=723
+  _globals['_BEAMPROGRESS']._serialized_start=785
+  _globals['_BEAMPROGRESS']._serialized_end=904
+  _globals['_BEAM']._serialized_start=906
+  _globals['_BEAM']._serialized_end=993
+  _globals['_CANCEL']._serialized_start=995
+  _globals['_CANCEL']._serialized_end=1019
+  _globals['_STEPOUTPUT']._serialized_start=1022
+  _globals['_STEPOUTPUT']._serialized_end=1478
+  _globals['_BEAMSTEP']._serialized_start=1481
+  _globals['_BEAMSTEP']._serialized_end=1652
+  _globals['_ENDEDBEAM']._serialized_start=1654
+  _globals['_ENDEDBEAM']._serialized_end=1761
+  _globals['_FAREWELL']._serialized_start=1763
+  _globals['_FAREWELL']._serialized_end=1858
+  _globals['_SEQUENCESPAN']._serialized_start=1860
+  _globals['_SEQUENCESPAN']._serialized_end=1918
+  _globals['_SEQUENCESTART']._serialized_start=1920
+  _globals['_SEQUENCESTART']._serialized_end=1996
+  _globals['_SEQUENCELOGPROBS']._serialized_start=1998
+  _globals['_SEQUENCELOGPROBS']._serialized_end=2076
+  _globals['_TOKENREPORT']._serialized_start=2078
+  _globals['_TOKENREPORT']._serialized_end=2175
+  _globals['_SEQUENCEEND']._serialized_start=2178
+  _globals['_SEQUENCEEND']._serialized_end=2432
+  _globals['_SEQUENCEEND_REASON']._serialized_start=2367
+  _globals['_SEQUENCEEND_REASON']._serialized_end=2432
+  _globals['_BEAMANSWER']._serialized_start=2435
+  _globals['_BEAMANSWER']._serialized_end=2584
+  _globals['_GETINFOREQUEST']._serialized_start=2586
+  _globals['_GETINFOREQUEST']._serialized_end=2602
+  _globals['_DENSEINFO']._serialized_start=2605
+  _globals['_DENSEINFO']._serialized_end=2847
+  _globals['_GETSTATUSREQUEST']._serialized_start=2849
+  _globals['_GETSTATUSREQUEST']._serialized_end=2867
+  _globals['_DENSESTATUS']._serialized_start=2870
+  _globals['_DENSESTATUS']._serialized_end=3208
+  _globals['_DENSESTATUS_STATE']._serialized_start=3124
+  _globals['_DENSESTATUS_STATE']._serialized_end=3208
+  _globals['_LEAVEREQUEST']._serialized_start=3210
+  _globals['_LEAVEREQUEST']._serialized_end=3224
+  _globals['_LEAVEREPLY']._serialized_start=3226
+  _globals['_LEAVEREPLY']._serialized_end=3238
+  _globals['_TAKEOVERREQUEST']._serialized_start=3240
+  _globals['_TAKEOVERREQUEST']._serialized_end=3257
+  _globals['_TAKEOVERREPLY']._serialized_start=3259
+  _globals['_TAKEOVERREPLY']._serialized_end=3274
+  _globals['_DENSEWORKER']._serialized_start=3277
+  _globals['_DENSEWORKER']._serialized_end=3694
 # @@protoc_insertion_point(module_scope)

@@ -37,12 +37,18 @@ class PromptEmbedsPart(_message.Message):
     def __init__(self, hash: _Optional[str] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("seq_id", "spec", "output_token_ids", "has_prompt_logprobs", "token_report", "queue_timeout_ms", "num_crashes", "group_id", "search")
+    __slots__ = ("seq_id", "spec", "output_token_ids", "num_reported", "queue_timeout_ms", "num_crashes", "group_id", "search")
+    class NumReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    HAS_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_REPORT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPORTED_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_CRASHES_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -50,13 +56,12 @@ class Submit(_message.Message):
     seq_id: int
     spec: _sequence_pb2.SequenceSpec
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    has_prompt_logprobs: bool
-    token_report: _sampling_pb2.TokenReport
+    num_reported: _containers.ScalarMap[str, int]
     queue_timeout_ms: int
     num_crashes: int
     group_id: int
     search: BeamProgress
-    def __init__(self, seq_id: _Optional[int] = ..., spec: _Optional[_Union[_sequence_pb2.SequenceSpec, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., has_prompt_logprobs: _Optional[bool] = ..., token_report: _Optional[_Union[_sampling_pb2.TokenReport, str]] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., group_id: _Optional[int] = ..., search: _Optional[_Union[BeamProgress, _Mapping]] = ...) -> None: ...
+    def __init__(self, seq_id: _Optional[int] = ..., spec: _Optional[_Union[_sequence_pb2.SequenceSpec, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., num_reported: _Optional[_Mapping[str, int]] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., group_id: _Optional[int] = ..., search: _Optional[_Union[BeamProgress, _Mapping]] = ...) -> None: ...
 
 class BeamProgress(_message.Message):
     __slots__ = ("has_run", "beams", "ended")
@@ -85,18 +90,16 @@ class Cancel(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs", "admitted", "farewell", "logits", "prompt_logits", "searches")
+    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "admitted", "farewell", "reports", "searches")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     FAREWELL_FIELD_NUMBER: _ClassVar[int]
-    LOGITS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     SEARCHES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -104,13 +107,11 @@ class StepOutput(_message.Message):
     started: _containers.RepeatedCompositeFieldContainer[SequenceStart]
     ended: _containers.RepeatedCompositeFieldContainer[SequenceEnd]
     logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
-    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
     admitted: _containers.RepeatedScalarFieldContainer[int]
     farewell: Farewell
-    logits: _containers.RepeatedCompositeFieldContainer[Logits]
-    prompt_logits: _containers.RepeatedCompositeFieldContainer[Logits]
+    reports: _containers.RepeatedCompositeFieldContainer[TokenReport]
     searches: _containers.RepeatedCompositeFieldContainer[BeamStep]
-    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., prompt_logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., searches: _Optional[_Iterable[_Union[BeamStep, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[TokenReport, _Mapping]]] = ..., searches: _Optional[_Iterable[_Union[BeamStep, _Mapping]]] = ...) -> None: ...
 
 class BeamStep(_message.Message):
     __slots__ = ("seq_id", "parents", "token_ids", "scores", "logprobs", "ended")
@@ -178,27 +179,19 @@ class SequenceLogprobs(_message.Message):
     token: _sampling_pb2.TokenLogprobs
     def __init__(self, seq_id: _Optional[int] = ..., token: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
-class PromptLogprobs(_message.Message):
-    __slots__ = ("seq_id", "start", "tokens")
+class TokenReport(_message.Message):
+    __slots__ = ("seq_id", "feature", "start", "num_tokens", "values")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    seq_id: int
-    start: int
-    tokens: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
-    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
-
-class Logits(_message.Message):
-    __slots__ = ("seq_id", "start", "num_rows", "values")
-    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
+    feature: str
     start: int
-    num_rows: int
+    num_tokens: int
     values: bytes
-    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, seq_id: _Optional[int] = ..., feature: _Optional[str] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
     __slots__ = ("seq_id", "reason", "status_code", "message", "param", "answers")

@@ -12,20 +12,9 @@ class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EARLY_STOPPING_HEURISTIC: _ClassVar[EarlyStopping]
     EARLY_STOPPING_ALWAYS: _ClassVar[EarlyStopping]
     EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
-
-class TokenReport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    TOKEN_REPORT_NONE: _ClassVar[TokenReport]
-    TOKEN_REPORT_CONTEXT_LOGITS: _ClassVar[TokenReport]
-    TOKEN_REPORT_HIDDEN_STATES: _ClassVar[TokenReport]
-    TOKEN_REPORT_PROGRESS: _ClassVar[TokenReport]
 EARLY_STOPPING_HEURISTIC: EarlyStopping
 EARLY_STOPPING_ALWAYS: EarlyStopping
 EARLY_STOPPING_NEVER: EarlyStopping
-TOKEN_REPORT_NONE: TokenReport
-TOKEN_REPORT_CONTEXT_LOGITS: TokenReport
-TOKEN_REPORT_HIDDEN_STATES: TokenReport
-TOKEN_REPORT_PROGRESS: TokenReport
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed", "logit_bias", "bad_words", "allowed_token_ids", "structured_output", "reasoning_limit", "logprob_token_ids")

@@ -9,7 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "token_report", "return_generation_logits", "priority", "tenant", "client", "traceparent", "adapter", "prompt_embeds", "beam_search")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "priority", "tenant", "client", "traceparent", "adapter", "prompt_embeds", "beam_search", "features")
+    class FeaturesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -17,9 +24,6 @@ class SequenceSpec(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_REPORT_FIELD_NUMBER: _ClassVar[int]
-    RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +31,7 @@ class SequenceSpec(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -34,9 +39,6 @@ class SequenceSpec(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     num_logprobs: int
-    num_prompt_logprobs: int
-    token_report: _sampling_pb2.TokenReport
-    return_generation_logits: bool
     priority: int
     tenant: int
     client: int
@@ -44,7 +46,8 @@ class SequenceSpec(_message.Message):
     adapter: _adapter_pb2.Adapter
     prompt_embeds: PromptEmbedsRef
     beam_search: BeamSearchSpec
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., token_report: _Optional[_Union[_sampling_pb2.TokenReport, str]] = ..., return_generation_logits: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbedsRef, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ...) -> None: ...
+    features: _containers.ScalarMap[str, bytes]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbedsRef, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ..., features: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class PromptEmbedsRef(_message.Message):
     __slots__ = ("hash", "num_rows", "hidden_size", "dtype", "first_token_id")

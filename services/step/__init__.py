@@ -17,7 +17,7 @@ from services.step.plan import (
     spans_of,
 )
 from services.step.result import NO_ROWS, RaggedTokens, Report, StepResult
-from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec, TokenReport
+from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec
 
 __all__ = [
     "NO_ENTRIES",
@@ -36,7 +36,6 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "TokenColumns",
-    "TokenReport",
     "positions_of",
     "spans_of",
 ]

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from services.common.beams.options import BeamSearchOptions, decode_beam_search, encode_beam_search
 from services.common.sampling_messages import decode_sampling, encode_sampling
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter, decode_adapter, encode_adapter
 from services.pb import sequence_pb2
-
-
-class TokenReport(enum.IntEnum):
-    """What a sequence reports of each token that it computes; the numbers are those of `protos/sampling.proto`."""
-
-    NONE = 0
-    CONTEXT_LOGITS = 1  # of tokens of the prompt: the logits of the next token
-    HIDDEN_STATES = 2  # its last hidden state, after the final norm
-    PROGRESS = 3  # of tokens of the prompt: only that they are computed
-
-    @property
-    def needs_all_tokens(self) -> bool:
-        """Whether tokens in the prefix cache must be computed all the same."""
-        return self in (TokenReport.CONTEXT_LOGITS, TokenReport.HIDDEN_STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +37,6 @@ class SequenceSpec:
     stop_token_ids: tuple[int, ...] = ()  # ascending; the sequence ends when one of them is sampled
     cache_salt: str = ""  # only sequences of equal salt share blocks
     num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
-    num_prompt_logprobs: int | None = None  # the same for prompt tokens, whose logits must all be computed then
-    token_report: TokenReport = TokenReport.NONE  # what is reported of each token
-    return_generation_logits: bool = False  # report the logits from which each output token was sampled
     priority: int = 0  # lower numbers go first
     tenant: int = 0  # number of the API key; tenants share evenly
     client: int = 0  # number of the client's address; the clients of a tenant share evenly
@@ -62,6 +44,8 @@ class SequenceSpec:
     adapter: Adapter | None = None  # computes all its tokens; None: the model alone
     prompt_embeds: PromptEmbedsRef | None = None  # vectors for some of its prompt tokens; None: it has tokens only
     beam_search: BeamSearchOptions | None = None  # None: its tokens are sampled
+    # What is asked for of features, by their names; each is a message that its feature alone reads.
+    features: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,9 +74,6 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         stop_token_ids=spec.stop_token_ids,
         cache_salt=spec.cache_salt,
         num_logprobs=spec.num_logprobs,
-        num_prompt_logprobs=spec.num_prompt_logprobs,
-        token_report=spec.token_report,
-        return_generation_logits=spec.return_generation_logits,
         priority=spec.priority,
         tenant=spec.tenant,
         client=spec.client,
@@ -110,6 +91,7 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         and sequence_pb2.BeamSearchSpec(
             num_beams=beams.num_beams, num_answers=beams.num_answers, options=encode_beam_search(beams)
         ),
+        features=spec.features,
     )
 
 
@@ -124,9 +106,6 @@ def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         stop_token_ids=tuple(message.stop_token_ids),
         cache_salt=message.cache_salt,
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        token_report=TokenReport(message.token_report),
-        return_generation_logits=message.return_generation_logits,
         priority=message.priority,
         tenant=message.tenant,
         client=message.client,
@@ -140,4 +119,5 @@ def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         beam_search=decode_beam_search(beams.options, beams.num_beams, beams.num_answers)
         if message.HasField("beam_search")
         else None,
+        features=dict(message.features),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.step_outputs import StepOutputs
-from services.dense_worker.features.report import Report
+from services.dense_worker.features.report import TokenReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class StepReport:
     started: SequenceOf[Sequence] = ()
     outputs: StepOutputs = field(default_factory=StepOutputs)
     logprobs: Mapping[int, SequenceOf[TokenLogprobs]] = field(default_factory=dict)  # by seq_id
-    reports: SequenceOf[tuple[Sequence, Report]] = ()  # that only some sequences have
+    reports: SequenceOf[tuple[Sequence, TokenReport]] = ()  # that only some sequences have
     admitted: SequenceOf[Sequence] = ()  # sequences that steps may run from now on
 
 
@@ -39,7 +39,7 @@ def record_first_tokens(outputs: Iterable[SequenceOutput], end_s: float) -> None
             output.sequence.first_token_s = end_s
 
 
-def record_reports(sequences: Iterable[Sequence], found: SequenceOf[Report]) -> list[tuple[Sequence, Report]]:
+def record_reports(sequences: Iterable[Sequence], found: SequenceOf[TokenReport]) -> list[tuple[Sequence, TokenReport]]:
     """Adds the sequence to each report; leaves out those of ended ones. Called before the step's tokens are appended.
     """
     if not found:  # in almost all steps

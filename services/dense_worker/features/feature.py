@@ -30,6 +30,7 @@ class Feature:
     sequence_type: type[SequenceFeature]  # what `admit` makes; no other feature has the same
     editors: SequenceOf[type[LogitsEditor]] = ()  # of logits, after all others
     has_kernels: bool = False  # steps with and without its rows run other kernels: `begin_step`, `activated`
+    name: str = ""  # its key in `SequenceSpec.features`, by which it is asked for, if it is asked for there
     message: str = ""  # the kind of `GatewayMessage` that `receive` takes, if there is one
 
     def start(self, post: Callable[[Event], None]) -> None:

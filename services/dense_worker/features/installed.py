@@ -18,10 +18,14 @@ from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.features.grammar.grammars import Grammars
+from services.dense_worker.features.hidden_states.hidden_states_feature import HiddenStatesFeature
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
-from services.dense_worker.features.returned_logits.returned_logits_feature import ReturnedLogitsFeature
+from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature import PromptLogprobsFeature
+from services.dense_worker.features.prompt_progress.progress_feature import ProgressFeature
+from services.dense_worker.features.returned_logits.context_logits import ContextLogitsFeature
+from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2
@@ -35,7 +39,11 @@ def make_features(
     return (
         _make_adapters(config, lora),
         PromptEmbedsFeature(embeds),
-        ReturnedLogitsFeature(),
+        PromptLogprobsFeature(),
+        ContextLogitsFeature(),
+        GenerationLogitsFeature(),
+        HiddenStatesFeature(),
+        ProgressFeature(),
         GrammarFeature(grammars),
     )
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Hashable
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.dense_worker.features.report import TokenReport
 
 ResourceKey = Hashable
 
@@ -62,8 +66,8 @@ class SequenceFeature:
         """What a fork of the sequence in the runner has."""
         return self
 
-    def note_reported(self, report: object) -> None:
-        """A report of it goes to its client."""
+    def note_reported(self, report: TokenReport) -> None:
+        """A report of the sequence, of this feature or another, goes to its client."""
 
     @property
     def forced_token_ids(self) -> SequenceOf[int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from services.common.token_logprobs import LogprobRows
+from services.gateway.features.installed import PROMPT_LOGPROBS
+from services.gateway.features.report import ReportPart
 from services.gateway.link.journal_entry import FinishReason
-from services.gateway.link.logits import Logits
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import Delta
 
+NO_REPORTS: Mapping[str, ReportPart] = MappingProxyType({})
 VALUES_PER_ANSWER = 30  # beside its tokens
 MAX_INLINE_VALUES = 1000  # up to this many tokens and log-probabilities the event loop encodes itself
 
@@ -44,21 +47,16 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt, for a request with `echo`, `prompt_logprobs` or `return_context_logits`."""
+    """The prompt, for a request with `echo`, or with a report that is shown with it."""
 
     token_ids: list[int]
-    logprobs: LogprobRows | None  # of all tokens but the first, if requested and computed
-    logits: Logits | None = None  # after each token, if requested and computed
+    # By feature, if they have all been computed.
+    reports: Mapping[str, ReportPart] = field(default_factory=lambda: NO_REPORTS)
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far the prompt of an answer is computed; counts are tokens."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_computed_tokens: int  # cached ones included
-    time_s: float  # since its first step
+    @property
+    def logprobs(self) -> LogprobRows | None:
+        """Of all tokens but the first; None if they were not asked for, or not computed."""
+        return self.reports.get(PROMPT_LOGPROBS.name)  # type: ignore[return-value]
 
 
 @dataclass(slots=True)  # not frozen: a frozen one takes three times as long to make, and there is one per token
@@ -72,10 +70,9 @@ class Chunk:
     num_output_tokens: int  # all tokens of the answer so far
     finish: Finish | None  # on the last chunk
     prompt: Prompt | None  # on the first chunk of answer 0, if requested
-    logits: Logits | None = None  # of `token_ids`, if requested
     deltas: Sequence[Delta] = ()  # content, reasoning and calls, if they are told apart; `text` is the content
-    hidden_states: Logits | None = None  # on the last chunk, if requested: of all tokens but the last one
-    progress: Progress | None = None  # if requested and changed
+    # By feature: what there is now of those that were asked for.
+    reports: Mapping[str, ReportPart] = field(default_factory=lambda: NO_REPORTS)
 
 
 @dataclass(slots=True)
@@ -87,8 +84,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows = field(default_factory=LogprobRows)
     finish: Finish | None = None
-    logits: list[Logits] = field(default_factory=list)  # of `token_ids`, if requested
-    hidden_states: Logits | None = None  # of all tokens but the last one, if requested
+    reports: dict[str, list[ReportPart]] = field(default_factory=dict)  # by feature: the parts of all chunks
     parts: AnswerParts | None = None  # content, reasoning and calls, if they are told apart; `text` is the content
 
     def append(self, chunk: Chunk) -> None:
@@ -98,9 +94,8 @@ class Completion:
         if chunk.logprobs:
             self.logprobs.extend(chunk.logprobs)
         self.finish = chunk.finish
-        if chunk.logits is not None:
-            self.logits.append(chunk.logits)
-        self.hidden_states = chunk.hidden_states
+        for name, part in chunk.reports.items():
+            self.reports.setdefault(name, []).append(part)
         if chunk.deltas:
             self.parts = self.parts or AnswerParts()
             self.parts.add(chunk.deltas)
@@ -112,11 +107,12 @@ class Completion:
 def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:
     """Whether encoding these takes more than a millisecond; then it is done in turns of `HeavyWork`."""
     num_values = sum(len(each.token_ids) for each in pieces) + VALUES_PER_ANSWER * len(pieces)
-    if any(each.logits or each.hidden_states for each in pieces):
-        return True
-    if any(each is not None and each.logits for each in prompts):
-        return True
-    for logprobs in (*(each.logprobs for each in pieces), *(each.logprobs for each in prompts if each is not None)):
-        if logprobs:
-            num_values += logprobs.num_values
+    for each in pieces:
+        if each.logprobs:
+            num_values += each.logprobs.num_values
+        for found in each.reports.values():
+            num_values += sum(part.num_values for part in (found if isinstance(found, list) else (found,)))
+    for prompt in prompts:
+        if prompt is not None:
+            num_values += sum(part.num_values for part in prompt.reports.values())
     return num_values > MAX_INLINE_VALUES

@@ -15,11 +15,10 @@ from typing import Protocol
 import structlog
 
 from services.gateway.access.admission import Ticket
-from services.gateway.core.chunks import Chunk, Completion, Finish, Progress, Prompt, Timings
+from services.gateway.core.chunks import NO_REPORTS, Chunk, Completion, Finish, Prompt, Timings
 from services.gateway.core.parsed_text import ParsedText
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
-from services.gateway.link.logits import Logits
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.deltas import ContentDelta, Delta
@@ -178,7 +177,6 @@ class _Answer:
             reason, stop_token_id = FinishReason.STOP, None
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
         self._own_logprobs.extend(logprobs.own)
-        logits = None if entry.logits is None else entry.logits.take(len(token_ids))
         self.num_output_tokens += len(token_ids)
         if token_ids:
             self._measure(len(token_ids))
@@ -204,14 +202,8 @@ class _Answer:
             self.close()
         prompt = None
         if is_first and (token_ids or reason is not None) and not entry.index and request.returns_prompt:
-            # An answer may have been aborted before they were computed.
-            has_logprobs = entry.spec.num_prompt_logprobs is not None and entry.has_prompt_logprobs
-            context_logits = None
-            if entry.context_logits is not None and entry.has_context_logits:
-                context_logits = entry.context_logits.take(len(request.spec.prompt_token_ids))
-            prompt = Prompt(
-                request.spec.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None, context_logits
-            )
+            reports = entry.take_reports(0, is_last=False, with_prompt=True)
+            prompt = Prompt(request.spec.prompt_token_ids, reports)
         return Chunk(
             entry.index,
             text,
@@ -220,23 +212,9 @@ class _Answer:
             self.num_output_tokens,
             self.finish,
             prompt,
-            logits,
             deltas,
-            self._hidden_states() if entry.hidden_states is not None and reason is not None else None,
-            self._progress() if entry.progress is not None else None,
+            entry.take_reports(len(token_ids), is_last=reason is not None) if entry.records else NO_REPORTS,
         )
-
-    def _hidden_states(self) -> Logits | None:
-        """Those of all tokens but the last one, which is never computed; None if an abort came before the prompt's."""
-        rows = self.entry.hidden_states
-        num_rows = self.entry.spec.num_prompt_tokens + max(0, self.num_output_tokens - 1)
-        return None if rows is None or rows.num_rows < num_rows else rows.take(num_rows)
-
-    def _progress(self) -> Progress:
-        entry = self.entry
-        num_computed = entry.take_progress() or 0
-        time_s = time.monotonic() - entry.arrival - (entry.queue_s or 0.0)
-        return Progress(entry.spec.num_prompt_tokens, entry.num_cached_tokens, num_computed, time_s)
 
     def close(self) -> None:
         """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""

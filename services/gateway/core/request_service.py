@@ -15,10 +15,11 @@ from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission
 from services.gateway.adapters.adapters import Adapters
 from services.gateway.core.generation import Generation
+from services.gateway.features.feature import HeldBytes
+from services.gateway.features.installed import features_of
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason
-from services.gateway.link.logits import BYTES_PER_HIDDEN_VALUE, BYTES_PER_LOGIT
 from services.gateway.link.served_model import ServedModel
 from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
 from services.gateway.request.generation_request import (
@@ -45,7 +46,6 @@ from services.pb import gateway_pb2
 from services.rpc.spans import Tracer
 
 COPIES_OF_EMBEDDINGS = 2  # the message, and the table that is made of it
-COPIES_OF_LOGITS = 3  # as they arrive, all answers in one tensor, and what a client has not read yet
 COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are being sent
 BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
 
@@ -174,13 +174,7 @@ class RequestService:
             if request.max_num_held_logprobs:
                 num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
                 await held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
-            if request.max_num_logit_rows:
-                num_bytes = BYTES_PER_LOGIT * request.max_num_logit_rows * self.model.vocab_size
-                num_bytes *= COPIES_OF_LOGITS + num_messages
-                advice = "shorten the prompt or lower max_tokens or n"
-                await held.reserve(num_bytes, "logits", "return_generation_logits", advice)
-            if request.max_num_hidden_states:
-                await self._reserve_hidden_states(request, held)
+            await self._reserve(request, held, num_messages)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -192,16 +186,16 @@ class RequestService:
             span.end(str(error) or type(error).__name__)
             raise
 
-    async def _reserve_hidden_states(self, request: GenerationRequest, held: HeldMemory) -> None:
-        hidden_size = self.model.hidden_size
-        if not hidden_size:
-            raise InvalidRequest(
-                "the dense worker's backend cannot return hidden states: dense.backend must be torch",
-                "return_hidden_states",
-            )
-        num_bytes = BYTES_PER_HIDDEN_VALUE * hidden_size * request.max_num_hidden_states
-        advice = "shorten the prompt or lower max_tokens or n"
-        await held.reserve(num_bytes, "hidden states", "return_hidden_states", advice)
+    async def _reserve(self, request: GenerationRequest, held: HeldMemory, num_messages: int) -> None:
+        """Reserves the memory of its features, which count together where they are of one kind."""
+        needs = dict[str, list[tuple[str, HeldBytes]]]()  # by what it is: fields, and their bytes
+        for feature in features_of(request.spec):
+            size = request.size(self.model.vocab_size, self.model.hidden_size, num_messages)
+            if (need := feature.held(size)) is not None:
+                needs.setdefault(need.what, []).append((feature.field, need))
+        for what, found in needs.items():
+            field, last = found[-1]
+            await held.reserve(sum(need.num_bytes for _, need in found), what, field, last.advice)
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:

@@ -19,9 +19,8 @@ from services.common.errors import CapacityError, PeerError
 from services.gateway.link.crash_record import CrashRecord
 from services.gateway.link.dense_messages import (
     encode_submit,
-    keep_logits,
     keep_output,
-    keep_prompt_logprobs,
+    keep_reports,
     table_parts,
 )
 from services.gateway.link.journal_entry import JournalEntry
@@ -220,10 +219,8 @@ class DenseClient:
         try:
             async for output in call:
                 self.num_messages += 1
-                if output.logits or output.prompt_logits:  # they come in messages of their own
-                    keep_logits(self.sequences, output)
-                if output.prompt_logprobs:  # before the tokens, because the first token's chunk includes them
-                    await keep_prompt_logprobs(self.sequences, output.prompt_logprobs)
+                if output.reports:  # before the tokens, whose chunks include them
+                    keep_reports(self.sequences, output)
                 self._crashes.record_admitted(output.admitted)
                 keep_output(self.sequences, output)
                 if output.HasField("farewell"):

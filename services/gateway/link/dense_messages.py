@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +30,6 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
 }
 
 MAX_PART_BYTES = 2**20  # of a prompt table in one message: about a millisecond
-MAX_DECODED_LOGPROBS = 2**13  # of prompts in one iteration of the event loop: 3 ms; a token costs as much as 16
 
 
 def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
@@ -43,8 +41,7 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
         submit=dense_pb2.Submit(
             seq_id=entry.seq_id,
             output_token_ids=entry.output_token_ids,
-            has_prompt_logprobs=entry.has_prompt_logprobs,
-            token_report=entry.token_report,
+            num_reported={name: record.num_reported for name, record in entry.records.items()},
             queue_timeout_ms=entry.queue_timeout_ms,
             num_crashes=entry.num_crashes,
             search=_encode_search(entry),
@@ -74,28 +71,12 @@ def _group_id(entry: JournalEntry) -> int:
     return entry.seq_id - entry.index if request.num_sequences > 1 and request.spec.beam_search is None else 0
 
 
-async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense_pb2.PromptLogprobs]) -> None:
-    """Adds prompt log-probabilities in small parts: decoding all of a step would delay other streams."""
-    for span in spans:
-        size = max(1, MAX_DECODED_LOGPROBS // (16 + len(span.tokens[0].top_token_ids))) if span.tokens else 1
-        for first in range(0, len(span.tokens), size):
-            entry = sequences.get(span.seq_id)
-            if entry is None:
-                break
-            entry.add_prompt_logprobs(span.start + first, span.tokens[first : first + size])
-            await asyncio.sleep(0)
-
-
-def keep_logits(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:
-    """Adds logits, which come before their tokens, to their sequences."""
-    for each in output.logits:
-        entry = sequences.get(each.seq_id)
-        if entry is not None and entry.logits is not None:
-            entry.logits.set_rows(each.start, each.num_rows, each.values)
-    for each in output.prompt_logits:
+def keep_reports(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:
+    """Adds what features report, which comes before the tokens, to its sequences."""
+    for each in output.reports:
         entry = sequences.get(each.seq_id)
         if entry is not None:
-            entry.keep_token_report(each.start, each.num_rows, each.values)
+            entry.keep_report(each.feature, each.start, each.num_tokens, each.values)
 
 
 def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:

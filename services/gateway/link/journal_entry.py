@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
+from types import MappingProxyType
 
 from services.common.errors import TwostrokeError
 from services.common.token_logprobs import LogprobRows
-from services.gateway.link.logits import LogitRows
+from services.gateway.features.installed import REPORTS
+from services.gateway.features.report import ReportPart, ReportRecord
 from services.gateway.link.search_record import SearchRecord
 from services.gateway.request.generation_request import GenerationRequest
-from services.pb import dense_pb2, sampling_pb2
-from services.step import TokenReport
+from services.pb import dense_pb2
+
+NO_RECORDS: Mapping[str, ReportRecord] = MappingProxyType({})
 
 
 class FinishReason(Enum):
@@ -64,25 +67,21 @@ class JournalEntry:
         "_on_start",
         "arrival",
         "beam_score",
-        "context_logits",
         "crash_start",
         "error",
         "finish_reason",
         "first_token_at",
         "followers",
-        "hidden_states",
         "index",
         "is_admitted",
         "is_follower",
         "last_token_at",
-        "logits",
         "logprobs",
         "num_cached_tokens",
         "num_crashes",
         "output_token_ids",
-        "progress",
-        "prompt_logprobs",
         "queue_s",
+        "records",
         "request",
         "search",
         "seq_id",
@@ -105,12 +104,9 @@ class JournalEntry:
         self.spec = request.spec_of(index)
         self.output_token_ids: list[int] = []
         self.logprobs = LogprobRows()  # of the tokens that have not been taken yet, if requested
-        self.prompt_logprobs = LogprobRows()  # of all prompt tokens but the first, if requested
-        self.logits = LogitRows() if self.spec.return_generation_logits else None  # of output tokens
-        report = self.spec.token_report
-        self.context_logits = LogitRows() if report is TokenReport.CONTEXT_LOGITS else None  # after prompt tokens
-        self.hidden_states = LogitRows() if report is TokenReport.HIDDEN_STATES else None  # of all computed tokens
-        self.progress: int | None = None  # computed tokens of the prompt that the client has not been told of
+        self.records = NO_RECORDS  # of what features report, by their names
+        if self.spec.features:
+            self.records = {name: REPORTS[name].record() for name in self.spec.features if name in REPORTS}
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         self.queue_s: float | None = None  # from its arrival at the dense worker until it first ran
         self.arrival = time.monotonic()
@@ -135,23 +131,6 @@ class JournalEntry:
     def is_ended(self) -> bool:
         """Whether no more tokens will come."""
         return self.finish_reason is not None or self.error is not None
-
-    @property
-    def has_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of all prompt tokens but the first have arrived."""
-        return len(self.prompt_logprobs) == self.spec.num_prompt_tokens - 1
-
-    @property
-    def has_context_logits(self) -> bool:
-        """Whether the logits after all prompt tokens have arrived."""
-        return self.context_logits is not None and self.context_logits.num_rows == self.spec.num_prompt_tokens
-
-    @property
-    def token_report(self) -> TokenReport:
-        """What the dense worker still has to report of each token. Hidden states come again from the first token on."""
-        asked = self.spec.token_report
-        is_over = self.has_context_logits if asked is TokenReport.CONTEXT_LOGITS else bool(self.output_token_ids)
-        return TokenReport.NONE if is_over and asked is not TokenReport.HIDDEN_STATES else asked
 
     @property
     def queue_timeout_ms(self) -> int:
@@ -185,27 +164,21 @@ class JournalEntry:
         self.num_crashes = 0
         self.search.add(step)
 
-    def add_prompt_logprobs(self, start: int, logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
-        """Stores log-probabilities of prompt tokens from index `start` on. A span may arrive again after a crash."""
-        num_known = len(self.prompt_logprobs) - (start - 1)
-        if num_known >= 0:  # else those before them are still to come again
-            for each in logprobs[num_known:]:
-                self.prompt_logprobs.append(each)
+    def keep_report(self, feature: str, start: int, num_tokens: int, values: bytes) -> None:
+        """Stores what a feature reports of the tokens from index `start` on. They may come again after a crash."""
+        record = self.records.get(feature)
+        if record is not None and record.keep(start, num_tokens, values) and not self.is_ended:
+            self._put_in_updates()
 
-    def keep_token_report(self, start: int, num_rows: int, values: bytes) -> None:
-        """Stores what is reported of the tokens from index `start` on. They may come again after a crash."""
-        rows = self.context_logits if self.hidden_states is None else self.hidden_states
-        if rows is not None:
-            rows.set_rows(start, num_rows, values)
-        elif self.spec.token_report is TokenReport.PROGRESS and not self.is_ended:
-            self.progress = start + num_rows
-            if not self._is_in_updates:
-                self._put_in_updates()
-
-    def take_progress(self) -> int | None:
-        """Takes the number of computed tokens of the prompt; None if it has not changed."""
-        progress, self.progress = self.progress, None
-        return progress
+    def take_reports(self, num_tokens: int, *, is_last: bool, with_prompt: bool = False) -> dict[str, ReportPart]:
+        """What the next chunk shows of reports, by feature: of its tokens, or of the prompt that it shows."""
+        found = {}
+        for name, record in self.records.items():
+            if REPORTS[name].is_shown_with_prompt == with_prompt:
+                part = record.take(self, num_tokens, is_last)
+                if part is not None:
+                    found[name] = part
+        return found
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the sequence; its last token has been appended before."""

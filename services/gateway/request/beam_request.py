@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.beams.options import BeamSearchOptions, decode_beam_search
@@ -33,8 +34,13 @@ def decode_beams(message: gateway_pb2.GenerateRequest, num_beams: int, num_answe
     return options
 
 
-def greedy_for_beams(message: gateway_pb2.GenerateRequest, sampling: SamplingParams) -> SamplingParams:
-    """The options without sampling. Raises `InvalidRequest` for the first one that a search would have to ignore."""
+def greedy_for_beams(
+    message: gateway_pb2.GenerateRequest, sampling: SamplingParams, asked: Sequence[str]
+) -> SamplingParams:
+    """The options without sampling. Raises `InvalidRequest` for the first one that a search would have to ignore.
+
+    asked: fields of the features that the message asks for
+    """
     if not message.sampling.HasField("temperature") or sampling.top_k == 1:
         sampling = replace(sampling, temperature=0.0)
     if not sampling.is_greedy:
@@ -51,14 +57,6 @@ def greedy_for_beams(message: gateway_pb2.GenerateRequest, sampling: SamplingPar
             field = form.field_name if name == "structured_output" and form is not None else name
             shown = f" is {value:g}, which" if isinstance(value, int | float) else ""
             raise InvalidRequest(f"{field}{shown} cannot be used with beam search", field)
-    for name in (
-        "stop",
-        "prompt_logprobs",
-        "return_context_logits",
-        "return_generation_logits",
-        "return_hidden_states",
-        "return_progress",
-    ):
-        if (name == "prompt_logprobs" and message.HasField(name)) or getattr(message, name):
-            raise InvalidRequest(f"{name} cannot be used with beam search", name)
+    for name in (*(("stop",) if message.stop else ()), *asked):
+        raise InvalidRequest(f"{name} cannot be used with beam search", name)
     return sampling

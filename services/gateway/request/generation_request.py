@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 
 from services.common.errors import InvalidRequest
@@ -17,6 +17,8 @@ from services.common.sampling_params import (
 )
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
+from services.gateway.features.feature import RequestSize
+from services.gateway.features.installed import FEATURES, PROMPT_LOGPROBS, REPORTS, features_of
 from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
 from services.gateway.request.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.request.model_names import ModelNames
@@ -30,13 +32,12 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import gateway_pb2
-from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec, TokenReport
+from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
 MAX_STOP_TOKENS = 64
-MAX_PROMPT_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_MESSAGES = 4096  # of a chat
 MAX_PRIORITY = 100
@@ -88,10 +89,9 @@ class GenerationRequest:
         """What is asked for of an answer. They differ in their seeds; only the first one reports the prompt."""
         if not index:
             return self.spec
-        is_of_all = self.spec.token_report is TokenReport.HIDDEN_STATES
-        token_report = self.spec.token_report if is_of_all else TokenReport.NONE
         sampling = replace(self.spec.sampling, seed=(self.spec.sampling.seed + index) & MAX_SEED)
-        return replace(self.spec, sampling=sampling, num_prompt_logprobs=None, token_report=token_report)
+        names = [each.name for each in features_of(self.spec) if not each.is_of_prompt]
+        return replace(self.spec, sampling=sampling, features={name: self.spec.features[name] for name in names})
 
     @property
     def max_tokens(self) -> int:
@@ -109,19 +109,9 @@ class GenerationRequest:
         table = self.spec.prompt_embeds
         return [each for each in self.spec.prompt_token_ids if table is None or each < table.first_token_id]
 
-    @property
-    def max_num_logit_rows(self) -> int:
-        """Tokens whose logits all its answers may have."""
-        num_rows = self.best_of * self.max_tokens if self.spec.return_generation_logits else 0
-        of_prompt = self.spec.token_report is TokenReport.CONTEXT_LOGITS
-        return num_rows + of_prompt * self.spec.num_prompt_tokens
-
-    @property
-    def max_num_hidden_states(self) -> int:
-        """Tokens whose hidden states all its answers may have."""
-        if self.spec.token_report is not TokenReport.HIDDEN_STATES:
-            return 0
-        return self.best_of * (self.spec.num_prompt_tokens + self.max_tokens)
+    def size(self, vocab_size: int, hidden_size: int, num_messages: int = 0) -> RequestSize:
+        """What the memory for its features depends on; the arguments are as in `RequestSize`."""
+        return RequestSize(self.spec, self.best_of, self.max_tokens, vocab_size, hidden_size, num_messages)
 
     @property
     def num_sequences(self) -> int:
@@ -131,8 +121,7 @@ class GenerationRequest:
     @property
     def returns_prompt(self) -> bool:
         """Whether the answer shows the prompt, or something about it."""
-        has_logits = self.spec.token_report is TokenReport.CONTEXT_LOGITS
-        return self.echo or self.spec.num_prompt_logprobs is not None or has_logits
+        return self.echo or _shows_prompt(self.spec.features)
 
     @property
     def max_num_logprobs(self) -> int:
@@ -150,8 +139,9 @@ class GenerationRequest:
     def _max_num_logprobs_of_parts(self) -> tuple[int, int]:
         """Of the prompt, and of one answer without it."""
         num_named = len(self.spec.sampling.logprob_token_ids)
-        of_prompt = _num_logprobs(self.spec.num_prompt_tokens, self.spec.num_prompt_logprobs, num_named)
-        return of_prompt, _num_logprobs(self.max_tokens, self.spec.num_logprobs, num_named)
+        num_likeliest = self.spec.num_logprobs
+        of_answer = 0 if num_likeliest is None else self.max_tokens * (1 + num_likeliest + num_named)
+        return PROMPT_LOGPROBS.num_values(self.spec), of_answer
 
 
 def owner_of(caller: str, client: int) -> Owner:
@@ -175,10 +165,12 @@ async def read_request(
     has_beams = message.HasField("beam_search")
     n, best_of = read_widths(message, limits.max_beam_width) if has_beams else _read_counts(message, limits.max_n)
     _check_logprobs(message, limits)
+    read = {each.name: each.read(message, limits.vocab_size) for each in FEATURES}
+    features = {name: asked for name, asked in read.items() if asked is not None}
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     sampling = await _read_sampling(message, tokenizer, limits)
     if message.HasField("max_tokens"):
-        _check_max_tokens(message, best_of)
+        _check_max_tokens(message, best_of, returns_prompt=message.echo or _shows_prompt(features))
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
     _check_strings("stop", message.stop)
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
@@ -229,7 +221,7 @@ async def read_request(
     if is_in_front:
         prompt_token_ids = [*table_ids, *prompt_token_ids]
     if has_beams:
-        sampling = greedy_for_beams(message, sampling)
+        sampling = greedy_for_beams(message, sampling, [each.field for each in FEATURES if each.name in features])
     num_logprobs = message.logprobs if message.HasField("logprobs") else None
     beam_search = decode_beams(message, best_of, n) if has_beams and best_of > 1 else None
     # Choosing the best of several answers needs at least the tokens' own values.
@@ -242,15 +234,13 @@ async def read_request(
         stop_token_ids=stop_token_ids,
         cache_salt=message.cache_salt,
         num_logprobs=0 if num_logprobs is None and must_choose else num_logprobs,
-        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        token_report=_read_token_report(message),
-        return_generation_logits=message.return_generation_logits,
         priority=message.priority,
         traceparent=message.traceparent,
         adapter=None if adapter is None or adapter.table is not None else adapter,
         prompt_embeds=table
         and PromptEmbedsRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
         beam_search=beam_search,
+        features=features,
     )
     return GenerationRequest(
         spec,
@@ -268,15 +258,6 @@ async def read_request(
         parsing=parsing,
         prompt_embeds=table,
     )
-
-
-def _read_token_report(message: gateway_pb2.GenerateRequest) -> TokenReport:
-    """What is reported of each token; a message that asks for several gets the first of these."""
-    if message.return_hidden_states:
-        return TokenReport.HIDDEN_STATES
-    if message.return_context_logits:
-        return TokenReport.CONTEXT_LOGITS
-    return TokenReport.PROGRESS if message.return_progress else TokenReport.NONE
 
 
 async def read_text_or_chat(
@@ -390,12 +371,6 @@ def _check_logprobs(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -
             f"logprobs is {message.logprobs}{is_all}, must be from 0 to {limits.max_logprobs} (gateway.max_logprobs)",
             "logprobs",
         )
-    if message.prompt_logprobs > MAX_PROMPT_LOGPROBS and message.prompt_logprobs != limits.vocab_size:
-        raise InvalidRequest(
-            f"prompt_logprobs is {message.prompt_logprobs}, must be from 0 to {MAX_PROMPT_LOGPROBS}, or -1 for all "
-            f"{limits.vocab_size} tokens of the vocabulary",
-            "prompt_logprobs",
-        )
 
 
 def check_num_logprobs(num_logprobs: int, most: int) -> None:
@@ -406,10 +381,6 @@ def check_num_logprobs(num_logprobs: int, most: int) -> None:
             "ask for fewer by max_tokens, logprobs, prompt_logprobs, logprob_token_ids, n or best_of",
             "logprobs",
         )
-
-
-def _num_logprobs(num_tokens: int, num_likeliest: int | None, num_named: int) -> int:
-    return 0 if num_likeliest is None else num_tokens * (1 + num_likeliest + num_named)
 
 
 def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int, int]:
@@ -457,15 +428,19 @@ def check_token_ids(
     raise InvalidRequest(f"{what or field}[{i}] is {token_ids[i]}, {beyond}: must be in [0, {limit})", field)
 
 
-def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> None:
-    returns_prompt = message.echo or message.HasField("prompt_logprobs") or message.return_context_logits
+def _shows_prompt(features: Iterable[str]) -> bool:
+    return any([REPORTS[name].is_shown_with_prompt for name in features if name in REPORTS])
+
+
+def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int, *, returns_prompt: bool) -> None:
     if message.max_tokens == 0 and returns_prompt:
         if best_of > 1:
             raise InvalidRequest(f"best_of or n is {best_of}, must be 1 where max_tokens is 0", "n")
     elif message.max_tokens < 1:
+        showing = ["echo", *(each.field for each in REPORTS.values() if each.is_shown_with_prompt)]
         raise InvalidRequest(
-            f"max_tokens is {message.max_tokens}, must be at least 1, or 0 with echo, prompt_logprobs or "
-            "return_context_logits",
+            f"max_tokens is {message.max_tokens}, must be at least 1, or 0 with {', '.join(showing[:-1])} or "
+            f"{showing[-1]}",
             "max_tokens",
         )
 

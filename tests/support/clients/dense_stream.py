@@ -6,7 +6,9 @@ import queue
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from services.common.token_logprobs import encode_logprobs
 from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
+from tests.support.reports import prompt_logprobs, read_prompt_logprobs
 
 TIMEOUT_S = 60.0
 EOS = 2  # of the embedded model
@@ -26,7 +28,7 @@ class ReceivedSequence:
 def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -> dense_pb2.Submit:
     """A greedy request that ends at `max_tokens` or EOS.
 
-    `options` are fields of `SamplingParams`, `SequenceSpec` or `Submit`; `token_report` is one of both.
+    `options` are fields of `SamplingParams`, `SequenceSpec` or `Submit`, or `num_prompt_logprobs`.
     """
     names = set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     sampling = {"temperature": 0.0, "seed": 1} | {name: options.pop(name) for name in names & options.keys()}
@@ -36,7 +38,7 @@ def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -
         prompt_token_ids=prompt,
         sampling=sampling_pb2.SamplingParams(**sampling),
         max_tokens=max_tokens,
-        token_report=own.get("token_report"),
+        features=prompt_logprobs(options.pop("num_prompt_logprobs", None)),
         **{"stop_token_ids": [EOS]} | options,
     )
     return dense_pb2.Submit(seq_id=seq_id, spec=spec, **own)
@@ -73,8 +75,9 @@ def run_all(stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Su
 def _take(received: dict[int, ReceivedSequence], step: dense_pb2.StepOutput) -> None:
     for start in step.started:
         received[start.seq_id].start = start
-    for span in step.prompt_logprobs:
-        received[span.seq_id].prompt_logprobs.update(enumerate(span.tokens, span.start))
+    for report in step.reports:
+        tokens = map(encode_logprobs, read_prompt_logprobs(report.num_tokens, report.values))
+        received[report.seq_id].prompt_logprobs.update(enumerate(tokens, report.start))
     for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
         received[seq_id].token_ids.append(token_id)
     for logprobs in step.logprobs:

@@ -10,15 +10,26 @@ from unittest.mock import Mock
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import sequence as engine
 from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
+from services.dense_worker.features.hidden_states.hidden_states_feature import HiddenStatesFeature
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import SequenceEmbeds
-from services.dense_worker.features.returned_logits.returned_logits_feature import ReturnedLogitsFeature
-from services.dense_worker.features.returned_logits.sequence_reports import SequenceReports
+from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature import PromptLogprobsFeature
+from services.dense_worker.features.prompt_progress.progress_feature import ProgressFeature
+from services.dense_worker.features.returned_logits.context_logits import ContextLogitsFeature
+from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
+from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.runner.request_state import RequestState
 from services.grammar.matcher import GrammarMatcher
 from services.pb import dense_pb2
 from services.step import SequenceSpec
 
+REPORTING = (
+    PromptLogprobsFeature(),
+    ContextLogitsFeature(),
+    GenerationLogitsFeature(),
+    HiddenStatesFeature(),
+    ProgressFeature(),
+)
 _SPEC_FIELDS = {field.name for field in fields(SequenceSpec)}
 
 
@@ -64,10 +75,9 @@ def with_embeds(embeds: LoadedEmbeds, num_prompt_tokens: int) -> SequenceEmbeds:
     return SequenceEmbeds(num_prompt_tokens, Mock(), embeds)
 
 
-def _reports(spec: SequenceSpec) -> tuple[SequenceReports, ...]:
-    submit = dense_pb2.Submit(token_report=spec.token_report)  # type: ignore[arg-type]
-    found = ReturnedLogitsFeature().admit(spec, submit, stream=0)
-    return () if found is None else (found,)
+def _reports(spec: SequenceSpec) -> tuple[SequenceFeature, ...]:
+    found = [feature.admit(spec, dense_pb2.Submit(), stream=0) for feature in REPORTING]
+    return tuple(each for each in found if each is not None)
 
 
 def ask(sequence: engine.Sequence, **asked: Any) -> None:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
+import numpy as np
 
 from services.common.dense_info import dense_info_metadata
-from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
+from services.pb import dense_pb2, dense_pb2_grpc, prompt_logprobs_pb2, sampling_pb2
 
 Script = Callable[[dense_pb2.Submit], Sequence[int]]
 
@@ -137,10 +138,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             if not sequence.is_started:
                 sequence.is_started = True
                 output.started.add(seq_id=seq_id, num_cached_tokens=self.num_cached_tokens)
-                if submit.spec.HasField("num_prompt_logprobs"):
-                    spec = submit.spec
-                    tokens = [_logprobs(token_id, spec.num_prompt_logprobs) for token_id in spec.prompt_token_ids]
-                    output.prompt_logprobs.add(seq_id=seq_id, start=1, tokens=tokens[1:])
+                _report_prompt(submit, output)
             if sequence.num_output_tokens == len(sequence.token_ids):
                 continue
             token_id = sequence.token_ids[sequence.num_output_tokens]
@@ -170,6 +168,18 @@ def _logprobs(token_id: int, num_top: int) -> sampling_pb2.TokenLogprobs:
     return sampling_pb2.TokenLogprobs(
         logprob=fake_logprob(token_id), top_token_ids=top, top_logprobs=map(fake_logprob, top), rank=token_id + 1
     )
+
+
+def _report_prompt(submit: dense_pb2.Submit, output: dense_pb2.StepOutput) -> None:
+    name = "prompt_logprobs"
+    if name not in submit.spec.features or len(submit.spec.prompt_token_ids) == 1:
+        return
+    num_top = prompt_logprobs_pb2.PromptLogprobsRequest.FromString(submit.spec.features[name]).num_likeliest
+    own = np.array(submit.spec.prompt_token_ids[1:], np.uint32)[:, None]
+    top = np.maximum(own.astype(np.int64) - num_top + 1, 0).astype(np.uint32) + np.arange(num_top, dtype=np.uint32)
+    logprobs = [(-(ids + 1.0) / 1024).astype("<f4").view("<u4") for ids in (own, top)]  # `fake_logprob`
+    rows = np.concatenate([logprobs[0], own + 1, top, logprobs[1]], axis=1).astype("<u4")
+    output.reports.add(seq_id=submit.seq_id, feature=name, start=1, num_tokens=len(rows), values=rows.tobytes())
 
 
 class _Sequence:

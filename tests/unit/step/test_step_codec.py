@@ -24,7 +24,6 @@ from services.step import (
     SequenceSpec,
     StepPlan,
     TokenColumns,
-    TokenReport,
 )
 from services.step.codec import decode_answer, decode_plan, encode_accepted, encode_opened, encode_plan
 from services.step.sequence_spec import decode_spec, encode_spec
@@ -60,9 +59,6 @@ SPEC_FIELDS = dict(
     stop_token_ids=TOKENS,
     cache_salt=st.text(max_size=5),
     num_logprobs=st.none() | st.integers(0, 20),
-    num_prompt_logprobs=st.none() | st.integers(0, 20),
-    token_report=st.sampled_from(TokenReport),
-    return_generation_logits=st.booleans(),
     priority=st.integers(-100, 100),
     tenant=SEQ_IDS,
     client=SEQ_IDS,
@@ -73,6 +69,7 @@ SPEC_FIELDS = dict(
     | st.builds(PromptEmbedsRef, st.text("0af", min_size=1, max_size=5), COUNTS, COUNTS, st.text(max_size=5), COUNTS),
     beam_search=st.none()
     | st.builds(BeamSearchOptions, COUNTS, COUNTS, st.floats(-10, 10), st.sampled_from(EarlyStopping)),
+    features=st.dictionaries(st.text(max_size=5), st.binary(max_size=5), max_size=3),
 )
 SPECS = st.builds(SequenceSpec, **SPEC_FIELDS)
 PLANS = st.builds(

@@ -1,1 +1,1 @@
-"""Logits, hidden states and log-probabilities of prompts, which clients ask for."""
+"""Sequences that report logits of the model itself: after the tokens of their prompts, or of their output."""

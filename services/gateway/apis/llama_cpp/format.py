@@ -72,7 +72,7 @@ class LlamaCppFormat:
         if "\n" in text:
             self._with_new_line.add(index)
         objects: list[LlamaCppObject] = []
-        if chunk.progress is not None:
+        if (progress := chunk.reports.get("progress")) is not None:
             objects.append(
                 {
                     "index": index,
@@ -82,7 +82,7 @@ class LlamaCppFormat:
                     "id_slot": NO_SLOT,
                     "tokens_predicted": 0,
                     "tokens_evaluated": len(self._prompts[prompt_index]),
-                    "prompt_progress": prompt_progress(chunk.progress),
+                    "prompt_progress": prompt_progress(progress),
                 }
             )
         if text or chunk.token_ids:

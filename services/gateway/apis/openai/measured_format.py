@@ -54,14 +54,14 @@ class MeasuredFormat:
         return objects
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
-        progress = []
-        if chunk.progress is not None:
+        objects = []
+        if (progress := chunk.reports.get("progress")) is not None:
             delta = {"role": "assistant", "content": None}
             choice = {"index": chunk.index, "delta": delta, "finish_reason": None}
-            progress.append({**self._head, "choices": [choice], "prompt_progress": prompt_progress(chunk.progress)})
+            objects.append({**self._head, "choices": [choice], "prompt_progress": prompt_progress(progress)})
             if not chunk.token_ids and chunk.finish is None:
-                return progress
-        return [*progress, *self._measured_chunk(prompt_index, chunk)]
+                return objects
+        return [*objects, *self._measured_chunk(prompt_index, chunk)]
 
     def _measured_chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         objects = self._form.chunk(prompt_index, chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.apis.sglang.schema import DEFAULT_TOKENS, GenerateBody
+from services.gateway.apis.shared.feature_fields import add_features
 from services.gateway.apis.shared.to_message import (
     add_beams,
     add_echo,
@@ -45,7 +46,7 @@ def generate_messages(
             common.prompt_logprobs = body.top_logprobs_num or 0
     if params.echo:
         add_echo(common)
-    common.return_hidden_states = bool(body.return_hidden_states)
+    add_features(common, body)
     messages = messages_of(common, body.prompts, request_id, limits.max_model_len)
     for prompt_index, message in enumerate(messages):
         message.sampling.logprob_token_ids.extend(body.named_tokens(prompt_index))

@@ -9,7 +9,7 @@ from typing import Any
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.sglang.schema import FinishObject, GenerateBody, GenerateObject, LogprobTriple, MetaInfo
 from services.gateway.apis.shared.answer import DONE
-from services.gateway.apis.shared.hidden_states import HiddenStates
+from services.gateway.apis.shared.feature_fields import report_objects
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
@@ -101,9 +101,8 @@ class GenerateFormat:
                 about |= self._logprobs("input", prompt.token_ids[start:], rest, named, first)
             else:
                 about |= self._logprobs("input", [], [], named)
-        if self._body.return_hidden_states and finish is not None:
-            found = answer.hidden_states
-            about["hidden_states"] = None if found is None else HiddenStates(found, finish.num_prompt_tokens)
+        if finish is not None:
+            about |= report_objects(self._body, answer, finish.num_prompt_tokens)
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
 
     def _logprobs(

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
+from services.gateway.apis.shared.feature_fields import FeatureFields, ReportObjects, asked_reports
 from services.gateway.apis.shared.generation_fields import (
     BeamFields,
     Echo,
@@ -22,7 +23,7 @@ from services.gateway.apis.shared.generation_fields import (
 )
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
-from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.request_model import CountOrAll, Int32, UInt32, at_most
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
 
@@ -66,7 +67,7 @@ class GenerateSampling(SamplingFields, BeamFields, StructuredOutputFields):
     sampling_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
-class GenerateBody(RequestModel):
+class GenerateBody(FeatureFields):
     """Prompts to continue. With several prompts or answers, the response is a list."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -107,9 +108,6 @@ class GenerateBody(RequestModel):
         None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
     )
     return_text_in_logprobs: bool | None = None
-    return_hidden_states: bool | None = Field(
-        None, description="Give the last hidden state of each token but the last one of the answer; not with stream"
-    )
     rid: str | None = Field(None, description="The request's name, for logs and meta_info.id")
     lora_path: str | None = Field(None, description="The name of an adapter")
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
@@ -128,8 +126,8 @@ class GenerateBody(RequestModel):
             raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
         if self.token_ids_logprob:
             self._check_named_tokens(self.token_ids_logprob)
-        for field in ("return_logprob", "return_hidden_states"):
-            if self.stream and getattr(self, field):
+        for field in (*(("return_logprob",) if self.return_logprob else ()), *asked_reports(self)):
+            if self.stream:
                 raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
         return self
 
@@ -174,8 +172,8 @@ class FinishObject(TypedDict):
     message: NotRequired[str]  # of "abort"
 
 
-class MetaInfo(TypedDict):
-    """What is known of an answer."""
+class MetaInfo(ReportObjects):
+    """What is known of an answer. Reports that were asked for are in the whole answer; null: it was aborted before."""
 
     id: str
     finish_reason: FinishObject | None
@@ -183,7 +181,6 @@ class MetaInfo(TypedDict):
     completion_tokens: int
     cached_tokens: NotRequired[int]  # once the answer is whole
     e2e_latency: NotRequired[float]  # seconds
-    hidden_states: NotRequired[list[Any] | None]  # a list of those of the prompt, then one of each token; null: aborted
     output_token_logprobs: NotRequired[list[LogprobTriple]]
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     input_token_logprobs: NotRequired[list[LogprobTriple]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from services.gateway.apis.shared.hidden_states import HiddenStates
+from services.gateway.features.report import JsonPieces
 
 MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
 UNLIKE = ("choices", "output")  # lists with large elements
@@ -32,12 +32,12 @@ class LazyList:
 
 def json_at_once(value: Any) -> bytes:
     """The JSON of a value that is not large."""
-    return to_json(value, fallback=iter)  # of a `LazyList`
+    return to_json(value, fallback=iter)  # of a `LazyList`, or of `JsonPieces`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
     """The JSON of `value` in pieces: large values in objects and lists one by one, small ones some at a time."""
-    if isinstance(value, HiddenStates):
+    if isinstance(value, JsonPieces):
         yield from value.json_pieces()
     elif isinstance(value, dict):
         yield from _object_pieces(value)
@@ -101,7 +101,7 @@ def _num_values(value: Any) -> int:
     elif type(value) is list or type(value) is tuple:
         inner = value
     else:
-        return MAX_PIECE_VALUES + 1 if isinstance(value, Iterator | LazyList | HiddenStates) else 1
+        return MAX_PIECE_VALUES + 1 if isinstance(value, Iterator | LazyList | JsonPieces) else 1
     count = 1
     for each in inner:
         count += 1 if type(each) in PLAIN else _num_values(each)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.gateway.apis.shared.feature_fields import NO_FEATURES
+
 LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
@@ -30,7 +32,6 @@ LLAMA_CPP_OPTIONS: Mapping[str, tuple[Any, ...]] = {
 SGLANG: Mapping[str, tuple[Any, ...]] = {
     "custom_logit_processor": ("",),
     "lora_path": ("", []),
-    "return_hidden_states": (False,),
     "session_params": ({},),
     "stop_regex": ("", []),
 }
@@ -77,7 +78,7 @@ VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {
 }
 
 # What no route here supports.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM, **NO_FEATURES}
 
 # Fields of chats, where prompts are continued.
 OF_CHATS: Mapping[str, tuple[Any, ...]] = {

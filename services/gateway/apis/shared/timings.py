@@ -9,7 +9,8 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from services.gateway.core.chunks import Finish, Progress
+from services.gateway.core.chunks import Finish
+from services.gateway.features.progress import Progress
 
 
 class TimingsObject(TypedDict):

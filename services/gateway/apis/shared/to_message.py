@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.common.sampling_params import NUMBERS
 from services.gateway.apis.shared.generation_fields import BeamFields, SamplingFields, StructuredOutputFields
 from services.gateway.apis.shared.structured_output import structured_output_of
-from services.gateway.request.generation_request import MAX_PROMPT_LOGPROBS
+from services.gateway.features.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from services.pb import gateway_pb2, sampling_pb2
 
 ALL = -1  # as in vLLM: the whole vocabulary, or as much of the prompt as fits

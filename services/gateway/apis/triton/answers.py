@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from services.gateway.apis.triton.models import ModelSpec
 from services.gateway.apis.triton.rows import Row
 from services.gateway.apis.triton.tensors import NUMPY_TYPES, Tensor, text_tensor
 from services.gateway.core.chunks import Chunk, Completion, Prompt
-from services.gateway.link.logits import Logits
+from services.gateway.features.token_rows import TokenRows
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.tokenizer import Tokenizer
 
@@ -48,9 +49,8 @@ class Answers:
         """The outputs for new tokens of an answer; none if they do not show yet."""
         if chunk.finish is None and not (chunk.text or chunk.logprobs if self._is_text else chunk.token_ids):
             return []
-        logits = [] if chunk.logits is None else [chunk.logits]
         logprobs = chunk.logprobs or LogprobRows()
-        outputs = self._outputs(row_index, chunk.index, chunk.text, chunk.token_ids, logprobs, logits)
+        outputs = self._outputs(row_index, chunk.index, chunk.text, chunk.token_ids, logprobs, chunk.reports)
         return [*outputs, *self._context_logits(row_index, chunk.prompt)]
 
     def answer(self, row_index: int, completion: Completion, prompt: Prompt | None) -> list[Tensor]:
@@ -61,7 +61,7 @@ class Answers:
             if self._is_text:
                 text = self._prompt_texts[row_index] + text
         outputs = self._outputs(
-            row_index, completion.index, text, token_ids, completion.logprobs, completion.logits
+            row_index, completion.index, text, token_ids, completion.logprobs, completion.reports
         )
         return [*outputs, *self._context_logits(row_index, prompt)]
 
@@ -84,7 +84,7 @@ class Answers:
         text: str,
         token_ids: Sequence[int],
         logprobs: LogprobRows,
-        logits: Sequence[Logits],
+        reports: Mapping[str, Any],
     ) -> list[Tensor]:
         row, tensors = self._rows[row_index], []
         if self._is_text:
@@ -98,7 +98,8 @@ class Answers:
             tensors.append(_float32("cum_log_probs", [[self._cum_logprobs[row_index, index]]]))
             tensors.append(_float32("output_log_probs", [[values]]))
         if row.get("return_generation_logits"):
-            tensors.append(Tensor("generation_logits", "FP32", self._rows_of(logits)[None, None]))
+            rows = self._rows_of(reports.get("generation_logits", ()))
+            tensors.append(Tensor("generation_logits", "FP32", rows[None, None]))
         tensors.append(_int32("batch_index", [[row_index]]))
         tensors.append(_int32("sequence_index", [[index]]))
         if row.get("return_num_input_tokens"):
@@ -111,10 +112,11 @@ class Answers:
     def _context_logits(self, row_index: int, prompt: Prompt | None) -> list[Tensor]:
         if prompt is None or not self._rows[row_index].get("return_context_logits"):
             return []
-        logits = [] if prompt.logits is None else [prompt.logits]  # none if the request was stopped before
-        return [Tensor("context_logits", "FP32", self._rows_of(logits)[None])]
+        found = prompt.reports.get("context_logits", ())  # none if the request was stopped before
+        return [Tensor("context_logits", "FP32", self._rows_of(found)[None])]
 
-    def _rows_of(self, parts: Sequence[Logits]) -> np.ndarray:
+    def _rows_of(self, found: TokenRows | Sequence[TokenRows]) -> np.ndarray:
+        parts = [found] if isinstance(found, TokenRows) else found
         values = np.frombuffer(b"".join(part.values for part in parts), "<f4")
         return values.reshape(sum(part.num_rows for part in parts), self._vocab_size)
 

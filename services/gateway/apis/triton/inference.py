@@ -23,6 +23,8 @@ from services.gateway.apis.triton.texts import postprocess, preprocess
 from services.gateway.apis.triton.to_message import generate_message
 from services.gateway.core.chunks import is_large
 from services.gateway.core.request_service import RequestService
+from services.gateway.features.installed import features_of
+from services.gateway.features.returned_logits import num_logits
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.generation_request import Owner
@@ -221,7 +223,8 @@ class Triton:
 
     def _check_numbers(self, request: InferRequest, generations: Generations) -> None:
         vocab_size = self.service.model.vocab_size
-        count = sum(each.request.max_num_logit_rows * vocab_size for each in generations.running)
+        requests = [each.request for each in generations.running]
+        count = sum(num_logits(features_of(each.spec), each.size(vocab_size, 0)) for each in requests)
         if request.max_numbers is not None and count > request.max_numbers:
             raise InvalidRequest(
                 f"the answers may have {count} logits, at most {request.max_numbers} are sent as JSON "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -16,9 +16,9 @@ from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.core.generation import Generation
 from services.gateway.core.request_service import RequestService
+from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
-from services.gateway.link.logits import BYTES_PER_LOGIT, Logits
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
 from services.lora.adapter import encode_adapter
@@ -59,7 +59,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         with self._slow_readers.watching(context, generation.request_id) as call:
             while not generation.is_finished:
                 chunk = await generation.next_chunk()
-                if (chunk.logprobs or chunk.prompt or chunk.logits) and is_large([chunk], [chunk.prompt]):
+                if (chunk.logprobs or chunk.prompt or chunk.reports) and is_large([chunk], [chunk.prompt]):
                     message = await self._encode_large_chunk(generation.request_id, chunk)
                 else:
                     message = _encode_chunk(generation.request_id, chunk)
@@ -172,8 +172,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> Generation:
         if not message.traceparent:
             message.traceparent = _traceparent(context)
-        for field in ("return_hidden_states", "return_progress"):
-            if getattr(message, field):
+        for report in REPORTS.values():
+            if not report.is_in_grpc and getattr(message, report.field):
+                field = report.field
                 raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
         generation = await self._service.start(message, current_caller(), in_one_message=in_one_message)
         # Closed here, because a handler that is cancelled while it sends is only garbage collected.
@@ -185,7 +186,7 @@ def _encode_chunk(request_id: str, chunk: Chunk, *, has_logprobs: bool = True) -
     prompt = None if chunk.prompt is None else _encode_prompt(chunk.prompt)
     if prompt is not None and has_logprobs:
         prompt.logprobs.extend(_encode_all(chunk.prompt.logprobs or ()))
-    return gateway_pb2.GenerateChunk(
+    message = gateway_pb2.GenerateChunk(
         request_id=request_id,
         text=chunk.text,
         token_ids=chunk.token_ids,
@@ -193,10 +194,12 @@ def _encode_chunk(request_id: str, chunk: Chunk, *, has_logprobs: bool = True) -
         index=chunk.index,
         logprobs=_encode_all(chunk.logprobs) if chunk.logprobs and has_logprobs else None,
         prompt=prompt,
-        logits=_encode_logits([chunk.logits]) if chunk.logits else None,
         reasoning="".join([each.text for each in chunk.deltas if isinstance(each, ReasoningDelta)]),
         tool_calls=_encode_calls(chunk.deltas),
     )
+    for name, part in chunk.reports.items():
+        REPORTS[name].write([part], message)
+    return message
 
 
 def _encode_calls(deltas: Iterable[Delta]) -> list[gateway_pb2.ToolCallDelta]:
@@ -219,13 +222,14 @@ def _encode_completion(completion: Completion, message: gateway_pb2.Completion) 
             text=completion.text,
             token_ids=completion.token_ids,
             finish=_encode_finish(completion.finish),
-            logits=_encode_logits(completion.logits) if completion.logits else None,
             reasoning=parts.reasoning(),
             tool_calls=[
                 gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in parts.calls
             ],
         )
     )
+    for name, parts in completion.reports.items():
+        REPORTS[name].write(parts, message)
 
 
 def _encode_all(values: Iterable[TokenLogprobs]) -> list[sampling_pb2.TokenLogprobs]:
@@ -234,15 +238,10 @@ def _encode_all(values: Iterable[TokenLogprobs]) -> list[sampling_pb2.TokenLogpr
 
 def _encode_prompt(prompt: Prompt) -> gateway_pb2.PromptEcho:
     """The message without log-probabilities."""
-    return gateway_pb2.PromptEcho(
-        token_ids=prompt.token_ids, logits=_encode_logits([prompt.logits]) if prompt.logits else None
-    )
-
-
-def _encode_logits(parts: Sequence[Logits]) -> gateway_pb2.Logits:
-    num_rows, values = sum(part.num_rows for part in parts), b"".join(part.values for part in parts)
-    vocab_size = len(values) // BYTES_PER_LOGIT // num_rows if num_rows else 0
-    return gateway_pb2.Logits(num_rows=num_rows, vocab_size=vocab_size, values=values)
+    message = gateway_pb2.PromptEcho(token_ids=prompt.token_ids)
+    for name, part in prompt.reports.items():
+        REPORTS[name].write([part], message)
+    return message
 
 
 def _encode_finish(finish: Finish) -> gateway_pb2.Finish:

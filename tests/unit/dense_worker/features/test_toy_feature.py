@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.common.sampling_params import SamplingParams
@@ -16,6 +16,7 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
 from services.dense_worker.runner.model_runner import ModelRunner
@@ -25,8 +26,6 @@ from services.step import NewSequence, PlanAccepted, SequenceOpened, SequenceSpe
 from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import LIMITS, TIMEOUT_S, FakeAttention, make_attachment, started_engine
 from tests.unit.dense_worker.runner.test_runner_sequences import CHANNEL, NUM_LAYERS, VOCAB_SIZE, NextNumber
-
-SALT = "toy"  # sequences that ask for it have the feature
 
 
 class ToySequence(SequenceFeature):
@@ -49,17 +48,6 @@ class ToySequence(SequenceFeature):
 
 
 @dataclass(frozen=True, slots=True)
-class ToyReport:
-    """The tokens that a sequence has got from a step."""
-
-    seq_id: int
-    token_ids: list[int]
-
-    def encode(self) -> Iterator[tuple[dense_pb2.StepOutput, int]]:
-        yield dense_pb2.StepOutput(), 0
-
-
-@dataclass(frozen=True, slots=True)
 class ToyRows(StepPart):
     step: StepView
     rows: FeatureRows
@@ -67,20 +55,22 @@ class ToyRows(StepPart):
     def read(self, result: StepResult) -> None:
         for index in self.rows.indexes.tolist():
             if token_ids := result.token_ids.of(index):
-                result.reports.append(ToyReport(self.step.entries.seq_ids.item(index), token_ids))
+                rows = np.array(token_ids, np.uint32)[:, None]  # the tokens that the sequence has got from the step
+                result.reports.append(TokenReport(self.step.entries.seq_ids.item(index), Toy.name, 0, rows))
 
 
 @dataclass
 class Toy(Feature):
-    """Has the sequences with `SALT`, and writes down the rows that it gets."""
+    """Has the sequences that ask for it by its name, and writes down the rows that it gets."""
 
+    name = "toy"
     sequence_type = ToySequence
     rows: list[tuple[int, str]] = field(default_factory=list)  # (seq_id of the entry, request_id of the feature)
 
     __hash__ = object.__hash__
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> ToySequence | None:
-        return ToySequence(spec.request_id) if spec.cache_salt == SALT else None
+        return ToySequence(spec.request_id) if self.name in spec.features else None
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> ToyRows:
         seq_ids = step.entries.seq_ids[rows.indexes].tolist()
@@ -125,7 +115,7 @@ class Run:
 
     def submit(self, seq_id: int, num_prompt_tokens: int, max_tokens: int, *, is_toy: bool) -> Sequence:
         sampling, prompt = SamplingParams(temperature=0.0), list(range(num_prompt_tokens))
-        options = {"cache_salt": SALT} if is_toy else {}
+        options = {"features": {Toy.name: b""}} if is_toy else {}
         sequence = new_sequence(seq_id, f"r{seq_id}", prompt, sampling, max_tokens, **options)
         admitted = self.toy.admit(sequence.spec, dense_pb2.Submit(), stream=1)
         sequence.features = () if admitted is None else (admitted,)
@@ -135,7 +125,7 @@ class Run:
     def report(self) -> StepReport:
         report = self.reports.get(timeout=TIMEOUT_S)
         assert report.step_id >= 0, "the engine failed"
-        self.reported += [(sequence.seq_id, each.token_ids) for sequence, each in report.reports]
+        self.reported += [(sequence.seq_id, each.rows[:, 0].tolist()) for sequence, each in report.reports]
         return report
 
     def run_to_end(self, num_sequences: int) -> None:

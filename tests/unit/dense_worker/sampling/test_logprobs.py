@@ -9,13 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.features.returned_logits.prompt_logprobs import find_span, rank_prompt_tokens
+from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.features.prompt_logprobs.ranked_spans import (
+    PromptSpan,
+    RankedSpans,
+    SequencePromptLogprobs,
+    find_span,
+    rank_prompt_tokens,
+)
+from services.dense_worker.features.step_part import FurtherRows
 from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry
 from tests.support.dense.sequences import make_state
 from tests.support.examples import examples
+from tests.support.reports import prompt_logprobs, read_prompt_logprobs
 
 VOCAB_SIZE = 50
 # float32 has 24 bits. A logarithm up to 30 has an error of up to 2e-6, the sum of exponentials a few units more.
@@ -103,7 +112,25 @@ def test_logprobs_do_not_change_the_tokens() -> None:
 
 def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: int = 1) -> RequestState:
     token_ids = tuple((7 * i + 3) % VOCAB_SIZE for i in range(num_prompt_tokens))
-    return make_state(seq_id, token_ids, num_prompt_tokens, num_prompt_logprobs=num_prompt_logprobs)
+    return make_state(seq_id, token_ids, num_prompt_tokens, features=prompt_logprobs(num_prompt_logprobs))
+
+
+def span_of(sequence: RequestState, start: int, num_tokens: int, first_row: int) -> PromptSpan | None:
+    """The span of an entry with these tokens of a sequence."""
+    [asked] = sequence.features
+    assert isinstance(asked, SequencePromptLogprobs)
+    return find_span(PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0), asked, first_row)
+
+
+def rank(backend: RowBackend, spans: list[PromptSpan], max_num_rows: int) -> RankedSpans:
+    further = FurtherRows(backend, torch.empty(0), torch.empty(0), max_num_rows)  # type: ignore[arg-type]
+    return rank_prompt_tokens(further, spans)
+
+
+def read(ranked: RankedSpans) -> list[tuple[int, int, list[TokenLogprobs]]]:
+    """Of each span: seq_id, index of the first token, and what is reported of the tokens."""
+    found = ranked.to_host().rows()
+    return [(span.seq_id, span.start, read_prompt_logprobs(len(rows), rows.tobytes())) for span, rows in found]
 
 
 class RowBackend:
@@ -134,14 +161,12 @@ def test_chunks_report_every_prompt_token_except_the_first_once(
     reported: list[int] = []
     start = 0
     for num_tokens in chunks:
-        entry = PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0)
-        if span := find_span(entry, sequence.spec, first_row):
+        if span := span_of(sequence, start, num_tokens, first_row):
             backend = RowBackend(first_row + num_tokens)
-            ranked = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), [span], max_num_rows)
-            [found] = ranked.read()
+            [(_, first, tokens)] = read(rank(backend, [span], max_num_rows))
             assert max(backend.asked) <= max_num_rows
             expected = exact_logprobs(backend.logits)
-            for index, token in enumerate(found.tokens, found.start):
+            for index, token in enumerate(tokens, first):
                 row = first_row + index - 1 - start
                 assert token.logprob == pytest.approx(expected[row, sequence.token_ids[index]], abs=TOLERANCE)
                 assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[:2].tolist()
@@ -153,15 +178,15 @@ def test_chunks_report_every_prompt_token_except_the_first_once(
 def test_each_prompt_of_a_step_has_its_own_number_of_top_tokens() -> None:
     first, second = prompt_sequence(4, 0, seq_id=1), prompt_sequence(6, 3, seq_id=2)
     spans = [
-        find_span(PlanEntry(1, 0, 4, num_logits=1), first.spec, 2),
-        find_span(PlanEntry(2, 2, 3, num_logits=0), second.spec, 6),
+        span_of(first, 0, 4, 2),
+        span_of(second, 2, 3, 6),
     ]
     backend = RowBackend(9)
-    found = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, 256).read()
-    assert [(each.seq_id, each.start, len(each.tokens)) for each in found] == [(1, 1, 3), (2, 3, 3)]
-    assert [len(token.top) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
+    found = read(rank(backend, spans, 256))
+    assert [(seq_id, start, len(tokens)) for seq_id, start, tokens in found] == [(1, 1, 3), (2, 3, 3)]
+    assert [len(token.top) for _, _, tokens in found for token in tokens] == [0, 0, 0, 3, 3, 3]
     expected = exact_logprobs(backend.logits)
-    assert found[1].tokens[2].logprob == pytest.approx(expected[8, second.token_ids[5]], abs=TOLERANCE)
+    assert found[1][2][2].logprob == pytest.approx(expected[8, second.token_ids[5]], abs=TOLERANCE)
 
 
 def test_named_tokens_are_reported_behind_the_most_likely_ones_of_their_own_row() -> None:
@@ -199,24 +224,24 @@ def test_named_tokens_are_reported_behind_the_most_likely_ones_of_their_own_row(
 def test_prompts_have_named_tokens_and_one_with_the_whole_vocabulary_widens_no_other() -> None:
     named = SamplingParams(logprob_token_ids=(30, 4))
     sequences = [
-        make_state(1, prompt_sequence(4, 2).token_ids, 4, named, num_prompt_logprobs=2),
+        make_state(1, prompt_sequence(4, 2).token_ids, 4, named, features=prompt_logprobs(2)),
         prompt_sequence(5, VOCAB_SIZE, seq_id=2),
         prompt_sequence(6, 0, seq_id=3),
     ]
     spans, first_row = [], 0
     for each in sequences:
         count = each.spec.num_prompt_tokens
-        spans.append(find_span(PlanEntry(each.seq_id, 0, count, num_logits=1), each.spec, first_row))
+        spans.append(span_of(each, 0, count, first_row))
         first_row += count
     backend = RowBackend(first_row)
-    ranked = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, max_num_rows=3)
+    ranked = rank(backend, spans, max_num_rows=3)
     assert [part.top_logprobs.shape for _, part in ranked.parts] == [(8, 2), (4, VOCAB_SIZE)]
     expected = exact_logprobs(backend.logits)
-    found = {each.seq_id: each for each in ranked.to_host().read()}
-    assert {seq_id: len(each.tokens) for seq_id, each in found.items()} == {1: 3, 2: 4, 3: 5}
-    for row, token in enumerate(found[1].tokens):
+    found = {seq_id: tokens for seq_id, _, tokens in read(ranked)}
+    assert {seq_id: len(tokens) for seq_id, tokens in found.items()} == {1: 3, 2: 4, 3: 5}
+    for row, token in enumerate(found[1]):
         assert [each for each, _ in token.top] == [*np.argsort(-expected[row])[:2].tolist(), 30, 4]
         assert token.top[3][1] == pytest.approx(expected[row, 4], abs=TOLERANCE)
-    for row, token in enumerate(found[2].tokens, 4):
+    for row, token in enumerate(found[2], 4):
         assert [each for each, _ in token.top] == np.argsort(-expected[row]).tolist()
-    assert all(token.top == () for token in found[3].tokens)
+    assert all(token.top == () for token in found[3])

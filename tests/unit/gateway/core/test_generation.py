@@ -20,6 +20,7 @@ from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.text.tokenizer import load_tokenizer
 from tests.support.clients.generation_requests import make_request
+from tests.support.reports import prompt_logprobs, write_prompt_logprobs
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 REFERENCE = TOKENIZER.hf_tokenizer
@@ -176,21 +177,21 @@ def test_log_probabilities_after_a_stop_string_are_dropped() -> None:
 
 def test_every_answer_begins_with_the_echoed_prompt() -> None:
     prompt_token_ids = ids("The capital")
-    options = {"prompt_token_ids": prompt_token_ids, "echo": True, "num_prompt_logprobs": 0, "n": 2, "best_of": 2}
+    options = {"prompt_token_ids": prompt_token_ids, "echo": True, "features": prompt_logprobs(0), "n": 2, "best_of": 2}
     generation, dense, _ = begin_many(**options)
     first, second = dense.submitted
     values = [TokenLogprobs(-float(i), ()) for i in range(1, len(prompt_token_ids))]
-    assert first.spec.num_prompt_logprobs == 0 and not first.has_prompt_logprobs
-    assert second.spec.num_prompt_logprobs is None, "they are the same for all answers; only the first requests them"
-    messages = [encode_logprobs(value) for value in values]
-    first.add_prompt_logprobs(1, messages[:1])
-    first.add_prompt_logprobs(1, messages)  # a second time, after a worker died
-    assert first.has_prompt_logprobs
+    assert first.spec.features == prompt_logprobs(0) and first.records["prompt_logprobs"].num_reported == 1
+    assert not second.spec.features, "they are the same for all answers; only the first requests them"
+    rows = write_prompt_logprobs(values)
+    first.keep_report("prompt_logprobs", 1, 1, rows[:1].tobytes())
+    first.keep_report("prompt_logprobs", 1, len(rows), rows.tobytes())  # a second time, after a worker died
+    assert first.records["prompt_logprobs"].num_reported == len(prompt_token_ids)
     for entry, text in ((first, " of France"), (second, " of Peru")):
         feed(entry, ids(text), FinishReason.LENGTH)
     completions, prompt = asyncio.run(generation.completions())
     assert [each.text for each in completions] == ["The capital of France", "The capital of Peru"]
-    assert prompt == Prompt(prompt_token_ids, values)
+    assert prompt == Prompt(prompt_token_ids, {"prompt_logprobs": values})
 
 
 def test_an_error_of_one_answer_ends_the_request() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from services.common.token_logprobs import LogprobRows
 from services.gateway.link import dense_client
 from services.gateway.link.journal_entry import JournalEntry
 from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request, open_entry
+from tests.support.reports import prompt_logprobs
 from tests.support.running_gateway import run
 from tests.support.workers.fake_dense import FakeDense, fake_logprob
 from tests.unit.gateway.link.test_dense_client import connected, count_up, take_all
@@ -69,16 +71,20 @@ def test_a_sequence_closed_before_it_is_written_is_never_submitted(tmp_path: Pat
     run(test())
 
 
-def test_log_probabilities_of_a_long_prompt_are_decoded_in_several_turns(tmp_path: Path) -> None:
+def test_log_probabilities_of_a_long_prompt_arrive_whole(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path, FakeDense(count_up)) as (gateway, _):
             prompt = list(range(10, 8010))
-            request = make_request("long", prompt_token_ids=prompt, max_tokens=1, num_prompt_logprobs=2)
+            request = make_request("long", prompt_token_ids=prompt, max_tokens=1, features=prompt_logprobs(2))
             entry = open_entry(gateway.journal, request)
             gateway.pool.submit(entry)
-            growths = await turns_of(lambda: entry.is_ended, lambda: len(entry.prompt_logprobs))
-            assert max(growths) <= 1000  # of 8000; with 20 top tokens each, 1000 take 5 ms
-            assert [each.logprob for each in entry.prompt_logprobs] == [fake_logprob(each) for each in prompt[1:]]
-            assert entry.has_prompt_logprobs
+            assert await take_all(entry)
+            assert entry.records["prompt_logprobs"].num_reported == len(prompt)
+            found = entry.take_reports(0, is_last=False, with_prompt=True)["prompt_logprobs"]
+            assert isinstance(found, LogprobRows)
+            for token_id, each in zip(prompt[1:], found, strict=True):
+                likeliest = [token_id - 1, token_id]
+                assert each.logprob == fake_logprob(token_id) and each.rank == token_id + 1
+                assert each.top == tuple((other, fake_logprob(other)) for other in likeliest)
 
     run(test())

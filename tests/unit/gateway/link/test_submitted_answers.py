@@ -8,6 +8,7 @@ from services.gateway.link.dense_messages import encode_submit
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import UpdateQueue
 from tests.support.clients.generation_requests import make_request
+from tests.support.reports import prompt_logprobs
 
 
 def test_answers_to_one_prompt_name_their_group_and_others_have_none() -> None:
@@ -31,7 +32,8 @@ def test_a_beam_search_is_no_group() -> None:
 
 
 def test_all_workers_hold_the_spec_that_the_gateway_has_written() -> None:
-    request = make_request(cache_salt="s", stop_token_ids=(2, 7), num_logprobs=3, num_prompt_logprobs=2, n=2, best_of=2)
+    options = {"cache_salt": "s", "stop_token_ids": (2, 7), "num_logprobs": 3, "features": prompt_logprobs(2)}
+    request = make_request(**options, n=2, best_of=2)
     entries = Journal().open(request, UpdateQueue())
     sequences = [decode_sequence(encode_submit(entry).submit, 1) for entry in entries]
     assert [sequence.spec for sequence in sequences] == [entry.spec for entry in entries]

@@ -17,6 +17,7 @@ from services.gateway.request.model_names import ModelNames
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 from services.step import SequenceSpec
+from tests.support.reports import prompt_logprobs
 
 LIMITS = ModelLimits(
     vocab_size=1000,
@@ -106,7 +107,7 @@ def test_given_fields_are_kept() -> None:
         stop_token_ids=(0, 2, 7, 999),
         cache_salt="tenant",
         num_logprobs=0,
-        num_prompt_logprobs=20,
+        features=prompt_logprobs(20),
         priority=-100,
     )
     assert request == GenerationRequest(

@@ -11,6 +11,7 @@ from services.dense_worker.engine.fairness.step_shares import MAX_VALUES, client
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
 from tests.support.dense.sequences import ask
+from tests.support.reports import prompt_logprobs
 from tests.unit.dense_worker.engine.fairness.test_fair_scheduler import SharedCluster
 from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence
 
@@ -30,7 +31,7 @@ def test_the_limit_holds_and_is_used_and_each_client_advances(
     prefills = []
     for number, (client, num_logprobs, num_tokens) in enumerate(wishes):
         sequence = make_sequence(number, num_tokens, 4)
-        ask(sequence, client=client, num_prompt_logprobs=num_logprobs)
+        ask(sequence, client=client, features=prompt_logprobs(num_logprobs))
         prefills.append((sequence, num_tokens))
     limited = dict(limit_values(prefills, limit))
     tokens, values, most = Counter[int](), Counter[int](), Counter[int]()
@@ -66,11 +67,11 @@ def test_prompts_that_report_the_vocabulary_advance_in_short_steps_beside_others
     heavy = {}
     for _ in range(8):
         sequence = cluster.arrive(1, 100, 2)
-        ask(sequence, num_prompt_logprobs=VOCAB_SIZE)
+        ask(sequence, features=prompt_logprobs(VOCAB_SIZE))
         heavy[sequence.seq_id] = sequence
     cluster.run(3)
     light = cluster.arrive(2, 200, 3)
-    ask(light, num_prompt_logprobs=2)
+    ask(light, features=prompt_logprobs(2))
     plain = [cluster.arrive(client, 120, 3) for client in (1, 2)]
     before = len(cluster.plans)
     cluster.run(3)
@@ -91,7 +92,7 @@ def test_prompts_that_report_the_vocabulary_advance_in_short_steps_beside_others
 def test_a_token_with_more_values_than_a_step_may_have_is_computed_by_itself() -> None:
     first, second, other = (make_sequence(number, 10, 1) for number in range(3))
     for sequence, client in ((first, 1), (second, 1), (other, 2)):
-        ask(sequence, client=client, num_prompt_logprobs=2 * MAX_VALUES)
+        ask(sequence, client=client, features=prompt_logprobs(2 * MAX_VALUES))
     assert client_of(first) == client_of(second) != client_of(other)
     assert limit_values([(first, 10), (second, 10), (other, 10)]) == [(first, 1), (other, 1)]
 
@@ -100,6 +101,6 @@ def test_prompts_of_a_short_step_that_has_room_for_their_values_are_computed_as_
     """Each step for one of them, not for a few tokens of each."""
     cluster = SharedCluster(num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=128, max_model_len=512)
     for client in (1, 1, 1, 1):
-        ask(cluster.arrive(client, 256, 1), num_prompt_logprobs=20)
+        ask(cluster.arrive(client, 256, 1), features=prompt_logprobs(20))
     cluster.run_until_idle()
     assert [[each.num_tokens for each in plan.entries] for plan in cluster.plans if plan.entries] == [[128]] * 8

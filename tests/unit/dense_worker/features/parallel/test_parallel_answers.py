@@ -23,6 +23,7 @@ from services.step import StepPlan
 from tests.support.dense.eager_drafting import EagerDrafting
 from tests.support.dense.sequences import ask, new_sequence
 from tests.support.examples import examples
+from tests.support.reports import prompt_logprobs
 from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
 from tests.unit.dense_worker.features.drafting.test_scheduler_drafts import SomeDrafts
 
@@ -308,7 +309,7 @@ def test_answers_of_one_token_compute_their_prompt_once(drafting: CautiousDrafti
 def test_an_answer_that_reports_its_prompt_computes_it_and_the_others_are_forked_from_it() -> None:
     cluster = AnswerCluster(num_blocks=64, max_num_seqs=6, max_num_batched_tokens=16)
     first, second, third = answers = cluster.arrive(3, 20, 5)
-    ask(second, num_prompt_logprobs=2)
+    ask(second, features=prompt_logprobs(2))
     cluster.run_until_idle()
     cluster.check_answers(answers)
     joined = {fork.child_seq_id for plan in cluster.plans for fork in plan.forks}

@@ -11,6 +11,7 @@ from services.pb import gateway_pb2
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import events
 from tests.support.clients.http_gateway import MODEL, USER, say, with_client
+from tests.support.reports import prompt_logprobs
 from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
@@ -210,7 +211,7 @@ def test_every_option_reaches_the_dense_worker(tmp_path: Path) -> None:
         [submit] = dense.submits
         assert (submit.spec.request_id, submit.spec.max_tokens, submit.spec.priority) == ("all", 7, -4)
         assert (list(submit.spec.stop_token_ids), submit.spec.cache_salt) == ([99], "salt")
-        assert (submit.spec.num_logprobs, submit.spec.num_prompt_logprobs) == (2, 1)
+        assert (submit.spec.num_logprobs, dict(submit.spec.features)) == (2, prompt_logprobs(1))
         sampling = submit.spec.sampling
         for name in ("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"):
             assert getattr(sampling, name) == body[name], name

@@ -1,0 +1,1 @@
+"""Sequences that report the last hidden state of each token that they compute."""

@@ -1,0 +1,1 @@
+"""Sequences that report the log-probabilities of the tokens of their prompts."""

@@ -1,0 +1,1 @@
+"""Sequences that report how far their prompts are computed."""

@@ -1,0 +1,56 @@
+"""How far the prompt of a stream is computed. It comes in chunks of its own, before the first token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from services.gateway.features.report import Report, Reporter, ReportRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the prompt of an answer is computed; counts are tokens."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int  # cached ones included
+    time_s: float  # since its first step
+
+    @property
+    def num_values(self) -> int:
+        return 4
+
+
+class _Record(ReportRecord):
+    def __init__(self) -> None:
+        self._num_computed = 0
+        self._is_new = False  # the client has not been told
+
+    @property
+    def num_reported(self) -> int:
+        return self._num_computed
+
+    def keep(self, start: int, num_tokens: int, values: bytes) -> bool:
+        self._num_computed = start + num_tokens
+        self._is_new = True
+        return True
+
+    def take(self, reporter: Reporter, num_tokens: int, is_last: bool) -> Progress | None:
+        if not self._is_new:
+            return None
+        self._is_new = False
+        time_s = time.monotonic() - reporter.arrival - (reporter.queue_s or 0.0)
+        return Progress(reporter.spec.num_prompt_tokens, reporter.num_cached_tokens, self._num_computed, time_s)
+
+
+class PromptProgress(Report):
+    """Only streams over HTTP show it."""
+
+    name = "progress"
+    field = "return_progress"
+    is_of_prompt = True
+    is_in_grpc = False
+
+    def record(self) -> ReportRecord:
+        return _Record()
