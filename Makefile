@@ -7,14 +7,18 @@ RUN := $(VENV)/bin/python
 
 setup: $(VENV)/.installed
 
-# Runs again whenever a pinned version changes. pip skips what is installed already.
-$(VENV)/.installed: requirements.txt requirements-dev.txt requirements-export.txt requirements-bench.txt
+# Both run again whenever a pinned version changes. pip skips what is installed already.
+$(VENV)/.installed-runtime: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.installed-runtime requirements-dev.txt requirements-export.txt requirements-bench.txt
 	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
 	touch $@
 
-run: setup
+run: $(VENV)/.installed-runtime
 	exec $(RUN) -m services.launch --sample-prompt "San Francisco is a"
 
 # Few examples of each property, the same in every run; `make chaos` tries all of them.
