@@ -37,10 +37,16 @@ class AttentionWorker:
         """Starts serving dense workers. The KV cache is allocated when the first one attaches."""
         config, section = self._config, self._config.attention
         registry = new_registry("attention")
-        self._opened.enter_context(serving_metrics(section.metrics_address, registry))
+        self._opened.enter_context(serving_metrics(section.metrics_address, registry, "attention.metrics_address"))
         tracer = self._opened.enter_context(tracing(config.tracing, "attention"))
         tls = read_peer_tls(config.peers)
-        server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
+        server = GrpcServer(
+            section.address,
+            [SERVICE_NAME],
+            config.peers.max_message_bytes,
+            tls and tls.files,
+            setting="attention.address",
+        )
         model = resolve_model(config.model, section.device, section)
         backend = select_backend(section, model)  # so that a model that no kernels can run ends the start
         check_host_tier(section, model)

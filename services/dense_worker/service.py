@@ -35,6 +35,8 @@ from services.rpc.spans import Tracer
 from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
 
+METRICS = "dense.metrics_address"
+
 log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.dense.v1.DenseWorker"
@@ -59,7 +61,7 @@ class DenseWorker:
         """Begins to answer health checks, loads the weights, and starts the engine."""
         config = self._config
         address = None if self._has_predecessor else config.dense.metrics_address
-        self._opened.enter_context(serving_metrics(address, self._registry))
+        self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
         resolved = resolve_dense_model(config)
@@ -122,6 +124,7 @@ class DenseWorker:
             config.peers.max_message_bytes,
             tls and tls.files,
             options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
+            setting="dense.address",
         )
         self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer))
         dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
@@ -182,7 +185,7 @@ class DenseWorker:
         """Serves the metrics of a worker that replaces another: after it takes over, once the old one has ended."""
         if self._has_predecessor:
             await self._servicer.may_attach.wait()
-            await serve_metrics_once_free(self._config.dense.metrics_address, self._registry)
+            await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
 
 
 def attach_options(config: Config, model: LoadedModel) -> AttachOptions:

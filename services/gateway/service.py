@@ -69,7 +69,8 @@ class Gateway:
         """Starts listening at both addresses; no request can run yet. Raises `ConfigError` or `ModelError`."""
         config = self._config
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._opened.enter_context(serving_metrics(config.gateway.metrics_address, self._registry))
+        address = config.gateway.metrics_address
+        self._opened.enter_context(serving_metrics(address, self._registry, "gateway.metrics_address"))
         tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
         model_config, is_dummy = load_model_config(config.model.path), config.model.load_format == "dummy"
         client_templates = None
@@ -222,6 +223,7 @@ class Gateway:
                 ("grpc.max_concurrent_streams", section.max_grpc_streams),
             ],
             shares_port=self._options.shares_ports,
+            setting="gateway.address",
             interceptors=[
                 Reception(
                     self._access,

@@ -48,30 +48,32 @@ def check_tls(config: Config) -> None:
 
 def check_addresses(config: Config) -> None:
     """Raises `ConfigError` for an address where a service cannot listen, or where its clients cannot find it."""
-    for address in (
-        config.gateway.address, config.gateway.http_address, config.dense.address, config.attention.address
-    ):
-        check_free(address)
+    check_free(config.gateway.address, "gateway.address")
+    check_free(config.gateway.http_address, "gateway.http_address")
+    check_free(config.dense.address, "dense.address")
+    check_free(config.attention.address, "attention.address")
 
 
-def check_free(address: str) -> None:
+def check_free(address: str, setting: str) -> None:
     """Raises `ConfigError` if another process serves there: its answers would be taken for those of our service.
 
-    Port 0 is also an error, because only the service itself would know its real port.
+    Port 0 is also an error, because only the service itself would know its real port. The error names the setting: the
+    key of the config that the address is from.
     """
     if address.startswith("unix:"):
         return  # the service itself checks this
     host, _, port = address.rpartition(":")
     if int(port) == 0:
-        raise ConfigError(f"cannot listen on {address}: nobody would find it; ports are from 1 to {MAX_PORT}")
+        raise ConfigError(f"cannot listen on {setting} {address}: nobody would find it; ports are from 1 to {MAX_PORT}")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen on {setting} {address}: {error.strerror}") from error
     family, kind, protocol, _, target = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(target)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {address}: port in use or address not of this host") from error
+            reason = "port in use or address not of this host"
+            raise ConfigError(f"cannot listen on {setting} {address}: {reason}") from error

@@ -92,7 +92,8 @@ class Launcher:
         await control.set_serving(True)
         registry = new_registry("launch")
         LaunchMetrics(registry, lambda: self._children)
-        self._opened.enter_context(serving_metrics(self._config.launch.metrics_address, registry))
+        address = self._config.launch.metrics_address
+        self._opened.enter_context(serving_metrics(address, registry, "launch.metrics_address"))
 
     async def _use(self) -> None:
         """Prints the answer to a prompt and returns, or prints the addresses and serves."""

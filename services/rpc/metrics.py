@@ -43,11 +43,11 @@ def new_registry(service: str) -> CollectorRegistry:
 
 
 @contextlib.contextmanager
-def serving_metrics(address: str | None, registry: CollectorRegistry) -> Iterator[str | None]:
+def serving_metrics(address: str | None, registry: CollectorRegistry, setting: str) -> Iterator[str | None]:
     """Serves the registry at `http://ADDRESS/metrics`, in threads of its own, as long as the context lasts.
 
     Yields the address with the real port. With the address None it serves nothing and yields None. Raises
-    `ConfigError` if the address is in use.
+    `ConfigError` if the address is in use, which names the setting: the key of the config that the address is from.
     """
     if address is None:
         yield None
@@ -56,7 +56,8 @@ def serving_metrics(address: str | None, registry: CollectorRegistry) -> Iterato
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)
     except OSError as error:
-        raise ConfigError(f"cannot serve metrics on {address}: port in use or address not of this host") from error
+        reason = "port in use or address not of this host"
+        raise ConfigError(f"cannot serve metrics on {setting} {address}: {reason}") from error
     try:
         bound = f"{host}:{server.server_port}"
         log.info("metrics", address=bound)
@@ -67,7 +68,7 @@ def serving_metrics(address: str | None, registry: CollectorRegistry) -> Iterato
         thread.join()
 
 
-async def serve_metrics_once_free(address: str | None, registry: CollectorRegistry) -> None:
+async def serve_metrics_once_free(address: str | None, registry: CollectorRegistry, setting: str) -> None:
     """Like `serving_metrics`, until cancelled; first waits until the previous process has left the address.
 
     After `HAND_OVER_TIMEOUT_S` it logs an error and returns.
@@ -76,7 +77,7 @@ async def serve_metrics_once_free(address: str | None, registry: CollectorRegist
     deadline = loop.time() + HAND_OVER_TIMEOUT_S
     while address is not None:
         try:
-            with serving_metrics(address, registry):
+            with serving_metrics(address, registry, setting):
                 await asyncio.Event().wait()
         except ConfigError as error:
             if loop.time() > deadline:

@@ -57,15 +57,19 @@ class GrpcServer:
         options: Sequence[tuple[str, object]] = (),
         *,
         shares_port: bool = False,
+        setting: str = "",
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         """`local_address` is a second address: a Unix socket without TLS. `shares_port` allows other processes on the
         same port.
 
+        `setting` is the key of the config that `address` is from, for errors; empty: of none.
+
         `max_message_bytes` limits incoming messages; the receivers limit outgoing ones. Errors that `interceptors`
         raise become statuses too.
         """
         self._address = address
+        self._setting = setting
         self._tls = tls
         self._local_address = local_address
         self._service_names = service_names
@@ -108,7 +112,8 @@ class GrpcServer:
                 return self.server.add_insecure_port(address)
             return self.server.add_secure_port(address, tls.server_credentials())
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address}: port in use or address not of this host") from error
+            named = f"{self._setting} {address}" if self._setting and address == self._address else address
+            raise ConfigError(f"cannot listen on {named}: port in use or address not of this host") from error
 
     async def set_serving(self, is_serving: bool) -> None:
         """Sets the health of the whole server and of each service. A stalled server reports NOT_SERVING anyway."""

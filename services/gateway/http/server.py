@@ -161,7 +161,7 @@ def bind(address: str, *, shares_port: bool = False) -> socket.socket:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(target)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
+        raise ConfigError(f"cannot listen on gateway.http_address {address}: {error.strerror}") from error
     listener.setblocking(False)
     return listener
 

@@ -134,7 +134,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, role: str) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         result = run_warm("services.launch", "--prompt", "a", "--set", f"{role}.address={address}")
     assert result.returncode == 1
-    assert address in result.stderr and "port in use" in result.stderr
+    assert f"{role}.address {address}: port in use" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_only_a_worker_that_replaces_another_starts_while_its_metrics_address_is
     monkeypatch.setattr(service, "load_model", load)
 
     async def main() -> None:
-        with serving_metrics("127.0.0.1:0", new_registry("dense")) as address:
+        with serving_metrics("127.0.0.1:0", new_registry("dense"), "dense.metrics_address") as address:
             settings = [f"dense.address=unix:{tmp_path}/dense.sock", "dense.device=cpu"]
             config = load_config(None, [*settings, f"dense.metrics_address={address}"])
             worker = DenseWorker(config, ChildOptions(has_predecessor=has_predecessor))

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.config import load_config
 from services.common.errors import ConfigError
-from services.launch.addresses import check_free, place_sockets
+from services.launch.addresses import check_addresses, check_free, place_sockets
 from services.launch.child import Child
 from services.launch.service_configs import gateway_configs
 
@@ -17,18 +17,18 @@ from services.launch.service_configs import gateway_configs
 def test_the_error_names_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: port in use"):
-            check_free(f"127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=f"gateway.http_address 127.0.0.1:{port}: port in use"):
+            check_addresses(load_config(None, [f"gateway.http_address=127.0.0.1:{port}"]))
 
 
 def test_the_error_names_an_unknown_host() -> None:
-    with pytest.raises(ConfigError, match=r"no-such-host\.invalid:8080"):
-        check_free("no-such-host.invalid:8080")
+    with pytest.raises(ConfigError, match=r"gateway\.address no-such-host\.invalid:8080"):
+        check_free("no-such-host.invalid:8080", "gateway.address")
 
 
 def test_port_0_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:0: nobody would find it; ports are from 1 to 65535"):
-        check_free("127.0.0.1:0")
+        check_free("127.0.0.1:0", "gateway.address")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

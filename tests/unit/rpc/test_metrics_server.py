@@ -20,7 +20,7 @@ from tests.support.scrape import Scrape
 def test_counters_are_served_with_the_process_and_its_version() -> None:
     registry = new_registry("gateway")
     counter = Counter("twostroke_things_total", "Things.", registry=registry)
-    with serving_metrics("127.0.0.1:0", registry) as address:
+    with serving_metrics("127.0.0.1:0", registry, "dense.metrics_address") as address:
         counter.inc(3)
         scrape = Scrape(str(address))
         assert scrape.value("twostroke_things_total") == 3
@@ -44,13 +44,15 @@ def test_the_error_names_an_address_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=address), serving_metrics(address, new_registry("dense")):
+        setting = "dense.metrics_address"
+        serving = serving_metrics(address, new_registry("dense"), setting)
+        with pytest.raises(ConfigError, match=f"{setting} {address}"), serving:
             pass
 
 
 def test_without_an_address_nothing_is_started() -> None:
     num_threads = threading.active_count()
-    with serving_metrics(None, new_registry("dense")) as address:
+    with serving_metrics(None, new_registry("dense"), "dense.metrics_address") as address:
         assert address is None
         assert threading.active_count() == num_threads
 
