@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
+# Without compiled modules each of a hundred processes would compile them again, and pytest would rewrite all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup run test test-fast durations clients chaos bench protos docs clean
 
 setup: $(VENV)/.installed

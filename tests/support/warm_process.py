@@ -3,6 +3,7 @@
 Importing torch and transformers takes most of a service's start. The process looks like one started by `subprocess`:
 it is a child of the test, with the same command line, environment, standard streams, signals and exit status. But it
 shares memory with `tests.support.warm_server`, so tests that measure all memory of a service start it by `subprocess`.
+Its workers do not spin while they wait for each other unless `SPINS` is in the environment.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 WARM_SERVER = "tests.support.warm_server"
+SPINS = "TWOSTROKE_TEST_SPINS"  # in the environment of processes that wait for their peers as they do for users
 MAX_COMMAND_BYTES = 1 << 14  # length of the command line of a forked process
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_POLL_S = 0.02
