@@ -56,6 +56,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000)  # objects; by default 700, and to look for garbage takes a twentieth of the time
     gc.enable()
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+# A setting: of the embedded model only half the layers run. For tests that compare its answers with each other.
+TWO_LAYERS = "model.num_layers=2"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 

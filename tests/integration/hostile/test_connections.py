@@ -14,6 +14,7 @@ import pytest
 
 from services.pb import gateway_pb2_grpc
 from tests.support.cluster import REQUEST_TIMEOUT_S, free_port, request, running_cluster
+from tests.support.models import TWO_LAYERS
 
 MAX_OPEN_FILES = 256
 FEW_FILES = ("sh", "-c", f'ulimit -n {MAX_OPEN_FILES} && exec "$@"', "sh")
@@ -57,6 +58,7 @@ class Crowd:
 def test_a_gateway_that_cannot_open_more_files_is_not_restarted(tmp_path: Path) -> None:
     address, http_address = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     overrides = (
+        TWO_LAYERS,
         f"gateway.address={address}",
         f"gateway.http_address={http_address}",
         f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}",

@@ -20,6 +20,7 @@ from services.pb import stall_pb2
 from services.rpc.server import LIVENESS
 from tests.support.clients.streams import Collected, collect, collect_all
 from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.models import TWO_LAYERS
 from tests.support.plain_services import PlainServices, plain_services
 from tests.support.workers.deaf_dense_worker import LOST
 from tests.support.workers.slow_dense_worker import LAYER_S
@@ -36,7 +37,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("stalls")
-    with running_cluster(directory, f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}", is_warm=True) as cluster:
+    with running_cluster(directory, TWO_LAYERS, f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}", is_warm=True) as cluster:
         yield cluster
 
 

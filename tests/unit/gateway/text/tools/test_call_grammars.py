@@ -23,6 +23,7 @@ from services.grammar.matcher import GrammarMatcher
 from services.grammar.vocabulary import read_vocabulary
 from tests.support.chats.chat_models import EOS, TOKENIZER, make_chat_model
 from tests.support.dense.forms import Forms
+from tests.support.examples import examples
 
 MAX_STEPS = 3000
 END = TOKENIZER.convert_tokens_to_ids(EOS)
@@ -131,7 +132,7 @@ def test_demanded_calls_are_valid_and_alone(chosen: ToolFormat, choice: str, for
     form = answer_grammar(Parsing(chosen, tools, None), None)
     assert form is not None
     numbers, texts = set(), 0
-    for seed in range(40):
+    for seed in range(examples(40)):
         text = walk(forms, form, random.Random(seed))
         if text is None:
             continue
@@ -205,7 +206,7 @@ def test_whatever_a_model_writes_is_calls_or_has_the_form(chosen: ToolFormat, fo
     form = answer_grammar(parsing, OWN_FORMS[0][0])
     assert form is not None
     kinds = set()
-    for seed in range(60):
+    for seed in range(examples(60)):
         call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
         text = walk(forms, form, random.Random(seed), begin=call[: call.index("g") + 2] if seed % 3 == 0 else "")
         if text is None:
