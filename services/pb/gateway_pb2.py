@@ -24,74 +24,73 @@ _sym_db = _symbol_database.Default()
 
 from services.pb import adapter_pb2 as adapter__pb2
 from services.pb import sampling_pb2 as sampling__pb2
-from services.pb import token_mass_pb2 as token__mass__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rgateway.proto\x12\x0ctwostroke.v1\x1a\radapter.proto\x1a\x0esampling.proto\x1a\x10token_mass.proto\"\xbe\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\x12-\n\x07vectors\x18\x07 \x03(\x0b\x32\x1c.twostroke.v1.MessageVectors\"6\n\x0eMessageVectors\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xfa\x02\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twostroke.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18\x04 \x01(\t\x12\r\n\x05tools\x18\x05 \x01(\t\x12\x13\n\x0btool_choice\x18\x06 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x08 \x01(\t\x12!\n\x14max_reasoning_tokens\x18\t \x01(\rH\x02\x88\x01\x01\x12\x15\n\rchat_template\x18\n \x01(\tB\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_callsB\x17\n\x15_max_reasoning_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"V\n\x0cPromptEmbeds\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\x80\n\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x16.twostroke.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x33\n\rprompt_embeds\x18\x32 \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05model\x18\r \x01(\t\x12\x0e\n\x01n\x18\x0e \x01(\rH\x03\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x15\n\x08priority\x18\x14 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04user\x18\x15 \x01(\t\x12\x13\n\x0btraceparent\x18\x16 \x01(\t\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x17 \x01(\r\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\rH\x08\x88\x01\x01\x12\x19\n\x11keep_first_tokens\x18\x19 \x01(\x08\x12\x1d\n\x15return_context_logits\x18\x1e \x01(\x08\x12 \n\x18return_generation_logits\x18\x1f \x01(\x08\x12-\n\x0b\x62\x65\x61m_search\x18< \x01(\x0b\x32\x18.twostroke.v1.BeamSearch\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18= \x01(\x08H\t\x88\x01\x01\x12?\n\x16prompt_embedding_table\x18> \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\n\x88\x01\x01\x12\x1c\n\x14return_hidden_states\x18? \x01(\x08\x12\x17\n\x0freturn_progress\x18@ \x01(\x08\x12\x13\n\x06suffix\x18\x46 \x01(\tH\x0b\x88\x01\x01\x12\x0e\n\x06middle\x18G \x01(\t\x12\x37\n\ntoken_mass\x18H \x01(\x0b\x32\x1e.twostroke.v1.TokenMassRequestH\x0c\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x19\n\x17_prompt_embedding_tableB\t\n\x07_suffixB\r\n\x0b_token_mass\"v\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x04 \x01(\r\"\x8e\x02\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twostroke.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12&\n\x07timings\x18\x06 \x01(\x0b\x32\x15.twostroke.v1.Timings\x12\x17\n\nbeam_score\x18< \x01(\x01H\x02\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_idB\r\n\x0b_beam_score\"o\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x14\n\x0cper_token_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\">\n\x06Logits\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"t\n\nPromptEcho\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\xd0\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\r\n\x05index\x18\x05 \x01(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12(\n\x06prompt\x18\x07 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\x12\x11\n\treasoning\x18\x08 \x01(\t\x12/\n\ntool_calls\x18\t \x03(\x0b\x32\x1b.twostroke.v1.ToolCallDelta\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\x12\x12\n\ntoken_mass\x18\x15 \x03(\x02\"\x8a\x02\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\x11\n\treasoning\x18\x06 \x01(\t\x12*\n\ntool_calls\x18\x07 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\x12\x12\n\ntoken_mass\x18\x15 \x03(\x02\"\x7f\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x18.twostroke.v1.Completion\x12(\n\x06prompt\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x86\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x12\n\x10ModelInfoRequest\"\xf6\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\r\n\x05names\x18\n \x03(\t\x12\'\n\x08\x61\x64\x61pters\x18( \x03(\x0b\x32\x15.twostroke.v1.Adapter\"B\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08replaces\x18\x03 \x01(\x08\"=\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.twostroke.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x04\x32\xfe\x04\n\x07Gateway\x12I\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1e.twostroke.v1.GenerateResponse\x12N\n\x0eGenerateStream\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1b.twostroke.v1.GenerateChunk0\x01\x12I\n\x08Tokenize\x12\x1d.twostroke.v1.TokenizeRequest\x1a\x1e.twostroke.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.twostroke.v1.DetokenizeRequest\x1a .twostroke.v1.DetokenizeResponse\x12@\n\x05\x41\x62ort\x12\x1a.twostroke.v1.AbortRequest\x1a\x1b.twostroke.v1.AbortResponse\x12L\n\tModelInfo\x12\x1e.twostroke.v1.ModelInfoRequest\x1a\x1f.twostroke.v1.ModelInfoResponse\x12R\n\x0bLoadAdapter\x12 .twostroke.v1.LoadAdapterRequest\x1a!.twostroke.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".twostroke.v1.UnloadAdapterRequest\x1a#.twostroke.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rgateway.proto\x12\x0ctwostroke.v1\x1a\radapter.proto\x1a\x0esampling.proto\"\xbe\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\x12-\n\x07vectors\x18\x07 \x03(\x0b\x32\x1c.twostroke.v1.MessageVectors\"6\n\x0eMessageVectors\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xfa\x02\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twostroke.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18\x04 \x01(\t\x12\r\n\x05tools\x18\x05 \x01(\t\x12\x13\n\x0btool_choice\x18\x06 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x08 \x01(\t\x12!\n\x14max_reasoning_tokens\x18\t \x01(\rH\x02\x88\x01\x01\x12\x15\n\rchat_template\x18\n \x01(\tB\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_callsB\x17\n\x15_max_reasoning_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"V\n\x0cPromptEmbeds\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\xb8\t\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x16.twostroke.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x33\n\rprompt_embeds\x18\x32 \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05model\x18\r \x01(\t\x12\x0e\n\x01n\x18\x0e \x01(\rH\x03\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x15\n\x08priority\x18\x14 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04user\x18\x15 \x01(\t\x12\x13\n\x0btraceparent\x18\x16 \x01(\t\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x17 \x01(\r\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\rH\x08\x88\x01\x01\x12\x19\n\x11keep_first_tokens\x18\x19 \x01(\x08\x12\x1d\n\x15return_context_logits\x18\x1e \x01(\x08\x12 \n\x18return_generation_logits\x18\x1f \x01(\x08\x12-\n\x0b\x62\x65\x61m_search\x18< \x01(\x0b\x32\x18.twostroke.v1.BeamSearch\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18= \x01(\x08H\t\x88\x01\x01\x12?\n\x16prompt_embedding_table\x18> \x01(\x0b\x32\x1a.twostroke.v1.PromptEmbedsH\n\x88\x01\x01\x12\x1c\n\x14return_hidden_states\x18? \x01(\x08\x12\x17\n\x0freturn_progress\x18@ \x01(\x08\x12\x13\n\x06suffix\x18\x46 \x01(\tH\x0b\x88\x01\x01\x12\x0e\n\x06middle\x18G \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x19\n\x17_prompt_embedding_tableB\t\n\x07_suffix\"v\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x04 \x01(\r\"\x8e\x02\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twostroke.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12&\n\x07timings\x18\x06 \x01(\x0b\x32\x15.twostroke.v1.Timings\x12\x17\n\nbeam_score\x18< \x01(\x01H\x02\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_idB\r\n\x0b_beam_score\"o\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x14\n\x0cper_token_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\">\n\x06Logits\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"t\n\nPromptEcho\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\xbc\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\r\n\x05index\x18\x05 \x01(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12(\n\x06prompt\x18\x07 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\x12\x11\n\treasoning\x18\x08 \x01(\t\x12/\n\ntool_calls\x18\t \x03(\x0b\x32\x1b.twostroke.v1.ToolCallDelta\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\xf6\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12$\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x14.twostroke.v1.Finish\x12\x11\n\treasoning\x18\x06 \x01(\t\x12*\n\ntool_calls\x18\x07 \x03(\x0b\x32\x16.twostroke.v1.ToolCall\x12$\n\x06logits\x18\x14 \x01(\x0b\x32\x14.twostroke.v1.Logits\"\x7f\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x18.twostroke.v1.Completion\x12(\n\x06prompt\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.PromptEcho\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x86\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x12\n\x10ModelInfoRequest\"\xf6\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\r\n\x05names\x18\n \x03(\t\x12\'\n\x08\x61\x64\x61pters\x18( \x03(\x0b\x32\x15.twostroke.v1.Adapter\"B\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08replaces\x18\x03 \x01(\x08\"=\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.twostroke.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x04\x32\xfe\x04\n\x07Gateway\x12I\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1e.twostroke.v1.GenerateResponse\x12N\n\x0eGenerateStream\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1b.twostroke.v1.GenerateChunk0\x01\x12I\n\x08Tokenize\x12\x1d.twostroke.v1.TokenizeRequest\x1a\x1e.twostroke.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.twostroke.v1.DetokenizeRequest\x1a .twostroke.v1.DetokenizeResponse\x12@\n\x05\x41\x62ort\x12\x1a.twostroke.v1.AbortRequest\x1a\x1b.twostroke.v1.AbortResponse\x12L\n\tModelInfo\x12\x1e.twostroke.v1.ModelInfoRequest\x1a\x1f.twostroke.v1.ModelInfoResponse\x12R\n\x0bLoadAdapter\x12 .twostroke.v1.LoadAdapterRequest\x1a!.twostroke.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".twostroke.v1.UnloadAdapterRequest\x1a#.twostroke.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=4500
-  _globals['_FINISHREASON']._serialized_end=4650
-  _globals['_CHATMESSAGE']._serialized_start=81
-  _globals['_CHATMESSAGE']._serialized_end=271
-  _globals['_MESSAGEVECTORS']._serialized_start=273
-  _globals['_MESSAGEVECTORS']._serialized_end=327
-  _globals['_TOOLCALL']._serialized_start=329
-  _globals['_TOOLCALL']._serialized_end=384
-  _globals['_TOOLCALLDELTA']._serialized_start=386
-  _globals['_TOOLCALLDELTA']._serialized_end=461
-  _globals['_CHAT']._serialized_start=464
-  _globals['_CHAT']._serialized_end=842
-  _globals['_TOKENIDS']._serialized_start=844
-  _globals['_TOKENIDS']._serialized_end=867
-  _globals['_PROMPTEMBEDS']._serialized_start=869
-  _globals['_PROMPTEMBEDS']._serialized_end=955
-  _globals['_GENERATEREQUEST']._serialized_start=958
-  _globals['_GENERATEREQUEST']._serialized_end=2238
-  _globals['_USAGE']._serialized_start=2240
-  _globals['_USAGE']._serialized_end=2358
-  _globals['_FINISH']._serialized_start=2361
-  _globals['_FINISH']._serialized_end=2631
-  _globals['_TIMINGS']._serialized_start=2633
-  _globals['_TIMINGS']._serialized_end=2744
-  _globals['_LOGITS']._serialized_start=2746
-  _globals['_LOGITS']._serialized_end=2808
-  _globals['_PROMPTECHO']._serialized_start=2810
-  _globals['_PROMPTECHO']._serialized_end=2926
-  _globals['_GENERATECHUNK']._serialized_start=2929
-  _globals['_GENERATECHUNK']._serialized_end=3265
-  _globals['_COMPLETION']._serialized_start=3268
-  _globals['_COMPLETION']._serialized_end=3534
-  _globals['_GENERATERESPONSE']._serialized_start=3536
-  _globals['_GENERATERESPONSE']._serialized_end=3663
-  _globals['_ABORTREQUEST']._serialized_start=3665
-  _globals['_ABORTREQUEST']._serialized_end=3699
-  _globals['_ABORTRESPONSE']._serialized_start=3701
-  _globals['_ABORTRESPONSE']._serialized_end=3737
-  _globals['_TOKENIZEREQUEST']._serialized_start=3740
-  _globals['_TOKENIZEREQUEST']._serialized_end=3874
-  _globals['_TOKENIZERESPONSE']._serialized_start=3876
-  _globals['_TOKENIZERESPONSE']._serialized_end=3929
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3931
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3998
-  _globals['_DETOKENIZERESPONSE']._serialized_start=4000
-  _globals['_DETOKENIZERESPONSE']._serialized_end=4034
-  _globals['_MODELINFOREQUEST']._serialized_start=4036
-  _globals['_MODELINFOREQUEST']._serialized_end=4054
-  _globals['_MODELINFORESPONSE']._serialized_start=4057
-  _globals['_MODELINFORESPONSE']._serialized_end=4303
-  _globals['_LOADADAPTERREQUEST']._serialized_start=4305
-  _globals['_LOADADAPTERREQUEST']._serialized_end=4371
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=4373
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=4434
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=4436
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=4472
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=4474
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=4497
-  _globals['_GATEWAY']._serialized_start=4653
-  _globals['_GATEWAY']._serialized_end=5291
+  _globals['_FINISHREASON']._serialized_start=4370
+  _globals['_FINISHREASON']._serialized_end=4520
+  _globals['_CHATMESSAGE']._serialized_start=63
+  _globals['_CHATMESSAGE']._serialized_end=253
+  _globals['_MESSAGEVECTORS']._serialized_start=255
+  _globals['_MESSAGEVECTORS']._serialized_end=309
+  _globals['_TOOLCALL']._serialized_start=311
+  _globals['_TOOLCALL']._serialized_end=366
+  _globals['_TOOLCALLDELTA']._serialized_start=368
+  _globals['_TOOLCALLDELTA']._serialized_end=443
+  _globals['_CHAT']._serialized_start=446
+  _globals['_CHAT']._serialized_end=824
+  _globals['_TOKENIDS']._serialized_start=826
+  _globals['_TOKENIDS']._serialized_end=849
+  _globals['_PROMPTEMBEDS']._serialized_start=851
+  _globals['_PROMPTEMBEDS']._serialized_end=937
+  _globals['_GENERATEREQUEST']._serialized_start=940
+  _globals['_GENERATEREQUEST']._serialized_end=2148
+  _globals['_USAGE']._serialized_start=2150
+  _globals['_USAGE']._serialized_end=2268
+  _globals['_FINISH']._serialized_start=2271
+  _globals['_FINISH']._serialized_end=2541
+  _globals['_TIMINGS']._serialized_start=2543
+  _globals['_TIMINGS']._serialized_end=2654
+  _globals['_LOGITS']._serialized_start=2656
+  _globals['_LOGITS']._serialized_end=2718
+  _globals['_PROMPTECHO']._serialized_start=2720
+  _globals['_PROMPTECHO']._serialized_end=2836
+  _globals['_GENERATECHUNK']._serialized_start=2839
+  _globals['_GENERATECHUNK']._serialized_end=3155
+  _globals['_COMPLETION']._serialized_start=3158
+  _globals['_COMPLETION']._serialized_end=3404
+  _globals['_GENERATERESPONSE']._serialized_start=3406
+  _globals['_GENERATERESPONSE']._serialized_end=3533
+  _globals['_ABORTREQUEST']._serialized_start=3535
+  _globals['_ABORTREQUEST']._serialized_end=3569
+  _globals['_ABORTRESPONSE']._serialized_start=3571
+  _globals['_ABORTRESPONSE']._serialized_end=3607
+  _globals['_TOKENIZEREQUEST']._serialized_start=3610
+  _globals['_TOKENIZEREQUEST']._serialized_end=3744
+  _globals['_TOKENIZERESPONSE']._serialized_start=3746
+  _globals['_TOKENIZERESPONSE']._serialized_end=3799
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3801
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3868
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3870
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3904
+  _globals['_MODELINFOREQUEST']._serialized_start=3906
+  _globals['_MODELINFOREQUEST']._serialized_end=3924
+  _globals['_MODELINFORESPONSE']._serialized_start=3927
+  _globals['_MODELINFORESPONSE']._serialized_end=4173
+  _globals['_LOADADAPTERREQUEST']._serialized_start=4175
+  _globals['_LOADADAPTERREQUEST']._serialized_end=4241
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=4243
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=4304
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=4306
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=4342
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=4344
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=4367
+  _globals['_GATEWAY']._serialized_start=4523
+  _globals['_GATEWAY']._serialized_end=5161
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,6 @@ from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature impo
 from services.dense_worker.features.prompt_progress.progress_feature import ProgressFeature
 from services.dense_worker.features.returned_logits.context_logits import ContextLogitsFeature
 from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
-from services.dense_worker.features.token_mass.token_mass_feature import TokenMassFeature
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2
@@ -45,7 +44,6 @@ def make_features(
         GenerationLogitsFeature(),
         HiddenStatesFeature(),
         ProgressFeature(),
-        TokenMassFeature(),
         GrammarFeature(grammars),
     )
 

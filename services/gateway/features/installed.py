@@ -8,7 +8,6 @@ from services.gateway.features.progress import PromptProgress
 from services.gateway.features.prompt_logprobs import PromptLogprobs
 from services.gateway.features.report import Report
 from services.gateway.features.returned_logits import ContextLogits, GenerationLogits
-from services.gateway.features.token_mass import TokenMass
 from services.step.sequence_spec import SequenceSpec
 
 PROMPT_LOGPROBS = PromptLogprobs()
@@ -19,7 +18,6 @@ FEATURES: tuple[Feature, ...] = (
     GenerationLogits(),
     HiddenStates(),
     PromptProgress(),
-    TokenMass(),
 )
 REPORTS = {each.name: each for each in FEATURES if isinstance(each, Report)}
 
