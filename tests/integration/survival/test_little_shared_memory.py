@@ -11,6 +11,7 @@ from services.common.config import Config, ModelSection
 from services.common.resolve import resolve_model
 from tests.support.clients.streams import Collected, collect_all
 from tests.support.cluster import Cluster, ctl, request, running_cluster
+from tests.support.models import TWO_LAYERS
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
@@ -28,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for namespace in NAMESPACES:
         if subprocess.run([*namespace, *mount, "true"], capture_output=True).returncode == 0:
             directory = tmp_path_factory.mktemp("cluster")
-            with running_cluster(directory, wrapper=[*namespace, *mount], is_warm=True) as cluster:
+            with running_cluster(directory, TWO_LAYERS, wrapper=[*namespace, *mount], is_warm=True) as cluster:
                 yield cluster
             return
     pytest.skip("nobody may mount a small /dev/shm here")

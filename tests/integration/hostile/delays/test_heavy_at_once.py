@@ -12,6 +12,7 @@ from tests.support.clients.crowd import Crowd
 from tests.support.clients.http_clients import client
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.expensive_bodies import CHATS, EXPENSIVE, HI, MODEL, TOOLS, encoded
+from tests.support.models import TWO_LAYERS
 from tests.support.process_memory import resident_bytes
 
 pytestmark = pytest.mark.timeout(600)
@@ -29,7 +30,7 @@ SHORT = {"model": MODEL, "prompt": "San Francisco is a", "max_tokens": 1, "tempe
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """All services on one core. Steps are short, because a step with many prompt tokens delays a bystander, too."""
-    overrides = ("scheduler.max_num_batched_tokens=128", 'gateway.trusted_proxies=["unix"]')
+    overrides = (TWO_LAYERS, "scheduler.max_num_batched_tokens=128", 'gateway.trusted_proxies=["unix"]')
     wrapper = ("taskset", "--cpu-list", "0")
     with running_cluster(tmp_path_factory.mktemp("at-once"), *overrides, wrapper=wrapper, is_warm=True) as cluster:
         yield cluster
