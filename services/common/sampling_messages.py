@@ -37,7 +37,7 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
 def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> SamplingParams:
     """The options of a message, not validated. Missing ones come from `defaults`, else from `SamplingParams`.
 
-    Raises `InvalidRequest` for a `structured_output` without a form.
+    Raises `InvalidRequest` for a `structured_output` that says nothing.
     """
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     if message.logit_bias:
@@ -65,14 +65,14 @@ def _encode_reasoning_limit(limit: ReasoningLimit | None) -> sampling_pb2.Reason
     )
 
 
-def _encode_structured_output(form: StructuredOutput | None) -> sampling_pb2.StructuredOutput | None:
-    if form is None:
+def _encode_structured_output(structure: StructuredOutput | None) -> sampling_pb2.StructuredOutput | None:
+    if structure is None:
         return None
-    if form.constraint is Constraint.CHOICE:
-        value: Any = sampling_pb2.Choice(choices=form.choices)
+    if structure.constraint is Constraint.CHOICE:
+        value: Any = sampling_pb2.Choice(choices=structure.choices)
     else:
-        value = True if form.constraint is Constraint.JSON_OBJECT else form.text
-    return sampling_pb2.StructuredOutput(**{form.constraint.value: value}, field_name=form.field_name)
+        value = True if structure.constraint is Constraint.JSON_OBJECT else structure.text
+    return sampling_pb2.StructuredOutput(**{structure.constraint.value: value}, field_name=structure.field_name)
 
 
 def _decode_structured_output(message: sampling_pb2.StructuredOutput) -> StructuredOutput:

@@ -73,7 +73,7 @@ class SamplingParams:
     They are applied in this order, each to the result of the one before: `logit_bias`, repetition, frequency and
     presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, `reasoning_limit`, `structured_output`,
     temperature, `top_k`, `top_p`, `min_p`. Where those before `structured_output` exclude all tokens that continue the
-    form, they do not apply: the form wins.
+    grammar, they do not apply: the grammar wins.
     """
 
     # Below 1e-5 the most likely token is taken (greedy).
@@ -96,7 +96,7 @@ class SamplingParams:
     # Only these tokens are sampled (EOS too must be listed); empty: all tokens. No token twice. Where bad words and
     # `min_tokens` exclude all of these tokens, all of them are equally likely.
     allowed_token_ids: tuple[int, ...] = ()
-    structured_output: StructuredOutput | None = None  # the form of the output's text; None: any text
+    structured_output: StructuredOutput | None = None  # how its text is structured; None: any text
     reasoning_limit: ReasoningLimit | None = None  # None: reasoning is not limited
     # Tokens whose log-probabilities are reported wherever any are; no effect on what is sampled. No token twice.
     logprob_token_ids: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ class SamplingParams:
 
     @property
     def depends_on_output(self) -> bool:
-        """Whether an option makes the next token depend on the output's last ones, besides the form of the output."""
+        """Whether an option makes the next token depend on the output's last ones, besides its grammar."""
         return self.has_penalties or bool(self.bad_words) or self.reasoning_limit is not None
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""`StructuredOutput`: the form that the text of an output must have, as the client wrote it.
+"""`StructuredOutput`: how the text of an output has to be structured, as the client wrote it.
 
 Gateway and dense worker compile the same value with the same tokenizer, so what the gateway accepts the worker can run.
 """
@@ -17,7 +17,7 @@ FIELD_NAME = "structured_output"
 
 
 class Constraint(StrEnum):
-    """The kinds of form. The values are the fields of the message `StructuredOutput`."""
+    """The kinds of structured output. The values are the fields of the message `StructuredOutput`."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -29,7 +29,7 @@ class Constraint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """One form. Equal values are the same form, so results of compiling it can be kept by value."""
+    """One of them. Equal values mean the same, so results of compiling it can be kept by value."""
 
     constraint: Constraint
     text: str = ""  # schema, regular expression, grammar or structural tag; empty for the other kinds

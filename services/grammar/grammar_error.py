@@ -1,10 +1,10 @@
-"""`GrammarError`: a form of structured output that cannot be used."""
+"""`GrammarError`: a grammar of structured output that cannot be used."""
 
 from __future__ import annotations
 
 
 class GrammarError(ValueError):
-    """Says what is wrong with the form, in words for the client.
+    """Says what is wrong with the grammar, in words for the client.
 
     `origin`: the field of the client's request that is wrong, where it is known to be a part of what was compiled.
     """
@@ -15,4 +15,4 @@ class GrammarError(ValueError):
 
 
 class SlowGrammarError(GrammarError):
-    """The form took longer than allowed. On a less busy machine it might not have: this is no lasting verdict."""
+    """The grammar took longer than allowed. On a less busy machine it might not have: this is no lasting verdict."""

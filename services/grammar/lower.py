@@ -1,4 +1,4 @@
-"""Lowers a form to the text of an llguidance grammar: Lark, or JSON that holds Lark and JSON Schemas."""
+"""Lowers structured output to the text of an llguidance grammar: Lark, or JSON that holds Lark and JSON Schemas."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _POSITION = re.compile(r"(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema:
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
-def lower(form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> str:
-    """The grammar of a form. The grammar of a grammar that is lowered already is the same text.
+def lower(structure: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> str:
+    """The grammar of a structured output. That of one that is lowered already is the same text.
 
     special_tokens: ids of the special tokens, by their texts
 
@@ -27,30 +27,32 @@ def lower(form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS
     """
     from llguidance import LLMatcher
 
-    match form.constraint:
+    match structure.constraint:
         case Constraint.JSON_SCHEMA:
-            return _lower_schema(form.text)
+            return _lower_schema(structure.text)
         case Constraint.JSON_OBJECT:
             return _lower_schema('{"type": "object"}')
         case Constraint.REGEX:
-            return LLMatcher.grammar_from_regex(form.text)
+            return LLMatcher.grammar_from_regex(structure.text)
         case Constraint.CHOICE:
             # One terminal: its automaton is built as far as it is needed, whatever the number of texts.
-            return "start: CHOICE\nCHOICE: " + " | ".join(map(quote, form.choices))
+            return "start: CHOICE\nCHOICE: " + " | ".join(map(quote, structure.choices))
         case Constraint.STRUCTURAL_TAG:
-            return lower_structural_tag(form.text, special_tokens)
+            return lower_structural_tag(structure.text, special_tokens)
         case Constraint.GRAMMAR:
-            is_json = form.text.lstrip().startswith("{")  # llguidance's own
-            return form.text if is_json else to_lark(form.text)
+            is_json = structure.text.lstrip().startswith("{")  # llguidance's own
+            return structure.text if is_json else to_lark(structure.text)
 
 
-def locate(error: GrammarError, form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> GrammarError:
-    """An error of compiling a form's grammar, in terms of the form: the client has not seen the grammar."""
+def locate(
+    error: GrammarError, structure: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS
+) -> GrammarError:
+    """An error of compiling a grammar, in terms of what the client has asked for: it has not seen the grammar."""
     position = _POSITION.match(str(error))
-    if position is None or form.constraint is Constraint.GRAMMAR:
+    if position is None or structure.constraint is Constraint.GRAMMAR:
         return error
-    is_tag = form.constraint is Constraint.STRUCTURAL_TAG
-    origin = origin_of(form.text, special_tokens, int(position[1])) if is_tag else None
+    is_tag = structure.constraint is Constraint.STRUCTURAL_TAG
+    origin = origin_of(structure.text, special_tokens, int(position[1])) if is_tag else None
     return GrammarError(str(error)[position.end() :], origin)
 
 

@@ -2,7 +2,7 @@
 
 Nothing here raises because of a grammar: a matcher that fails says why in `error`, and the sequence ends with it.
 Copies of one llguidance matcher share their lexer, so one sequence can use up its states for all others of the same
-form. Each of these then makes a lexer of its own, once (`remake`).
+grammar. Each of these then makes a lexer of its own, once (`remake`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class GrammarMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text has the form and nothing can follow."""
+        """Whether the text is complete and nothing can follow."""
         return self.error is None and self._matcher.is_stopped()
 
     @property
@@ -113,7 +113,7 @@ class GrammarMatcher:
 
     @property
     def forced_tokens(self) -> list[int]:
-        """The next tokens, as far as the form leaves no choice: the mask of each allows only this token."""
+        """The next tokens, as far as the grammar leaves no choice: the mask of each allows only this token."""
         if self._forced is None:
             self._forced = self._matcher.compute_ff_tokens() if self.is_running else []
         return self._forced

@@ -1,11 +1,11 @@
-"""A process that tries forms for the gateway: `python -m services.grammar.trial VOCABULARY`.
+"""A process that tries grammars for the gateway: `python -m services.grammar.trial VOCABULARY`.
 
-It lowers and compiles a form and takes a few random walks through it. Whatever a form does there, to time, memory or
-the stack, it does to this process alone: the limits below end it, and the gateway starts another one. Time is that of
+It lowers and compiles a grammar and takes a few random walks through it. Whatever that does to time, memory or the
+stack, it does to this process alone: the limits below end it, and the gateway starts another one. Time is that of
 the CPU, but beside other processes the same work takes longer; answers that depend on it say so (`is_slow`).
 
-VOCABULARY is JSON, the arguments of `read_vocabulary`. Standard input has one form per line, as JSON. The first line of
-the answer says whether the vocabulary can be used, each further line answers one form.
+VOCABULARY is JSON, the arguments of `read_vocabulary`. Standard input has one structured output per line, as JSON. The
+first line of the answer says whether the vocabulary can be used, each further line answers one of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from services.grammar.vocabulary import Vocabulary, read_vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CPU_S = 2.0  # for one form; others wait meanwhile
+MAX_CPU_S = 2.0  # for one grammar; others wait meanwhile
 MAX_MEMORY_BYTES = 3 * 2**30  # of address space
 STACK_BYTES = 2**20  # what fits here fits the stacks of the dense worker's threads, which are larger
 NICENESS = 5  # streams come first
@@ -65,7 +65,7 @@ def _serve() -> None:
         return
     _answer()
     for line in sys.stdin:
-        # Ends the process with SIGPROF. Unlike RLIMIT_CPU it counts fractions of a second, so each form has the same.
+        # Ends the process with SIGPROF. Unlike RLIMIT_CPU it counts fractions of a second, so each has the same.
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         try:
             _answer(grammar=try_grammar(tokenizer, vocabulary, read_form(json.loads(line))))
@@ -76,17 +76,17 @@ def _serve() -> None:
 
 
 def read_form(message: dict[str, Any]) -> StructuredOutput:
-    """The form of a message."""
+    """The grammar of a message."""
     return StructuredOutput(Constraint(message["constraint"]), message["text"], tuple(message["choices"]))
 
 
-def try_grammar(tokenizer: LLTokenizer, vocabulary: Vocabulary, form: StructuredOutput) -> str:
-    """The grammar of a form, tried. Raises `GrammarError`."""
-    grammar = lower(form, vocabulary.special_tokens)
+def try_grammar(tokenizer: LLTokenizer, vocabulary: Vocabulary, structure: StructuredOutput) -> str:
+    """The grammar of a grammar, tried. Raises `GrammarError`."""
+    grammar = lower(structure, vocabulary.special_tokens)
     try:
         start = compile_grammar(tokenizer, grammar)
     except GrammarError as error:
-        raise locate(error, form, vocabulary.special_tokens) from error
+        raise locate(error, structure, vocabulary.special_tokens) from error
     for walk in range(NUM_WALKS):
         _try_walk(start, walk)
     return grammar

@@ -1,4 +1,4 @@
-"""`ClientTurns`: what only few may do at once, such as compiling forms, is done by clients in turns.
+"""`ClientTurns`: what only few may do at once, such as compiling grammars, is done by clients in turns.
 
 It is round robin: among the tenants that have something waiting, and within a tenant among its clients. A client's own
 requests keep their order. So however much one client has waiting, another one waits for two of its turns at most.

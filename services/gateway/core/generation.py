@@ -162,7 +162,7 @@ class _Answer:
         reason = entry.finish_reason  # set in the same step as the last token
         stop_token_id = None
         if reason is FinishReason.STOP and token_ids[-1] in request.spec.stop_token_ids:
-            stop_token_id = token_ids[-1]  # otherwise the form of the output is complete
+            stop_token_id = token_ids[-1]  # otherwise the grammar of the output is complete
         text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # without the stop token
         deltas: list[Delta] = []
         if self._parsed is None:

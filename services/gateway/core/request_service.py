@@ -166,9 +166,9 @@ class RequestService:
             limits = replace(self.limits, names=self.names_for(caller))
             request = caller.adapt(await read_request(message, self.tokenizer, limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
-            form = request.spec.sampling.structured_output
-            if form is not None:
-                compiled = await self._compile(form, request)
+            structure = request.spec.sampling.structured_output
+            if structure is not None:
+                compiled = await self._compile(structure, request)
                 sampling = replace(request.spec.sampling, structured_output=compiled)
                 request = replace(request, spec=replace(request.spec, sampling=sampling))
             if request.max_num_held_logprobs:
@@ -197,12 +197,12 @@ class RequestService:
             field, last = found[-1]
             await held.reserve(sum(need.num_bytes for _, need in found), what, field, last.advice)
 
-    async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
+    async def _compile(self, structure: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
-            compiled = await self._grammar_trials.compile(form, (request.spec.tenant, request.spec.client))
+            compiled = await self._grammar_trials.compile(structure, (request.spec.tenant, request.spec.client))
         except GrammarError as error:
-            raise refusal(error, form, request.parsing) from error
-        return replace(compiled, field_name=form.field_name)
+            raise refusal(error, structure, request.parsing) from error
+        return replace(compiled, field_name=structure.field_name)
 
     def abort(self, request_id: str, owner: Owner) -> bool:
         """Ends the answers of an owner's request as they are; returns whether there were any."""

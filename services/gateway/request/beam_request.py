@@ -53,8 +53,8 @@ def greedy_for_beams(
     for name in SamplingParams.__dataclass_fields__:
         value = getattr(sampling, name)
         if value != getattr(plain, name):
-            form = sampling.structured_output
-            field = form.field_name if name == "structured_output" and form is not None else name
+            structure = sampling.structured_output
+            field = structure.field_name if name == "structured_output" and structure is not None else name
             shown = f" is {value:g}, which" if isinstance(value, int | float) else ""
             raise InvalidRequest(f"{field}{shown} cannot be used with beam search", field)
     for name in (*(("stop",) if message.stop else ()), *asked):

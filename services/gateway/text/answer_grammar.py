@@ -1,4 +1,4 @@
-"""How to read the answer to a chat, and its form: demanded calls, and reasoning that may come before any form."""
+"""How to read the answer to a chat, and its grammar: demanded calls, and reasoning that may come before any grammar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.call_grammars import describe_parameters, grammar_of_calls
 from services.grammar.grammar_error import GrammarError
 
-TOOLS = "tools"  # the field that a form of calls comes from
+TOOLS = "tools"  # the field that a grammar of calls comes from
 MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the reasoning
 _TEXT = {"type": "any_text"}
 _ANALYSIS = {"type": "const_string", "value": f"{CHANNEL}analysis{MESSAGE}"}
@@ -71,10 +71,10 @@ def read_reasoning_limit(chat: Chat, parsing: Parsing | None, tokenizer: Tokeniz
 
 
 def answer_grammar(parsing: Parsing, given: StructuredOutput | None) -> StructuredOutput | None:
-    """The form of an answer that is parsed. `given`: the form that the request asks for itself.
+    """The grammar of an answer that is parsed. `given`: the grammar that the request asks for itself.
 
-    An answer with tools and a form is calls or has the form; where calls are demanded, it is calls. A structural tag
-    says itself where calls may stand. Raises `InvalidRequest` if a tool's schema cannot be enforced.
+    An answer with tools and a grammar is calls or follows the grammar; where calls are demanded, it is calls. A
+    structural tag says itself where calls may stand. Raises `InvalidRequest` if a tool's schema cannot be enforced.
     """
     if parsing.tools.is_demanded:
         given = None  # as in vLLM, the call wins
@@ -83,9 +83,9 @@ def answer_grammar(parsing: Parsing, given: StructuredOutput | None) -> Structur
     if parsing.tool_format is not None:
         tools = parsing.tools if parsing.harmony is None else replace(parsing.tools, is_parallel=False)
         has_other_grammar = _excludes_calls(given) and not is_continued
-        calls = grammar_of_calls(tools, parsing.tool_format.form, has_other_grammar=has_other_grammar)
+        calls = grammar_of_calls(tools, parsing.tool_format.grammar, has_other_grammar=has_other_grammar)
     if calls is None and (given is None or not (parsing.harmony or parsing.beginning is Beginning.REASONING)):
-        return given  # an answer that has a form of its own does not begin with reasoning
+        return given  # an answer that has a grammar of its own does not begin with reasoning
     if calls is not None and given is not None and not _excludes_calls(given):
         raise InvalidRequest(
             f"{given.field_name} is a structural tag, which says itself how calls are written: no tool can be strict "
@@ -96,49 +96,50 @@ def answer_grammar(parsing: Parsing, given: StructuredOutput | None) -> Structur
         raise InvalidRequest("a message that the answer continues cannot have calls that are required or strict", TOOLS)
     own = None if given is None else _as_format(given)
     if parsing.harmony is None:
-        form = _after_reasoning(_either(own, calls), parsing.beginning)
+        structure = _after_reasoning(_either(own, calls), parsing.beginning)
     elif is_continued:
-        form = _either(own, None)
+        structure = _either(own, None)
     else:
         final = None if parsing.tools.is_demanded else own or _TEXT
-        form = _harmony_format(parsing.harmony, [] if calls is None else calls["tags"], final)
-    tag = {"type": "structural_tag", "format": form}
+        structure = _harmony_format(parsing.harmony, [] if calls is None else calls["tags"], final)
+    tag = {"type": "structural_tag", "format": structure}
     field_name = TOOLS if given is None else given.field_name
     result = StructuredOutput(Constraint.STRUCTURAL_TAG, to_json(tag).decode(), field_name=field_name)
     result.validate()
     return result
 
 
-def refusal(error: GrammarError, form: StructuredOutput, parsing: Parsing | None) -> InvalidRequest:
-    """The error of a request whose form cannot be used. It names the field, and the tool, that is wrong."""
+def refusal(error: GrammarError, structure: StructuredOutput, parsing: Parsing | None) -> InvalidRequest:
+    """The error of a request whose grammar cannot be used. It names the field, and the tool, that is wrong."""
     if parsing is not None and error.origin is not None:
         tool = next((tool for tool in parsing.tools.callable if tool.path == error.origin), None)
         if tool is not None:
             return InvalidRequest(f"{describe_parameters(tool)}: {error}", tool.path)
-    if form.field_name == TOOLS:
+    if structure.field_name == TOOLS:
         return InvalidRequest(f"the schemas of the tools cannot be enforced: {error}", TOOLS)
-    return InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name)
+    return InvalidRequest(f"{structure.field_name} cannot be used: {error}", structure.field_name)
 
 
-def _excludes_calls(form: StructuredOutput | None) -> bool:
-    """Whether an answer of this form has no calls; a structural tag may have some."""
-    return form is not None and form.constraint is not Constraint.STRUCTURAL_TAG
+def _excludes_calls(structure: StructuredOutput | None) -> bool:
+    """Whether an answer of this grammar has no calls; a structural tag may have some."""
+    return structure is not None and structure.constraint is not Constraint.STRUCTURAL_TAG
 
 
 def _either(own: dict[str, Any] | None, calls: dict[str, Any] | None) -> dict[str, Any]:
-    """The form of an answer that has the first form or is the calls, whichever it begins with."""
-    forms = [form for form in (own, calls) if form is not None]
-    return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+    """The grammar of an answer that follows the first grammar or is the calls, whichever it begins with."""
+    structures = [structure for structure in (own, calls) if structure is not None]
+    return structures[0] if len(structures) == 1 else {"type": "or", "elements": structures}
 
 
-def _after_reasoning(form: dict[str, Any], beginning: Beginning | None) -> dict[str, Any]:
+def _after_reasoning(structure: dict[str, Any], beginning: Beginning | None) -> dict[str, Any]:
     end = {"type": "const_string", "value": END}
     if beginning is Beginning.REASONING:
-        return {"type": "sequence", "elements": [_TEXT, end, _SPACE, form]}
+        return {"type": "sequence", "elements": [_TEXT, end, _SPACE, structure]}
     if beginning is Beginning.EITHER:
         begin = {"type": "const_string", "value": BEGIN}
-        return {"type": "or", "elements": [form, {"type": "sequence", "elements": [begin, _TEXT, end, _SPACE, form]}]}
-    return form
+        reasoned = {"type": "sequence", "elements": [begin, _TEXT, end, _SPACE, structure]}
+        return {"type": "or", "elements": [structure, reasoned]}
+    return structure
 
 
 def _harmony_format(
@@ -147,7 +148,7 @@ def _harmony_format(
     """The format of structural tags of a whole answer in Harmony; `beginning` is `HEADER` or `MESSAGE`.
 
     `calls`: the tags of calls that the answer may be, by `grammar_of_calls`. `final`: the format of the final message
-    that it may be instead; None: it may be none. The final channel has the form, reasoning before it is free.
+    that it may be instead; None: it may be none. The final channel has the grammar, reasoning before it is free.
     """
     tags = list(calls)
     if final is not None:
@@ -160,29 +161,29 @@ def _harmony_format(
     return {"type": "sequence", "elements": [{"type": "const_string", "value": f"{START}assistant"}, whole]}
 
 
-def _as_format(form: StructuredOutput) -> dict[str, Any]:
-    """A form as a format of structural tags."""
+def _as_format(structure: StructuredOutput) -> dict[str, Any]:
+    """A grammar as a format of structural tags."""
     try:
-        match form.constraint:
+        match structure.constraint:
             case Constraint.JSON_SCHEMA:
-                return {"type": "json_schema", "json_schema": json.loads(form.text)}
+                return {"type": "json_schema", "json_schema": json.loads(structure.text)}
             case Constraint.JSON_OBJECT:
                 return {"type": "json_schema", "json_schema": {"type": "object"}}
             case Constraint.REGEX:
-                return {"type": "regex", "pattern": form.text}
+                return {"type": "regex", "pattern": structure.text}
             case Constraint.CHOICE:
-                elements = [{"type": "const_string", "value": choice} for choice in form.choices]
+                elements = [{"type": "const_string", "value": choice} for choice in structure.choices]
                 return {"type": "or", "elements": elements}
             case Constraint.GRAMMAR:
-                return {"type": "grammar", "grammar": form.text}
+                return {"type": "grammar", "grammar": structure.text}
             case Constraint.STRUCTURAL_TAG:
-                return _as_object(form)
+                return _as_object(structure)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{form.field_name} is not JSON: {error}", form.field_name) from error
+        raise InvalidRequest(f"{structure.field_name} is not JSON: {error}", structure.field_name) from error
 
 
-def _as_object(form: StructuredOutput) -> dict[str, Any]:
-    tag = json.loads(form.text)
+def _as_object(structure: StructuredOutput) -> dict[str, Any]:
+    tag = json.loads(structure.text)
     if not isinstance(tag, dict):
-        raise InvalidRequest(f"{form.field_name} is not a JSON object", form.field_name)
+        raise InvalidRequest(f"{structure.field_name} is not a JSON object", structure.field_name)
     return {"type": "structural_tag", **tag}

@@ -32,7 +32,7 @@ class TaggedAnswer:
     def __init__(self, reasoning: ThinkTags, calls: Parser | None, *, has_grammar: bool = False) -> None:
         """`calls`: None if the answer may have none. `has_grammar`: of the content, so that it is calls or has none."""
         self._reasoning, self._calls = reasoning, calls
-        self._is_undecided = has_grammar  # whether the content, of which nothing has been seen yet, is calls or a form
+        self._is_undecided = has_grammar  # whether the content, of which nothing has been seen yet, is calls
         self._num_tokens = 0  # of the reasoning, if there is any
 
     @property
@@ -61,7 +61,7 @@ class TaggedAnswer:
     def _find_calls(self, content: ContentDelta) -> list[Delta]:
         found, index = list[Delta](), 0
         while self._calls is not None and self._is_undecided and index < len(content.text):
-            new = self._calls.feed(content.text[index])  # one character, so that the first one of a form decides
+            new = self._calls.feed(content.text[index])  # one character, so that the first one of a grammar decides
             index += 1
             self._is_undecided = not any(isinstance(each, CallBegin) for each in new)
             if any(isinstance(each, ContentDelta) and not each.text.isspace() for each in new):

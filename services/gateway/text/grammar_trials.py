@@ -1,9 +1,9 @@
-"""`GrammarTrials`: tries the forms of structured output before their requests run, in a process of its own.
+"""`GrammarTrials`: tries the grammars of structured output before their requests run, in a process of its own.
 
-Event loop and engine never meet a form that explodes: the process has limits of CPU time, memory and stack, and is
-started again after a form has ended it. It starts with the first form. It tries one form at a time; the clients whose
-forms wait take turns. Results are kept by value; that a form took too long is kept for a minute only, because on a less
-busy machine it may take less.
+Event loop and engine never meet a grammar that explodes: the process has limits of CPU time, memory and stack, and is
+started again after a grammar has ended it. It starts with the first grammar. It tries one at a time; the clients whose
+grammars wait take turns. Results are kept by value; that a grammar took too long is kept for a minute only, because on
+a less busy machine it may take less.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from services.grammar.trial import MAX_CPU_S
 
 log = structlog.get_logger()
 
-# Forms that wait for their trial, which takes milliseconds, and `MAX_CPU_S` at most.
+# Grammars that wait for their trial, which takes milliseconds, and `MAX_CPU_S` at most.
 MAX_WAITING_OF_CLIENT = 64
 MAX_WAITING = 512  # of all clients
 MAX_KEPT = 1024  # results
-MAX_KEPT_BYTES = 32 * 2**20  # of forms and their grammars
-SLOW_KEPT_S = 60.0  # how long a form that took too long is not tried again
+MAX_KEPT_BYTES = 32 * 2**20  # of structured outputs and their grammars
+SLOW_KEPT_S = 60.0  # how long a grammar that took too long is not tried again
 START_TIMEOUT_S = 60.0  # to read the vocabulary
 TRIAL_TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine
-# A form ends the process by other signals; these come from outside, at any moment. The kernel sends SIGKILL if the
+# A grammar ends the process by other signals; these come from outside, at any moment. The kernel sends SIGKILL if the
 # machine has no memory left.
 _KILLED_BY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
-_MAX_KILLS = 2  # of the process, for one form
+_MAX_KILLS = 2  # of the process, for one grammar
 _MAX_LINE_BYTES = 8 * 2**20
 _MODULE, _ROOT = "services.grammar.trial", Path(__file__).parents[3]
 
 
 class _KilledError(Exception):
-    """The process was killed from outside, and no form is to blame."""
+    """The process was killed from outside, and no grammar is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +74,20 @@ class GrammarTrials:
         self._turns = ClientTurns(1)
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def compile(self, form: StructuredOutput, client: Client = (0, 0)) -> StructuredOutput:
-        """The same form as a grammar that dense workers can use.
+    async def compile(self, structure: StructuredOutput, client: Client = (0, 0)) -> StructuredOutput:
+        """The same as a grammar that dense workers can use.
 
-        Raises `GrammarError` if it cannot be used, and `CapacityError` if too many forms wait.
+        Raises `GrammarError` if it cannot be used, and `CapacityError` if too many grammars wait.
         """
-        known = self._known(form)
+        known = self._known(structure)
         if known is not None:
             return known
-        task = self._running.get((client, form))
+        task = self._running.get((client, structure))
         if task is None:
             self._check_room(client)
-            task = self._running[client, form] = asyncio.create_task(self._try(form, client))
+            task = self._running[client, structure] = asyncio.create_task(self._try(structure, client))
             self._num_running_of[client] += 1
-            task.add_done_callback(lambda task: self._forget(form, client, task))
+            task.add_done_callback(lambda task: self._forget(structure, client, task))
         return await asyncio.shield(task)  # others may wait for it, too
 
     async def close(self) -> None:
@@ -96,12 +96,12 @@ class GrammarTrials:
             task.cancel()
         await self._end_process()
 
-    def _known(self, form: StructuredOutput) -> StructuredOutput | None:
+    def _known(self, structure: StructuredOutput) -> StructuredOutput | None:
         """The kept result; None if there is none. Raises `GrammarError` if it is an error."""
-        known = self._results.get(form)
+        known = self._results.get(structure)
         if known is None or not known.is_valid:
             return None
-        self._results.move_to_end(form)
+        self._results.move_to_end(structure)
         if isinstance(known.result, GrammarError):
             raise type(known.result)(str(known.result), known.result.origin)
         return known.result
@@ -117,36 +117,36 @@ class GrammarTrials:
                     retry_after_s=1.0,
                 )
 
-    def _forget(self, form: StructuredOutput, client: Client, task: asyncio.Task[StructuredOutput]) -> None:
-        del self._running[client, form]
+    def _forget(self, structure: StructuredOutput, client: Client, task: asyncio.Task[StructuredOutput]) -> None:
+        del self._running[client, structure]
         self._num_running_of[client] -= 1
         if not self._num_running_of[client]:
             del self._num_running_of[client]
         if not task.cancelled():
             task.exception()  # who waited for it has it; perhaps nobody does any more
 
-    async def _try(self, form: StructuredOutput, client: Client) -> StructuredOutput:
+    async def _try(self, structure: StructuredOutput, client: Client) -> StructuredOutput:
         async with self._turns.turn(client):
-            known = self._known(form)  # another client may have had the same form tried
-            return known if known is not None else await self._try_now(form)
+            known = self._known(structure)  # another client may have had the same grammar tried
+            return known if known is not None else await self._try_now(structure)
 
-    async def _try_now(self, form: StructuredOutput) -> StructuredOutput:
-        answer = await self._ask_in_time(form)
+    async def _try_now(self, structure: StructuredOutput) -> StructuredOutput:
+        answer = await self._ask_in_time(structure)
         if "error" in answer:
             kind = SlowGrammarError if answer.get("is_slow") else GrammarError
             error = kind(answer["error"], answer.get("origin"))
-            self._keep(form, error)
+            self._keep(structure, error)
             raise error
         compiled = StructuredOutput(Constraint.GRAMMAR, answer["grammar"])
-        self._keep(form, compiled)
+        self._keep(structure, compiled)
         return compiled
 
-    async def _ask_in_time(self, form: StructuredOutput) -> dict[str, Any]:
+    async def _ask_in_time(self, structure: StructuredOutput) -> dict[str, Any]:
         for _ in range(_MAX_KILLS):
             limit_s = TRIAL_TIMEOUT_S if self._process is not None else START_TIMEOUT_S + TRIAL_TIMEOUT_S
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._ask(form)
+                    return await self._ask(structure)
             except TimeoutError:
                 await self._end_process()
                 raise CapacityError(f"the form has not been compiled within {limit_s:g} s") from None
@@ -154,8 +154,8 @@ class GrammarTrials:
                 continue
         raise CapacityError(f"the process that tries forms was killed {_MAX_KILLS} times before it had tried the form")
 
-    async def _ask(self, form: StructuredOutput) -> dict[str, Any]:
-        """The process's answer; an error in its stead if the form has ended the process."""
+    async def _ask(self, structure: StructuredOutput) -> dict[str, Any]:
+        """The process's answer; an error in its stead if the grammar has ended the process."""
         process = self._process
         if process is None:
             process = self._process = self._start_process()
@@ -163,7 +163,7 @@ class GrammarTrials:
             if "error" in vocabulary:
                 await self._end_process()
                 return vocabulary
-        message = {"constraint": form.constraint, "text": form.text, "choices": form.choices}
+        message = {"constraint": structure.constraint, "text": structure.text, "choices": structure.choices}
         return await self._exchange(process, json.dumps(message).encode() + b"\n")
 
     async def _exchange(self, process: subprocess.Popen[bytes], message: bytes) -> dict[str, Any]:
@@ -197,19 +197,19 @@ class GrammarTrials:
             process.kill()
             await asyncio.to_thread(_close, process)
 
-    def _keep(self, form: StructuredOutput, result: StructuredOutput | GrammarError) -> None:
-        if (earlier := self._results.pop(form, None)) is not None:
-            self._num_bytes -= _num_bytes(form, earlier)
+    def _keep(self, structure: StructuredOutput, result: StructuredOutput | GrammarError) -> None:
+        if (earlier := self._results.pop(structure, None)) is not None:
+            self._num_bytes -= _num_bytes(structure, earlier)
         expires_at = time.monotonic() + SLOW_KEPT_S if isinstance(result, SlowGrammarError) else None
-        kept = self._results[form] = _Kept(result, expires_at)
-        self._num_bytes += _num_bytes(form, kept)
+        kept = self._results[structure] = _Kept(result, expires_at)
+        self._num_bytes += _num_bytes(structure, kept)
         while len(self._results) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
             self._num_bytes -= _num_bytes(*self._results.popitem(last=False))
 
 
-def _num_bytes(form: StructuredOutput, kept: _Kept) -> int:
+def _num_bytes(structure: StructuredOutput, kept: _Kept) -> int:
     result = kept.result
-    return form.num_bytes + (len(str(result)) if isinstance(result, GrammarError) else result.num_bytes)
+    return structure.num_bytes + (len(str(result)) if isinstance(result, GrammarError) else result.num_bytes)
 
 
 def _write_and_read(process: subprocess.Popen[bytes], message: bytes) -> bytes:

@@ -28,7 +28,7 @@ class Parsing:
     tools: Tools
     beginning: Beginning | None  # None: reasoning is not separated
     harmony: HarmonyBeginning | None = None  # the answer is in Harmony, which has reasoning and calls of its own
-    has_grammar: bool = False  # whether the request gives the answer a form, which it has unless it is calls
+    has_grammar: bool = False  # whether the request gives the answer a grammar, which it has unless it is calls
 
     def make_parser(self) -> AnswerParser:
         """The parser of one answer."""

@@ -81,7 +81,7 @@ class DraftedRows:
 
 
 def may_be_drafted(sequence: RequestState) -> bool:
-    """Whether drafts of it could be used, see `may_have_drafts`; those that a form forces need no model."""
+    """Whether drafts of it could be used, see `may_have_drafts`; those that a grammar forces need no model."""
     is_free = all([each.allows_drafts and not each.forces_tokens for each in sequence.features])
     is_plain = is_free and not sequence.has_forced_tokens
     return is_plain and not sequence.spec.sampling.depends_on_output

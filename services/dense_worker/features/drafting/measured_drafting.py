@@ -226,7 +226,7 @@ class MeasuredDrafting(Drafting):
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
-    """The `Predictor` of a sequence of which some next tokens are certain, as where a form leaves no choice.
+    """The `Predictor` of a sequence of which some next tokens are certain, as where a grammar leaves no choice.
 
     The last forced token is no draft, but what the step samples after the drafts. So every row of a step has a forced
     token.

@@ -1,1 +1,1 @@
-"""Structured output: the grammars of forms, and the masks that let only fitting tokens through."""
+"""Structured output: grammars, and the masks that let only fitting tokens through."""

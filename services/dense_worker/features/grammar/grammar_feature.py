@@ -1,4 +1,4 @@
-"""`GrammarFeature`: sequences whose output has a form. Masks let only those tokens through that continue it."""
+"""`GrammarFeature`: sequences whose output has a grammar. Masks let only those tokens through that continue it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GrammarRows(StepPart):
 
 
 class GrammarFeature(Feature):
-    """Compiles forms in threads, before their sequences join the queue."""
+    """Compiles grammars in threads, before their sequences join the queue."""
 
     sequence_type = SequenceGrammar
     editors = (GrammarMask,)
@@ -63,11 +63,11 @@ class GrammarFeature(Feature):
         self._grammars.close()
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceGrammar | None:
-        """A sequence with a form has a grammar."""
-        form = spec.sampling.structured_output
-        if form is None:
+        """A sequence with structured output has a grammar."""
+        structure = spec.sampling.structured_output
+        if structure is None:
             return None
-        return SequenceGrammar(form.field_name, partial(self._grammars.make, spec, tuple(submit.output_token_ids)))
+        return SequenceGrammar(structure.field_name, partial(self._grammars.make, spec, tuple(submit.output_token_ids)))
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> GrammarRows:
         """Grammars whose sequences are sampled need all tokens before."""

@@ -1,4 +1,4 @@
-"""`GrammarMask`: allows only tokens that continue the form of an output. An editor of logits.
+"""`GrammarMask`: allows only tokens that the grammar of an output lets follow. An editor of logits.
 
 The masks are made on the host, which must know the tokens of all earlier steps by then. On a GPU the runner enqueues
 the sampler of such a step late: when the step before has ended and its own layers run.
@@ -14,7 +14,7 @@ from services.dense_worker.sampling.logits_editor import EditedRows, EditedSeque
 from services.grammar.matcher import GrammarMatcher
 
 # Allowed tokens whose logits are lower, such as those that other editors exclude, get this logit. So one of them is
-# sampled if, and practically only if, the form allows no others.
+# sampled if, and practically only if, the grammar allows no others.
 FLOOR = -1e6
 
 

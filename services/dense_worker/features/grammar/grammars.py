@@ -1,7 +1,7 @@
-"""`Grammars`: makes the matcher of each sequence whose output has a form, in threads; none of it on the engine thread.
+"""`Grammars`: makes the matcher of each sequence with structured output, in threads, none of it on the engine thread.
 
-The gateway has tried each form before, in a process of its own. What still fails here fails one sequence. Clients take
-turns, so nobody waits for all the expensive forms of another client.
+The gateway has tried each grammar before, in a process of its own. What still fails here fails one sequence. Clients
+take turns, so nobody waits for all the expensive grammars of another client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 NUM_THREADS = 2
-MAX_KEPT = 64  # compiled forms, of up to 4 MB each by what was measured
+MAX_KEPT = 64  # compiled grammars, of up to 4 MB each by what was measured
 MAX_KEPT_BYTES = 16 * 2**20  # of their texts
 # Threads that find masks that take long, at most half of the cores: attention worker and gateway run beside them.
 MAX_MASK_THREADS = 8
@@ -45,7 +45,7 @@ class _Compiled:
 
 
 class Grammars:
-    """Compiled forms by their values. Begins at once to read the vocabulary; `close` ends the threads."""
+    """Compiled grammars by their values. Begins at once to read the vocabulary; `close` ends the threads."""
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int | None = None) -> None:
         """`num_mask_threads`: that find masks that take long; None: as many as suit the machine."""
@@ -59,9 +59,9 @@ class Grammars:
         self._num_bytes = 0
 
     async def make(self, spec: SequenceSpec, output_token_ids: SequenceOf[int]) -> GrammarMatcher:
-        """The matcher of a sequence whose output has a form; it has followed the output so far.
+        """The matcher of a sequence whose output has a grammar; it has followed the output so far.
 
-        Raises `InvalidRequest` if the form cannot be compiled.
+        Raises `InvalidRequest` if the grammar cannot be compiled.
         """
         async with self._turns.turn((spec.tenant, spec.client)):
             loop = asyncio.get_running_loop()
@@ -72,18 +72,18 @@ class Grammars:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, spec: SequenceSpec, output_token_ids: SequenceOf[int]) -> GrammarMatcher:
-        form = spec.sampling.structured_output
-        assert form is not None, "only a sequence with a form has a grammar"
+        structure = spec.sampling.structured_output
+        assert structure is not None, "only a sequence with structured output has a grammar"
         try:
             vocabulary, tokenizer, mask_threads = self._loaded.result()
-            kept = self._find(form) or self._compile(form, tokenizer, vocabulary)
+            kept = self._find(structure) or self._compile(structure, tokenizer, vocabulary)
             grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
             if grammar.error is not None:  # perhaps because other sequences have used up the states of the lexer
-                self._forget(form, kept)
-                kept = self._compile(form, tokenizer, vocabulary)
+                self._forget(structure, kept)
+                kept = self._compile(structure, tokenizer, vocabulary)
                 grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
         except GrammarError as error:
-            raise InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name) from error
+            raise InvalidRequest(f"{structure.field_name} cannot be used: {error}", structure.field_name) from error
         if kept.compile_s <= CREDIT_S:  # the engine waits for it
             grammar.remake = partial(compile_grammar, tokenizer, kept.grammar)
         return grammar
@@ -103,31 +103,31 @@ class Grammars:
         grammar.warm_up()
         return grammar
 
-    def _find(self, form: StructuredOutput) -> _Compiled | None:
+    def _find(self, structure: StructuredOutput) -> _Compiled | None:
         with self._lock:
-            if form in self._kept:
-                self._kept.move_to_end(form)
-            return self._kept.get(form)
+            if structure in self._kept:
+                self._kept.move_to_end(structure)
+            return self._kept.get(structure)
 
-    def _compile(self, form: StructuredOutput, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> _Compiled:
+    def _compile(self, structure: StructuredOutput, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> _Compiled:
         begin = time.thread_time()
-        grammar = lower(form, vocabulary.special_tokens)
+        grammar = lower(structure, vocabulary.special_tokens)
         start = compile_grammar(tokenizer, grammar)
         compiled = _Compiled(start, grammar, time.thread_time() - begin)
         start.compute_bitmask()  # so that its copies find their first masks fast
         with self._lock:
-            if form not in self._kept:
-                self._kept[form] = compiled
-                self._num_bytes += form.num_bytes
+            if structure not in self._kept:
+                self._kept[structure] = compiled
+                self._num_bytes += structure.num_bytes
             while len(self._kept) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
                 self._num_bytes -= self._kept.popitem(last=False)[0].num_bytes
             return compiled
 
-    def _forget(self, form: StructuredOutput, compiled: _Compiled) -> None:
+    def _forget(self, structure: StructuredOutput, compiled: _Compiled) -> None:
         with self._lock:
-            if self._kept.get(form) is compiled:  # another thread may have replaced it already
-                del self._kept[form]
-                self._num_bytes -= form.num_bytes
+            if self._kept.get(structure) is compiled:  # another thread may have replaced it already
+                del self._kept[structure]
+                self._num_bytes -= structure.num_bytes
 
 
 def _load(

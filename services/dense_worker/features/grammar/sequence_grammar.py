@@ -1,4 +1,4 @@
-"""`SequenceGrammar`: the grammar of a sequence whose output has a form."""
+"""`SequenceGrammar`: the grammar of a sequence with structured output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SequenceGrammar(SequenceFeature):
     def __init__(
         self, field_name: str, make: Callable[[], Awaitable[GrammarMatcher]], matcher: GrammarMatcher | None = None
     ) -> None:
-        """field_name: of the client's request, which gave the form; `make` makes the matcher if there is none yet"""
+        """field_name: of the client's request, which gave the grammar; `make` makes the matcher if there is none yet"""
         self.field_name = field_name
         self._make = make
         self._matcher = matcher
@@ -29,7 +29,7 @@ class SequenceGrammar(SequenceFeature):
 
     @property
     def forced_token_ids(self) -> SequenceOf[int]:
-        """Those that the form leaves no choice for."""
+        """Those that the grammar leaves no choice for."""
         return self.matcher.forced_tokens
 
     async def prepare(self) -> None:
@@ -41,5 +41,5 @@ class SequenceGrammar(SequenceFeature):
         self.matcher.sync(output_token_ids)
 
     def fork(self) -> SequenceGrammar:
-        """No sequence with a form is forked after its prompt."""
+        """No sequence with a grammar is forked after its prompt."""
         raise AssertionError("a fork would need a grammar of its own")

@@ -61,14 +61,14 @@ class ThinkingObject(RequestModel):
 
 
 class OutputFormat(RequestModel):
-    """The form of the answer's text."""
+    """How the answer's text is structured."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(RequestModel):
-    """Form and effort of the answer."""
+    """Structure and effort of the answer."""
 
     effort: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = Field(
         None, description="Variable reasoning_effort of the chat template"

@@ -24,7 +24,7 @@ _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
 
 class TextFormat(RequestModel):
-    """The form of the answer's text."""
+    """How the answer's text is structured."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -175,7 +175,7 @@ class BeamFields(RequestModel):
 
 
 class StructuredOutputFields(RequestModel):
-    """The form of the answers, as each server names it; one at most."""
+    """Structured output, as each server names it; one at most."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -1,4 +1,4 @@
-"""The form of an answer, as OpenAI, vLLM, SGLang and llama.cpp write it."""
+"""Structured output, as OpenAI, vLLM, SGLang and llama.cpp write it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NamedSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """OpenAI's form of an answer; `structural_tag`, with its own further fields, is vLLM's."""
+    """OpenAI's structured output; `structural_tag`, with its own further fields, is vLLM's."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
@@ -37,7 +37,7 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """vLLM's form of an answer: exactly one of the first six."""
+    """vLLM's structured output: exactly one of the first six."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"disable_additional_properties": (False,)}
 
@@ -52,7 +52,7 @@ class StructuredOutputs(RequestModel):
 
 
 class StructuredOutputFields(Protocol):
-    """The fields of a body that give a form."""
+    """The fields of a body that ask for structured output."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -68,18 +68,18 @@ class StructuredOutputFields(Protocol):
 
 
 def structured_output_of(body: StructuredOutputFields) -> sampling_pb2.StructuredOutput | None:
-    """The form that a body asks for. Raises `PydanticCustomError` if it asks for several, or names none."""
-    forms = dict(_forms(body))
-    if len(forms) > 1:
+    """What a body asks for. Raises `PydanticCustomError` if it asks for several, or names none."""
+    structures = dict(_structures(body))
+    if len(structures) > 1:
         raise PydanticCustomError(
             "several_forms",
             "the answer can have one form, and several are given: {names}",
-            {"names": ", ".join(forms), "field": list(forms)[1]},
+            {"names": ", ".join(structures), "field": list(structures)[1]},
         )
-    return next(iter(forms.values()), None)
+    return next(iter(structures.values()), None)
 
 
-def _forms(body: StructuredOutputFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
+def _structures(body: StructuredOutputFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
     found: list[tuple[str, _Message | None]] = [
         ("response_format", _of_response_format(body.response_format)),
         ("structured_outputs", _of_structured_outputs(body.structured_outputs)),
@@ -91,10 +91,10 @@ def _forms(body: StructuredOutputFields) -> list[tuple[str, sampling_pb2.Structu
     found += [(name, _Message(regex=text)) for name in ("guided_regex", "regex") if (text := getattr(body, name))]
     grammars = ("guided_grammar", "grammar", "ebnf")
     found += [(name, _Message(grammar=text)) for name in grammars if (text := getattr(body, name))]
-    forms = [(name, form) for name, form in found if form is not None]
-    for name, form in forms:
-        form.field_name = form.field_name or name
-    return forms
+    structures = [(name, structure) for name, structure in found if structure is not None]
+    for name, structure in structures:
+        structure.field_name = structure.field_name or name
+    return structures
 
 
 def _of_response_format(given: ResponseFormat | None) -> _Message | None:
@@ -114,7 +114,7 @@ def _of_response_format(given: ResponseFormat | None) -> _Message | None:
 def _of_structured_outputs(given: StructuredOutputs | None) -> _Message | None:
     if given is None:
         return None
-    forms = {
+    structures = {
         "json": _of_schema(given.json_, _whitespace_options(given)),
         "regex": None if given.regex is None else _Message(regex=given.regex),
         "choice": _of_choice(given.choice),
@@ -122,16 +122,16 @@ def _of_structured_outputs(given: StructuredOutputs | None) -> _Message | None:
         "json_object": _Message(json_object=True) if given.json_object else None,
         "structural_tag": _of_tag(given.structural_tag),
     }
-    named = [(name, form) for name, form in forms.items() if form is not None]
+    named = [(name, structure) for name, structure in structures.items() if structure is not None]
     if len(named) != 1:
         raise PydanticCustomError(
             "one_form",
             "exactly one of {names} is required; there are {count}",
-            {"names": ", ".join(forms), "count": len(named), "field": "structured_outputs"},
+            {"names": ", ".join(structures), "count": len(named), "field": "structured_outputs"},
         )
-    [(name, form)] = named
-    form.field_name = f"structured_outputs.{name}"
-    return form
+    [(name, structure)] = named
+    structure.field_name = f"structured_outputs.{name}"
+    return structure
 
 
 def _whitespace_options(given: StructuredOutputs) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
 
 
 def add_structured_output(message: gateway_pb2.GenerateRequest, body: StructuredOutputFields) -> None:
-    """Adds the form of the answers."""
-    if (form := structured_output_of(body)) is not None:
-        message.sampling.structured_output.CopyFrom(form)
+    """Adds how the answers are structured."""
+    if (structure := structured_output_of(body)) is not None:
+        message.sampling.structured_output.CopyFrom(structure)
 
 
 def add_beams(message: gateway_pb2.GenerateRequest, body: BeamFields) -> None:

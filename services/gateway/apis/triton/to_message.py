@@ -102,9 +102,9 @@ def _sampling(row: Row) -> sampling_pb2.SamplingParams:
         options["top_p"] = top_p
     elif not top_k and 0.0 <= row.get("temperature", 1.0) <= MAX_TEMPERATURE:  # a wrong one is left to be refused
         options["temperature"] = 0.0
-    form = _structured_output(row)
-    if form is not None:
-        options["structured_output"] = form
+    structure = _structured_output(row)
+    if structure is not None:
+        options["structured_output"] = structure
     options["seed"] = row.get("seed", 0) % 2**64
     return sampling_pb2.SamplingParams(**options)
 
@@ -119,7 +119,7 @@ def _beam_search(row: Row) -> sampling_pb2.BeamSearch:
 
 
 def _structured_output(row: Row) -> sampling_pb2.StructuredOutput | None:
-    """The form of the output that a guide asks for; None without one."""
+    """The structured output that a guide asks for; None without one."""
     kind, guide = row.get("guided_decoding_guide_type", ""), row.get("guided_decoding_guide", "")
     if not kind:
         if guide:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from services.gateway.text.deltas import Parser
 from services.gateway.text.harmony.markers import HARMONY, MARKERS, is_harmony_template
-from services.gateway.text.tools.call_grammars import CALL_FORMS, CallGrammar
+from services.gateway.text.tools.call_grammars import CALL_GRAMMARS, CallGrammar
 from services.gateway.text.tools.call_writer import new_call_id
 from services.gateway.text.tools.hermes import HermesParser
 from services.gateway.text.tools.llama3_json import Llama3JsonParser
@@ -33,7 +33,7 @@ class ToolFormat:
     markers: tuple[str, ...]  # tokens that the parser must see, although a tokenizer may call them special
     make_parser: Callable[[Sequence[Tool]], Parser] | None  # None: `HarmonyParser` finds calls beside all the rest
     in_template: Callable[[str], bool]  # whether a chat template asks the model for this format
-    form: CallGrammar  # of calls that are demanded
+    grammar: CallGrammar  # of calls that are demanded
     has_short_ids: bool = False
 
     def call_id(self, given: str) -> str:
@@ -61,27 +61,27 @@ def _short_id(number: int) -> str:
 FORMATS: Mapping[str, ToolFormat] = {
     each.name: each
     for each in (
-        ToolFormat(HARMONY, MARKERS, None, is_harmony_template, CALL_FORMS[HARMONY]),
+        ToolFormat(HARMONY, MARKERS, None, is_harmony_template, CALL_GRAMMARS[HARMONY]),
         ToolFormat(
             "qwen3_coder",
             ("<tool_call>", "</tool_call>"),
             lambda tools: Qwen3CoderParser(new_call_id, {tool.name: tool.parameters for tool in tools}),
             lambda template: "<function=" in template and "<parameter=" in template,
-            CALL_FORMS["qwen3_coder"],
+            CALL_GRAMMARS["qwen3_coder"],
         ),
         ToolFormat(
             "hermes",
             ("<tool_call>", "</tool_call>"),
             lambda tools: HermesParser(new_call_id),
             lambda template: "<tool_call>" in template,
-            CALL_FORMS["hermes"],
+            CALL_GRAMMARS["hermes"],
         ),
         ToolFormat(
             "mistral",
             ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
             lambda tools: MistralParser(new_short_id),
             lambda template: "[TOOL_CALLS]" in template,
-            CALL_FORMS["mistral"],
+            CALL_GRAMMARS["mistral"],
             has_short_ids=True,
         ),
         ToolFormat(
@@ -89,14 +89,14 @@ FORMATS: Mapping[str, ToolFormat] = {
             ("<|python_start|>", "<|python_end|>"),
             lambda tools: PythonicParser(new_call_id, {tool.name for tool in tools}),
             lambda template: "<|python_start|>" in template or re.search(r"\[\w+\(\w+ ?=", template) is not None,
-            CALL_FORMS["pythonic"],
+            CALL_GRAMMARS["pythonic"],
         ),
         ToolFormat(
             "llama3_json",
             ("<|python_tag|>",),
             lambda tools: Llama3JsonParser(new_call_id, {tool.name for tool in tools}),
             lambda template: '"parameters": ' in template and "<|start_header_id|>" in template,
-            CALL_FORMS["llama3_json"],
+            CALL_GRAMMARS["llama3_json"],
         ),
     )
 }
@@ -111,5 +111,5 @@ def choose_tool_format(setting: str, template: str) -> ToolFormat | None:
     else:
         chosen = FORMATS[setting]
     if chosen is not None and chosen.name == "mistral" and "[ARGS]" not in template:
-        return replace(chosen, form=CALL_FORMS["mistral_list"])
+        return replace(chosen, grammar=CALL_GRAMMARS["mistral_list"])
     return chosen

@@ -8,7 +8,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.gateway.text.tools.pythonic import PARAMETER_NAME
 
-Form = dict[str, Any]
+TagFormat = dict[str, Any]
 MAX_PARAMETERS = 64
 # What may stand beside the parameters of an object without changing which arguments are valid.
 _KNOWN_KEYS = {
@@ -19,19 +19,19 @@ _KNOWN_KEYS = {
 _STRING_RULES = {"pattern", "format", "minLength", "maxLength"}
 
 
-def _sequence(*elements: Form) -> Form:
+def _sequence(*elements: TagFormat) -> TagFormat:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _choice(elements: Sequence[Form]) -> Form:
+def _choice(elements: Sequence[TagFormat]) -> TagFormat:
     return {"type": "or", "elements": list(elements)}
 
 
-def _const(text: str) -> Form:
+def _const(text: str) -> TagFormat:
     return {"type": "const_string", "value": text}
 
 
-def _any_parameters(begin: str, *rest: Form, separator: str) -> Form:
+def _any_parameters(begin: str, *rest: TagFormat, separator: str) -> TagFormat:
     tag = {"type": "tag", "begin": begin, "content": _sequence(*rest), "end": ""}
     return {"type": "tags_with_separator", "tags": [tag], "separator": separator}
 
@@ -53,10 +53,10 @@ ANY_TAGGED_ARGUMENTS = _any_parameters(
 )
 
 
-def python_arguments(schema: Mapping[str, Any]) -> Form:
+def python_arguments(schema: Mapping[str, Any]) -> TagFormat:
     """`a="x", b=3`: required parameters first. Values are JSON, which the parser reads as well as Python's literals."""
 
-    def parameter(name: str, is_first: bool) -> Form:
+    def parameter(name: str, is_first: bool) -> TagFormat:
         begin = f"{name}=" if is_first else f", {name}="
         return _sequence(_const(begin), {"type": "json_schema", "json_schema": _schema_of(schema, name)})
 
@@ -67,14 +67,14 @@ def python_arguments(schema: Mapping[str, Any]) -> Form:
     return _parameters(schema, names, parameter)
 
 
-def tagged_arguments(schema: Mapping[str, Any]) -> Form:
+def tagged_arguments(schema: Mapping[str, Any]) -> TagFormat:
     """Tags <parameter=a>: strings as they are, other values as JSON."""
 
-    def parameter(name: str, is_first: bool) -> Form:
+    def parameter(name: str, is_first: bool) -> TagFormat:
         begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
         own = schema["properties"][name]
         if not isinstance(own, Mapping) or own.get("type", "string") != "string" or "anyOf" in own or "$ref" in own:
-            content: Form = {"type": "json_schema", "json_schema": _schema_of(schema, name)}
+            content: TagFormat = {"type": "json_schema", "json_schema": _schema_of(schema, name)}
         elif choices := own.get("enum") or ([own["const"]] if "const" in own else None):
             content = _choice([_const(str(choice)) for choice in choices])
         elif rules := _STRING_RULES & own.keys():
@@ -95,7 +95,9 @@ def tagged_arguments(schema: Mapping[str, Any]) -> Form:
     return _parameters(schema, names, parameter)
 
 
-def _parameters(schema: Mapping[str, Any], names: Sequence[str], parameter: Callable[[str, bool], Form]) -> Form:
+def _parameters(
+    schema: Mapping[str, Any], names: Sequence[str], parameter: Callable[[str, bool], TagFormat]
+) -> TagFormat:
     """All required parameters, then any of the others, in the order of the schema."""
     required = [name for name in names if name in schema.get("required", ())]
     optional = [name for name in names if name not in required]

@@ -125,7 +125,7 @@ def check(call: ToolCall) -> None:
     jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name] or {"maxProperties": 0})
 
 
-@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.grammar.list_begin + each.name])))
 @pytest.mark.parametrize("choice", ["required", "function:f", "function:get_weather", "single"])
 def test_demanded_calls_are_valid_and_alone(chosen: ToolFormat, choice: str, forms: Forms) -> None:
     tools = read_tools(DEFINITIONS, "required" if choice == "single" else choice, is_parallel=choice != "single")
@@ -148,13 +148,13 @@ def test_demanded_calls_are_valid_and_alone(chosen: ToolFormat, choice: str, for
     assert numbers == {1} if choice != "required" else max(numbers) > 1
 
 
-@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.grammar.list_begin + each.name])))
 def test_strict_tools_are_valid_and_need_not_be_called(chosen: ToolFormat, forms: Forms) -> None:
     definitions = json.dumps([tool(name, schema, is_strict=True) for name, schema in SCHEMAS.items()])
     tools = read_tools(definitions, "auto", is_parallel=True)
     form = answer_grammar(Parsing(chosen, tools, None), None)
     assert form is not None and accepts(forms, form, "It is sunny, 20 degrees.")
-    call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
+    call = CALLS_OF_G[chosen.grammar.list_begin + chosen.name]
     assert accepts(forms, form, call) and accepts(forms, form, f"I look.\n{call}")
     [*_, found] = parts_of(chosen, f"I look.\n{call}", definitions)
     assert (found.name, found.arguments) == ("g", "{}")
@@ -180,7 +180,7 @@ OWN_FORMS: list[tuple[StructuredOutput, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.grammar.list_begin + each.name])))
 @pytest.mark.parametrize(("own", "right", "wrong"), OWN_FORMS, ids=[each[0].constraint.value for each in OWN_FORMS])
 def test_an_answer_has_its_form_or_is_calls(
     own: StructuredOutput, right: list[str], wrong: list[str], chosen: ToolFormat, forms: Forms
@@ -188,7 +188,7 @@ def test_an_answer_has_its_form_or_is_calls(
     parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_grammar=True)
     form = answer_grammar(parsing, own)
     assert form is not None and form.field_name == own.field_name
-    call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
+    call = CALLS_OF_G[chosen.grammar.list_begin + chosen.name]
     for text in (*right, call):
         assert accepts(forms, form, text), text
     free_call = call.replace("{}", '{"x": [1]}').replace("g()", "g(x=[1])")
@@ -198,7 +198,7 @@ def test_an_answer_has_its_form_or_is_calls(
         assert not accepts(forms, form, text), text
 
 
-@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.grammar.list_begin + each.name])))
 def test_whatever_a_model_writes_is_calls_or_has_the_form(chosen: ToolFormat, forms: Forms) -> None:
     definitions = json.dumps([tool(name, schema, is_strict=True) for name, schema in SCHEMAS.items()])
     tools = read_tools(definitions, "auto", is_parallel=True)
@@ -207,7 +207,7 @@ def test_whatever_a_model_writes_is_calls_or_has_the_form(chosen: ToolFormat, fo
     assert form is not None
     kinds = set()
     for seed in range(examples(60)):
-        call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
+        call = CALLS_OF_G[chosen.grammar.list_begin + chosen.name]
         text = walk(forms, form, random.Random(seed), begin=call[: call.index("g") + 2] if seed % 3 == 0 else "")
         if text is None:
             continue
@@ -231,9 +231,9 @@ def read_answer(parsing: Parsing, pieces: list[str]) -> list[Any]:
     return parts.finish()
 
 
-@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.form.list_begin + each.name])))
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda each: next(iter([each.grammar.list_begin + each.name])))
 def test_a_call_written_within_a_form_is_text(chosen: ToolFormat) -> None:
-    call = CALLS_OF_G[chosen.form.list_begin + chosen.name]
+    call = CALLS_OF_G[chosen.grammar.list_begin + chosen.name]
     parsing = Parsing(chosen, read_tools(DEFINITIONS, "auto", True), None, has_grammar=True)
     for text in (f'{{"name": "{call}"}}', f"[\n{call}\n]", f" 12 {call}"):
         for pieces in ([text], list(text), [text[:1], text[1:]]):
