@@ -10,7 +10,7 @@ import sys  # noqa: E402
 
 from services.common.cli import parse_service_args  # noqa: E402
 from services.common.logs import configure_logs  # noqa: E402
-from services.common.process import importing  # noqa: E402
+from services.common.process import import_at_low_priority, importing  # noqa: E402
 from services.rpc.server import run_service, serve  # noqa: E402
 
 
@@ -18,9 +18,11 @@ def main() -> None:
     """Runs the attention worker until it is asked to stop. Reads its command line."""
     config, options = parse_service_args("services.attn_worker", sys.argv[1:])
     configure_logs(config.log, "attn_worker", options.error_file)
+    if options.standby is not None:
+        import_at_low_priority("services.attn_worker.service")
     with importing():
         from services.attn_worker.service import AttentionWorker
-    run_service(serve(lambda: AttentionWorker(config)))
+    run_service(serve(lambda: AttentionWorker(config, options)))
 
 
 if __name__ == "__main__":

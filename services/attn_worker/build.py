@@ -26,8 +26,10 @@ from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunn
 from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError, ConfigError
+from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import resolve_kv_cache_format
 from services.common.kv_cache.sliding_window import SlidingWindow
+from services.common.process import STANDBY_BYTES, available_bytes
 from services.common.resolve import ResolvedModel, use_device
 
 log = structlog.get_logger()
@@ -81,6 +83,24 @@ def build_engine(
     engine = AttentionEngine(cache, runner, metrics)
     engine.start()
     return engine
+
+
+def prepare_device(model: ResolvedModel) -> None:
+    """Makes the context of the model's GPU and imports its kernels, for a worker whose cache comes later.
+
+    Raises `CapacityError` if there is too little memory.
+    """
+    if (free := available_bytes()) < STANDBY_BYTES:
+        raise CapacityError(
+            f"a standby of the attention worker needs {STANDBY_BYTES} bytes of host memory, {free} are available"
+        )
+    if model.device.type == "cpu":
+        return
+    with naming_what_needs_memory("the context of a standby"):
+        torch.zeros(1, device=model.device)
+    import services.attn_worker.runner.cuda_layer_runner  # noqa: F401
+
+    _capturable_backend(has_states=bool(model.config.gated_delta_layers))
 
 
 def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:

@@ -8,15 +8,16 @@ import secrets
 
 import structlog
 
-from services.attn_worker.build import check_host_tier
+from services.attn_worker.build import check_host_tier, prepare_device
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
+from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.resolve import resolve_model, use_device
 from services.pb import attn_pb2_grpc
 from services.rpc.client import read_peer_tls
-from services.rpc.metrics import new_registry, serving_metrics
+from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
 from services.rpc.server import GrpcServer, run_together
 from services.rpc.tracing import tracing
 
@@ -24,20 +25,23 @@ log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.attn.v1.AttentionWorker"
 STOP_GRACE_S = 1.0
+METRICS = "attention.metrics_address"
 
 
 class AttentionWorker:
     """A `Service`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
+        self._options = options
+        self._registry = new_registry("attention")
         self._opened = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
         """Starts serving dense workers. The KV cache is allocated when the first one attaches."""
-        config, section = self._config, self._config.attention
-        registry = new_registry("attention")
-        self._opened.enter_context(serving_metrics(section.metrics_address, registry, "attention.metrics_address"))
+        config, section, options = self._config, self._config.attention, self._options
+        address = None if options.has_predecessor else section.metrics_address
+        self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
         tracer = self._opened.enter_context(tracing(config.tracing, "attention"))
         tls = read_peer_tls(config.peers)
         server = GrpcServer(
@@ -51,6 +55,10 @@ class AttentionWorker:
         backend = select_backend(section, model)  # so that a model that no kernels can run ends the start
         check_host_tier(section, model)
         use_device(model.device, section.num_threads)
+        if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
+            section = section.model_copy(update={"captures_lazily": True})
+        if options.standby is not None:
+            prepare_device(model)
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
         self._servicer = servicer = AttentionServicer(
@@ -58,7 +66,7 @@ class AttentionWorker:
             model,
             secrets.randbits(64),
             config.channel.wait_timeout_s,
-            registry,
+            self._registry,
             tracer,
             config.watchdog.stall_timeout_s,
             server.set_stall,
@@ -74,10 +82,18 @@ class AttentionWorker:
     async def run(self) -> None:
         """Runs until cancelled. Raises errors that a new attachment cannot cure: a bug, or a failed GPU."""
         try:
-            await run_together(self._servicer.watchdog.run(), self._servicer.wait_failure())
+            await run_together(
+                self._servicer.watchdog.run(), self._servicer.wait_failure(), self._serve_late_metrics()
+            )
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             await self._servicer.leave(STOP_GRACE_S)
             raise
+
+    async def _serve_late_metrics(self) -> None:
+        """Serves the metrics of a worker that replaces another: once it has taken over, and the old one has ended."""
+        if self._options.has_predecessor:
+            await self._servicer.is_used.wait()
+            await serve_metrics_once_free(self._config.attention.metrics_address, self._registry, METRICS)
 
     async def stop(self) -> None:
         """Closes everything that `start` opened, in reverse order."""

@@ -85,11 +85,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._readers: set[asyncio.Task[None]] = set()
         self._results: _Results | None = None  # set while there is a stream of plans
         self._is_leaving = False  # a dense worker that was told to leave tries again at once, and must be refused
+        self.is_used = asyncio.Event()  # set when a dense worker has begun to attach
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def Attach(self, request: attn_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> attn_pb2.AttachReply:
         if self._is_leaving or self._failure.done():
             raise PeerError("the attention worker is stopping")
+        self.is_used.set()
         self._check_model(request)
         self._check_limits(request)
         scales = read_scales(request, self._model.config.num_layers)

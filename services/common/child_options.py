@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import pydantic
 
 from services.common.config import SocketAddress
+
+Standby: TypeAlias = Literal["auto", "imports", "loaded"]
 
 
 class ChildOptions(pydantic.BaseModel):
@@ -16,8 +19,11 @@ class ChildOptions(pydantic.BaseModel):
 
     launcher_pid: int | None = None  # the service ends when this process, its parent, does
     error_file: Path | None = None  # keeps the last error that the service has logged
-    is_standby: bool = False  # of a dense worker: it loads, and attaches only when it is told to take over
-    has_predecessor: bool = False  # of a dense worker: one that it replaces may still have the metrics' address
+    # of a worker: how far it gets ready to take over when the launcher says so. imports: modules, device and kernels;
+    # loaded: the weights, too; auto: the most for which there is memory. None: it serves at once
+    standby: Standby | None = None
+    has_predecessor: bool = False  # of a worker: one that it replaces may still have the metrics' address
+    is_restarted: bool = False  # of a worker: streams wait for it
     # of a dense worker: it states this hash instead of its own weights', and goes on with keys and values of others
     stated_weights_hash: str | None = None
     shares_ports: bool = False  # of a gateway: with other gateways of this machine, by SO_REUSEPORT

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import resource
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+STANDBY_BYTES = 2**30  # of the host that must be available for a standby's modules; they take about half
+LOW_PRIORITY = 10  # added to the nice value: a tenth of a core beside a thread that is always busy
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,6 +59,12 @@ def importing() -> Iterator[None]:
     gc.enable()
 
 
+def import_at_low_priority(module: str) -> None:
+    """Imports a service's module for a process that is to replace another one, which serves now."""
+    with importing(), low_priority_thread() as thread:
+        thread.submit(importlib.import_module, module).result()
+
+
 def _import_transformers_without_torch() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it prints advice to install torch
     torch = sys.modules.get("torch")
@@ -65,6 +76,40 @@ def _import_transformers_without_torch() -> None:
         del sys.modules["torch"]
     else:
         sys.modules["torch"] = torch
+
+
+def proportional_bytes(pid: int) -> int:
+    """Memory of a process that is in RAM; a page that several processes share counts in equal parts for each.
+
+    0 if there is no such process.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as rollup:
+            return next(int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def available_bytes() -> int:
+    """Memory that this process could still get: of the machine, or of its control group if that has less."""
+    with open("/proc/meminfo") as meminfo:
+        available = next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable:"))
+    try:
+        with open("/proc/self/cgroup") as groups:
+            group = next(line.strip().removeprefix("0::") for line in groups if line.startswith("0::"))
+        directory = Path(f"/sys/fs/cgroup{group}")
+        limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except (OSError, StopIteration):
+        return available  # no control groups of version 2
+    return available if limit == "max" else min(available, int(limit) - int(used))
+
+
+def low_priority_thread() -> ThreadPoolExecutor:
+    """An executor of one thread whose work leaves the CPU to other processes. Threads that it starts do so, too.
+
+    Only a thread: a process without privileges cannot raise its own priority again.
+    """
+    return ThreadPoolExecutor(1, "low-priority", lambda: os.nice(LOW_PRIORITY))
 
 
 def resident_bytes() -> int:

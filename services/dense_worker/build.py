@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import structlog
+import torch
 
 from services.common.config import Config, ModelSection, SchedulerSection
 from services.common.errors import ConfigError, ModelError
@@ -15,7 +16,7 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
 from services.common.resolve import ResolvedModel, resolve_model, use_device
-from services.dense_worker.backends.select import SelectedBackend, prepare_backend
+from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.features.drafting.drafter import Drafter
@@ -102,59 +103,88 @@ def resolve_dense_model(config: Config) -> ResolvedModel:
     return replace(model, config=with_quantization(model.config, config.dense.quantization, config.model.path))
 
 
-def load_model(
-    config: Config, model: ResolvedModel, report: Callable[[str], None], *, takes_over: bool = False
-) -> LoadedModel:
+def load_model(config: Config, model: ResolvedModel, report: Callable[[str], None]) -> LoadedModel:
     """Loads a model; takes minutes for a large one. `report` receives lines about the progress of TensorRT's builds.
-
-    With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here, and CUDA graphs,
-    which need one, are captured when a step first needs them: otherwise all streams would wait for all graphs.
 
     Raises `ModelError` for missing or damaged weights or scales of the KV cache, and `CapacityError` if a GPU has no
     room for the weights or for a step.
     """
+    return prepare_model(config, model, report).load()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model without its weights: whatever can be ready before they are in memory."""
+
+    config: Config
+    resolved: ResolvedModel
+    grammars: Grammars
+    backend: PreparedBackend
+
+    def load(self, *, takes_over: bool = False) -> LoadedModel:
+        """Loads the weights. Raises the errors of `load_model`.
+
+        With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here, and CUDA
+        graphs, which need one, are captured when a step first needs them: otherwise all streams would wait for all
+        graphs.
+        """
+        config, model = self.config, self.resolved
+        use_device(model.device, config.dense.num_threads)  # of the calling thread
+        section, scheduler = config.model, config.scheduler
+        is_dummy = section.load_format == "dummy"
+        digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
+        kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
+        scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
+        sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
+        if is_dummy:
+            gated_delta = random_recurrence_weights(model.config, section.dummy_seed)
+        else:
+            gated_delta = load_recurrence_weights(section.path, model.config)
+        make_drafter = load_drafter(config, model)
+        weights = _load_weights(section, model)
+        if model.config.quantization is not None:
+            log_formats(model.config.quantization.method, weights)
+        lora = make_lora(config, model, weights)
+        with naming_what_needs_memory("the buffers of a step"):
+            selected = self.backend.load(weights, lora)
+            features = make_features(config, model, selected.backend, lora, self.grammars)
+            editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
+            sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors)
+            drafter = make_drafter and make_drafter(weights, sampler)
+            on_device = drafter and drafter.on_device
+            runner = _build_runner(config, model, selected, sampler, features, on_device, takes_over)
+        experts = make_expert_loads(weights)
+        return LoadedModel(
+            model,
+            digest,
+            selected.name,
+            runner,
+            features,
+            drafter,
+            kv_cache_dtype,
+            scales,
+            sinks,
+            gated_delta,
+            experts,
+            selected.backend.gives_hidden_states,
+        )
+
+
+def prepare_model(config: Config, model: ResolvedModel, report: Callable[[str], None]) -> PreparedModel:
+    """Prepares what needs no weights: the device's context, the vocabulary of grammars, and the backend.
+
+    `report` as in `load_model`. Raises the errors of `prepare_backend`.
+    """
     use_device(model.device, config.dense.num_threads)  # of the calling thread
+    if model.device.type != "cpu":
+        torch.zeros(1, device=model.device)  # makes the context
+        import services.dense_worker.runner.cuda_model_runner  # noqa: F401  with triton
     section, scheduler = config.model, config.scheduler
-    is_dummy = section.load_format == "dummy"
     grammars = Grammars(lambda: _read_vocabulary(section, model))  # begins now: reading it holds the lock
-    digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
-    kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
-    scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
-    sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
-    if is_dummy:
-        gated_delta = random_recurrence_weights(model.config, section.dummy_seed)
-    else:
-        gated_delta = load_recurrence_weights(section.path, model.config)
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
-    prepared = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
-    make_drafter = load_drafter(config, model)
-    weights = _load_weights(section, model)
-    if model.config.quantization is not None:
-        log_formats(model.config.quantization.method, weights)
-    lora = make_lora(config, model, weights)
-    with naming_what_needs_memory("the buffers of a step"):
-        selected = prepared.load(weights, lora)
-        features = make_features(config, model, selected.backend, lora, grammars)
-        editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
-        sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors)
-        drafter = make_drafter and make_drafter(weights, sampler)
-        runner = _build_runner(config, model, selected, sampler, features, drafter and drafter.on_device, takes_over)
-    experts = make_expert_loads(weights)
-    return LoadedModel(
-        model,
-        digest,
-        selected.name,
-        runner,
-        features,
-        drafter,
-        kv_cache_dtype,
-        scales,
-        sinks,
-        gated_delta,
-        experts,
-        selected.backend.gives_hidden_states,
-    )
+    backend = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
+    return PreparedModel(config, model, grammars, backend)
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import structlog
 
 from services.channel import ChannelSpec
 from services.common.child_options import ChildOptions
 from services.common.config import Config
+from services.common.process import low_priority_thread
 from services.common.resolve import ResolvedModel, use_device
-from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model, with_stated_hash
+from services.dense_worker.build import LoadedModel, load_model, prepare_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
@@ -27,6 +30,7 @@ from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
+from services.dense_worker.standby import holds_weights
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -50,7 +54,9 @@ class DenseWorker:
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
-        self._is_standby = options.is_standby
+        if options.is_restarted:  # streams wait, and would wait for all graphs
+            self._config = with_lazy_graphs(config)
+        self._standby = options.standby
         self._has_predecessor = options.has_predecessor
         self._stated_weights_hash = options.stated_weights_hash
         self._opened = contextlib.AsyncExitStack()
@@ -68,9 +74,7 @@ class DenseWorker:
         use_device(resolved.device, config.dense.num_threads)
         self._loop = asyncio.get_running_loop()
         bound_address = await self._start_server(tracer)
-        self._model = await asyncio.to_thread(
-            load_model, config, resolved, self._report_loading, takes_over=self._is_standby
-        )
+        self._model = await self._load(resolved)
         for feature in self._model.features:
             self._opened.callback(feature.close)
         self._model = with_stated_hash(self._model, self._stated_weights_hash)
@@ -114,6 +118,26 @@ class DenseWorker:
         """Called on the thread that loads."""
         log.info("loading", progress=line)
         self._loop.call_soon_threadsafe(setattr, self._servicer.status, "loading", line)
+
+    async def _load(self, resolved: ResolvedModel) -> LoadedModel:
+        """Loads the model; a standby does so at low priority, or when it is told to take over."""
+        config, report = self._config, self._report_loading
+        if self._standby is None:
+            return await asyncio.to_thread(load_model, config, resolved, report)
+        thread = low_priority_thread()
+        try:
+            run = partial(self._loop.run_in_executor, thread)
+            prepared = await run(prepare_model, config, resolved, report)
+            if await run(holds_weights, self._standby, resolved):
+                return await run(partial(prepared.load, takes_over=True))
+        finally:
+            thread.shutdown(wait=False)  # if this worker was asked to stop, it still works
+        self._servicer.status.state = dense_pb2.DenseStatus.STANDBY
+        log.info("modules imported")
+        await self._servicer.may_attach.wait()
+        self._servicer.status.state = dense_pb2.DenseStatus.LOADING
+        self._config = with_lazy_graphs(config)
+        return await asyncio.to_thread(replace(prepared, config=self._config).load)
 
     async def _start_server(self, tracer: Tracer) -> str:
         config = self._config
@@ -172,10 +196,9 @@ class DenseWorker:
         servicer.set_engine(self._engine, self._watchdog, self._model.features)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.loading = ""
-        servicer.status.state = state.STANDBY
-        if not self._is_standby:
+        if self._standby is None:
             servicer.may_attach.set()
-            servicer.status.state = state.ATTACHING
+        servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
         log.info("loaded", address=address, state=state.State.Name(servicer.status.state))
 
     async def _wait_failure(self) -> None:
@@ -186,6 +209,11 @@ class DenseWorker:
         if self._has_predecessor:
             await self._servicer.may_attach.wait()
             await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
+
+
+def with_lazy_graphs(config: Config) -> Config:
+    """The config of a worker that captures CUDA graphs when steps need them."""
+    return config.model_copy(update={"dense": config.dense.model_copy(update={"captures_lazily": True})})
 
 
 def attach_options(config: Config, model: LoadedModel) -> AttachOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import defaultdict
@@ -12,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 import grpc
 import numpy as np
 import structlog
+import torch
 
 from services.common.dense_info import dense_info_metadata
 from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
@@ -59,6 +61,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._watchdog: Watchdog | None = None
         self._features: SequenceOf[Feature] = ()
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
+        self._is_ready = asyncio.Event()  # set while there is an info
         self._owned: dict[int, tuple[Sequence, _Outbox]] = {}  # by seq_id
         self._streams: dict[int, _Outbox] = {}  # by number
         self._stream_numbers = itertools.count(1)
@@ -71,6 +74,10 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""
         self._info = info
+        if info is None:
+            self._is_ready.clear()
+        else:
+            self._is_ready.set()
 
     def spans_under_way(self) -> list[dense_pb2.SequenceSpan]:
         """The engine's running spans as messages; none before the engine exists."""
@@ -91,6 +98,9 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def GetInfo(
         self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseInfo:
+        with contextlib.suppress(TimeoutError):  # then it is refused with the reason
+            async with asyncio.timeout(request.wait_ms / 1000):
+                await self._is_ready.wait()
         return self._require_ready()[1]
 
     async def Leave(self, request: dense_pb2.LeaveRequest, context: grpc.aio.ServicerContext) -> dense_pb2.LeaveReply:
@@ -108,9 +118,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def TakeOver(
         self, request: dense_pb2.TakeOverRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.TakeOverReply:
-        if self._engine is None:
+        if self.status.state == dense_pb2.DenseStatus.LOADING:
             raise PeerError("the dense worker is starting: it has not loaded its weights yet")
         self.may_attach.set()
+        if request.returns_at_once:
+            return dense_pb2.TakeOverReply()
         while self.status.state != dense_pb2.DenseStatus.SERVING:  # noqa: ASYNC110  the caller's deadline bounds it
             await asyncio.sleep(_POLL_S)
         return dense_pb2.TakeOverReply()
@@ -118,7 +130,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def GetStatus(
         self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseStatus:
-        status = dense_pb2.DenseStatus(resident_bytes=resident_bytes())
+        status = dense_pb2.DenseStatus(resident_bytes=resident_bytes(), device_bytes=torch.cuda.memory_reserved())
         status.MergeFrom(self.status)
         if self._watchdog is not None and self._watchdog.stall is not None:
             status.stall.CopyFrom(self._watchdog.stall)

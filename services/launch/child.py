@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from services.rpc.client import PeerTls, read_peer_tls
 log = structlog.get_logger()
 
 STOPPED = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # return codes of a process that somebody has stopped
+ATTENTION_ROLE, DENSE_ROLE = "attn_worker", "dense_worker"
+SECTIONS = {ATTENTION_ROLE: "attention", DENSE_ROLE: "dense"}  # of the config, by the worker's role
 MAX_WAITERS = 4  # threads that wait for the end of one process: to watch, drain, stop and kill it
 
 
@@ -37,11 +39,17 @@ class Child:
         *,
         run_dir: Path,
         environment: Mapping[str, str] | None,
+        succeed: Callable[[Child], bool] = lambda child: False,
     ) -> None:
-        """`options`: those of this child alone; the rest is filled in here."""
+        """`options`: those of this child alone; the rest is filled in here.
+
+        `succeed` is called when it has died: it returns whether another process is the service from now on.
+        """
         self.name = name  # prefix of its files
         self.role = role
         self.last_end = ""
+        self.last_return_code: int | None = None
+        self._succeed = succeed
         self._environment = environment
         self.config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
@@ -60,7 +68,10 @@ class Child:
         self.may_restart = False
 
     async def watch(self) -> None:
-        """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` if it ends too often."""
+        """Runs the service until `stop`, until it ends after `retire`, or until another process succeeds it.
+
+        Raises `PeerError` if it ends too often.
+        """
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
             self._kill_reason = ""
@@ -75,8 +86,11 @@ class Child:
             return_code = await self._wait(None)
             if self._is_stopping:
                 return
-            self.last_end = self._describe_end(return_code)
+            self.last_end, self.last_return_code = self._describe_end(return_code), return_code
             delay_s = self._back_off(return_code)
+            if self._succeed(self):
+                return
+            self.options = self.options.model_copy(update={"is_restarted": True})
             log.warning("restarting", role=self.role, pid=self.pid, reason=self.last_end, delay_s=delay_s)
             await asyncio.sleep(delay_s)
             self.num_restarts += 1
@@ -92,8 +106,7 @@ class Child:
         if self.role == "gateway":
             assert self.config.gateway.local_address is not None, "the launcher has given it one"
             return self.config.gateway.local_address
-        sections = {"dense_worker": "dense", "attn_worker": "attention"}
-        return getattr(self.config, sections[self.role]).address
+        return getattr(self.config, SECTIONS[self.role]).address
 
     @property
     def tls(self) -> PeerTls | None:
@@ -118,9 +131,10 @@ class Child:
         """Undoes `retire`; if it has ended meanwhile, `watch` starts it again."""
         self._is_stopping = False
 
-    def leave_standby(self) -> None:
-        """It serves now: when it is started again, it attaches by itself."""
-        self.options = self.options.model_copy(update={"is_standby": False})
+    def leave_standby(self, old: Child) -> None:
+        """It serves now in the place of `old`, and is started again as `old` was: then it attaches by itself."""
+        self.options = self.options.model_copy(update={"standby": None})
+        self.may_restart, self.num_restarts, self._exits = True, old.num_restarts, old._exits
 
     def stop(self, *, drains: bool = False) -> None:
         """Asks the service to stop and does not restart it. With `drains` a gateway first finishes its requests."""
@@ -165,7 +179,7 @@ class Child:
             return end  # it had no time to log an error
 
     def _back_off(self, return_code: int) -> float:
-        was_stopped = return_code in STOPPED and not self._kill_reason and not self.options.is_standby
+        was_stopped = return_code in STOPPED and not self._kill_reason and self.options.standby is None
         if not self.may_restart and (self._exits or not was_stopped):
             raise PeerError(f"{self.role} ended before the cluster could serve: {self.last_end}")
         now = time.monotonic()

@@ -21,6 +21,7 @@ from services.pb import launch_pb2, launch_pb2_grpc
 
 DONE, FAILED, NO_LAUNCHER = 0, 1, 3
 STATUS_TIMEOUT_S = 10.0
+MIB = 2**20
 PATHS = ("model.path", "dense.plan_dir", "dense.step_log")  # relative to where `ctl` is called
 
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         help="accept another precision of the same model: running requests go on with the present KV cache",
     )
     replace.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then it is undone (3600)")
-    commands.add_parser("status", help="list the running services")
+    commands.add_parser("status", help="list the running services and their standbys")
     arguments = parser.parse_args(dashed(argv))
     try:
         address = arguments.launcher or find_launcher()
@@ -99,10 +100,27 @@ def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namesp
 
 def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
     """Prints one line per service."""
-    for service in stub.GetStatus(launch_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S).services:
+    reply = stub.GetStatus(launch_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S)
+    for service in reply.services:
         last_end = f", last end: {service.last_end}" if service.last_end else ""
         print(f"{service.role} process {service.pid}, {service.num_restarts} restarts{last_end}")
+    for standby in reply.standbys:
+        print(describe_standby(standby))
     return DONE
+
+
+def describe_standby(standby: launch_pb2.StandbyStatus) -> str:
+    """One line about a standby: what it is, and what it costs."""
+    name, took_over = f"standby of {standby.role}", f"took over {standby.num_take_overs} times"
+    if standby.state == launch_pb2.StandbyStatus.OFF:
+        return f"{name}: none, {standby.reason}"
+    if standby.state == launch_pb2.StandbyStatus.STARTING:
+        return f"{name}: starting, {took_over}"
+    kind = "weights loaded" if standby.has_weights else "modules imported"
+    memory = f"{standby.host_bytes / MIB:.0f} MB of host memory"
+    if standby.device_bytes:
+        memory += f", {standby.device_bytes / MIB:.0f} MB of GPU memory"
+    return f"{name}: process {standby.pid} ready, {kind}, {memory}, {took_over}"
 
 
 def _describe_timeout(arguments: argparse.Namespace) -> str:

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import WatchdogSection
 from services.common.errors import ConfigError
-from services.launch.child import Child
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, stall_pb2
 from services.rpc.client import open_channel
 from services.rpc.watchdog import describe_stall
@@ -33,7 +33,6 @@ MAX_MESSAGE_BYTES = 1 << 20
 CHECKS_PER_BOUND = 5
 START_FACTOR = 4.0  # a start may be this much slower than the slowest one before
 MIN_MISSED = 3  # missed checks before a kill, since the launcher itself may have been stopped
-DENSE_ROLE, ATTENTION_ROLE = "dense_worker", "attn_worker"
 
 
 @dataclass(slots=True)
@@ -130,18 +129,23 @@ class HealthWatch:
                     self.note_start(child.role, record.answered_at - record.first_seen_at)
                 return
             try:
-                record.stall = await _read_stall(child.role, channel, timeout_s)
+                status = await _read_status(child.role, channel, timeout_s)
             except grpc.aio.AioRpcError as error:  # it cannot report yet
                 log.debug("no status", role=child.role, reason=error.details())
+                return
+            if status is not None and status.HasField("stall"):
+                record.stall = status.stall
+            if isinstance(status, dense_pb2.DenseStatus) and status.state == dense_pb2.DenseStatus.STANDBY:
+                record.has_served = True  # it waits, and has no reason to be silent
 
 
-async def _read_stall(role: str, channel: grpc.aio.Channel, timeout_s: float) -> stall_pb2.Stall | None:
+async def _read_status(
+    role: str, channel: grpc.aio.Channel, timeout_s: float
+) -> dense_pb2.DenseStatus | attn_pb2.AttentionStatus | None:
     if role == DENSE_ROLE:
         dense = dense_pb2_grpc.DenseWorkerStub(channel)
-        status = await dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=timeout_s)
-    elif role == ATTENTION_ROLE:
+        return await dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=timeout_s)
+    if role == ATTENTION_ROLE:
         attention = attn_pb2_grpc.AttentionWorkerStub(channel)
-        status = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
-    else:
-        return None  # a gateway's stall is caused by the dense worker
-    return status.stall if status.HasField("stall") else None
+        return await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
+    return None  # a gateway's stall is caused by the dense worker

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+
+from services.pb import launch_pb2
 
 
 class ChildCounts(Protocol):
@@ -18,11 +20,24 @@ class ChildCounts(Protocol):
     is_running: bool
 
 
+class StandbyCosts(Protocol):
+    """A `Standby`, as metrics read it."""
+
+    def status(self) -> launch_pb2.StandbyStatus:
+        """Its state and costs."""
+
+
 class LaunchMetrics:
     """Reads the children when a scraper asks, on the scraper's thread."""
 
-    def __init__(self, registry: CollectorRegistry, read_children: Callable[[], Iterable[ChildCounts]]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        read_children: Callable[[], Iterable[ChildCounts]],
+        standbys: Sequence[StandbyCosts] = (),
+    ) -> None:
         self._read_children = read_children
+        self._standbys = standbys
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -42,3 +57,24 @@ class LaunchMetrics:
             running.add_metric([role], num_running)
         yield restarts
         yield running
+        yield from self._collect_standbys()
+
+    def _collect_standbys(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily(
+            "twostroke_launch_standby_ready", "1 while a standby could take over at once, else 0.", labels=["role"]
+        )
+        memory = GaugeMetricFamily(
+            "twostroke_launch_standby_bytes",
+            "Memory that a standby takes, of the host (shared pages in equal parts) or of its GPU.",
+            labels=["role", "memory"],
+        )
+        take_overs = CounterMetricFamily(
+            "twostroke_launch_take_overs", "Times a standby took over from a worker that had died.", labels=["role"]
+        )
+        for standby in self._standbys:
+            status = standby.status()
+            ready.add_metric([status.role], int(status.state == launch_pb2.StandbyStatus.READY))
+            memory.add_metric([status.role, "host"], status.host_bytes)
+            memory.add_metric([status.role, "gpu"], status.device_bytes)
+            take_overs.add_metric([status.role], status.num_take_overs)
+        yield from (ready, memory, take_overs)

@@ -21,18 +21,18 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
 from services.common.errors import ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
-from services.launch.child import Child
+from services.launch.child import DENSE_ROLE, Child
 from services.launch.children import Children
-from services.launch.dense_address import DenseAddress
 from services.launch.probe import compute_one_token
+from services.launch.standby import Standby
 from services.launch.start_deadline import StartDeadline
+from services.launch.switched_address import SwitchedAddress
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 
-ROLE = "dense_worker"
 SECTIONS = ("dense", "model")  # sections of the config that may differ
 RESERVED = "dense.address"  # the launcher's own
 POLL_S = 0.02
@@ -58,15 +58,17 @@ class DenseReplacer:
     def __init__(
         self,
         children: Children,
-        dense_address: DenseAddress,
+        dense_address: SwitchedAddress,
         attention_address: str,
         make_child: Callable[[str, str, Config, ChildOptions], Child],
+        standby: Standby,
         error_grace_s: float = ERROR_GRACE_S,
     ) -> None:
         self._children = children
         self._dense_address = dense_address
         self._attention_address = attention_address
         self._make_child = make_child
+        self._standby = standby
         self._error_grace_s = error_grace_s
         self._task: asyncio.Task[Any] | None = None  # the running replacement
         self._num_started = 0
@@ -81,7 +83,7 @@ class DenseReplacer:
             raise InvalidRequest("drop_caches and keep_caches exclude each other")
         if self._task is not None:
             raise RolledBack("another replacement is under way")
-        [old] = self._children.of_role(ROLE)
+        [old] = self._children.of_role(DENSE_ROLE)
         config = self._configure(old, overrides)
         self._task = asyncio.current_task()
         try:
@@ -89,12 +91,15 @@ class DenseReplacer:
             present_hash = await self._present_hash(old)
             self._num_started += 1
             options = ChildOptions(
-                is_standby=True,
+                standby="loaded",
                 has_predecessor=True,
                 stated_weights_hash=present_hash if keeps_caches else None,
             )
-            new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config, options)
-            return await self._replace(old, new, drops_caches=drops_caches)
+            async with self._standby.suspended(is_taken=not overrides and not keeps_caches) as taken:
+                if taken is None:
+                    new = self._make_child(f"{DENSE_ROLE}-{self._num_started}", DENSE_ROLE, config, options)
+                    taken = new, asyncio.create_task(new.watch())
+                return await self._replace(old, *taken, drops_caches=drops_caches)
         finally:
             self._task = None
 
@@ -130,9 +135,10 @@ class DenseReplacer:
         except ConfigError as error:
             raise InvalidRequest(str(error)) from error
 
-    async def _replace(self, old: Child, new: Child, *, drops_caches: bool) -> Replacement:
+    async def _replace(
+        self, old: Child, new: Child, watcher: asyncio.Task[None], *, drops_caches: bool
+    ) -> Replacement:
         log.info("replacing the dense worker", old_pid=old.pid)
-        watcher = asyncio.create_task(new.watch())
         timeout_s = new.config.launch.start_timeout_s
         try:
             async with _dense_stub(old) as old_stub, _dense_stub(new) as new_stub:
@@ -147,8 +153,7 @@ class DenseReplacer:
             if isinstance(error, TwostrokeError | grpc.aio.AioRpcError):
                 raise RolledBack(f"{reason}; the present dense worker, process {old.pid}, goes on") from error
             raise
-        new.leave_standby()
-        new.may_restart, new.num_restarts = True, old.num_restarts
+        new.leave_standby(old)
         self._children.replace(old, new, watcher)
         old.stop()
         await uninterrupted(old.wait(old.config.launch.stop_grace_s))  # nothing else would kill it

@@ -19,9 +19,8 @@ import structlog
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config
 from services.launch.addresses import check_addresses, check_tls, place_sockets
-from services.launch.child import Child
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
 from services.launch.children import Children
-from services.launch.dense_address import DenseAddress
 from services.launch.health_watch import HealthWatch
 from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, start_mps, stop_mps
@@ -30,7 +29,9 @@ from services.launch.run_directory import run_directory
 from services.launch.service_configs import make_own_key, service_configs, with_host_kv_path
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving
+from services.launch.standby import Spares, Standby
 from services.launch.start_deadline import StartDeadline
+from services.launch.switched_address import SwitchedAddress
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.uninterrupted import uninterrupted
 
@@ -56,42 +57,70 @@ class Launcher:
         self._api_key = make_own_key(config)
         if config.attention.host_kv_bytes and config.attention.host_kv_path is None:
             config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))
-        dense_address = DenseAddress(config.dense.address, run_dir)
-        services = service_configs(config, run_dir, dense_address)
+        addresses = {
+            DENSE_ROLE: SwitchedAddress(config.dense.address, run_dir, "dense"),
+            ATTENTION_ROLE: SwitchedAddress(config.attention.address, run_dir, "attention"),
+        }
+        services = service_configs(config, run_dir, addresses)
         self._mps = start_mps(config, run_dir)
         if self._mps is not None:
             self._opened.callback(stop_mps, self._mps)
         self._opened.callback(remove_stale_regions)  # regions of killed children; others have removed theirs
-        self._opened.callback(dense_address.remove)
+        for address in addresses.values():
+            self._opened.callback(address.remove)
         self._children = Children()
         self._opened.push_async_callback(self._children.stop, config.launch.stop_grace_s)
         environment = None if self._mps is None else self._mps.environment
-        make_child = partial(Child, run_dir=run_dir, environment=environment)
+        make_child = partial(Child, run_dir=run_dir, environment=environment, succeed=self._succeed)
+        modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
+        if self._arguments.prompt is not None:  # then all ends with the answer
+            modes = dict.fromkeys(modes, "off")
+        self._standbys = {
+            role: Standby(role, modes[role], self._children, address, make_child, config.launch)
+            for role, address in addresses.items()
+        }
         for service in services:
             self._children.start(make_child(*service))
-        [dense] = self._children.of_role("dense_worker")
-        dense_address.point_to(dense.address)
-        replacer = DenseReplacer(self._children, dense_address, config.attention.address, make_child)
+        for role, address in addresses.items():
+            [worker] = self._children.of_role(role)
+            address.point_to(worker.address)
+        for standby in self._standbys.values():
+            self._opened.push_async_callback(standby.close)
+        dense_standby = self._standbys[DENSE_ROLE]
+        replacer = DenseReplacer(
+            self._children, addresses[DENSE_ROLE], config.attention.address, make_child, dense_standby
+        )
         await self._start_control(run_dir, replacer)
 
     async def run(self) -> None:
         """Runs until the prompt is answered, or all has drained. Raises the error that ends a service for good."""
         config = self._config
-        health = HealthWatch(self._children, config.watchdog, config.launch.start_timeout_s)
-        await run_until_first(self._use(), self._drained(), self._children.wait_failure(), health.run())
+        standbys = list(self._standbys.values())
+        health = [
+            HealthWatch(children, config.watchdog, config.launch.start_timeout_s)
+            for children in (self._children, Spares(standbys))
+        ]
+        await run_until_first(
+            self._use(), self._drained(), self._children.wait_failure(), *(each.run() for each in (*health, *standbys))
+        )
 
     async def stop(self) -> None:
         """Ends first the users of the services, then the services, within `launch.stop_grace_s`."""
         await self._opened.aclose()
 
+    def _succeed(self, child: Child) -> bool:
+        """Whether a standby is the service from now on, in the place of one that has died."""
+        standby = self._standbys.get(child.role)
+        return standby is not None and standby.succeed(child)
+
     async def _start_control(self, run_dir: Path, replacer: DenseReplacer) -> None:
-        control = make_control(run_dir, self._children, replacer)
+        control = make_control(run_dir, self._children, replacer, list(self._standbys.values()))
         self._opened.push_async_callback(control.stop, 0.0)
         self._opened.push_async_callback(replacer.close)
         log.info("control", address=await control.start())
         await control.set_serving(True)
         registry = new_registry("launch")
-        LaunchMetrics(registry, lambda: self._children)
+        LaunchMetrics(registry, lambda: self._children, list(self._standbys.values()))
         address = self._config.launch.metrics_address
         self._opened.enter_context(serving_metrics(address, registry, "launch.metrics_address"))
 

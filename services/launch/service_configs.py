@@ -7,6 +7,7 @@ Unix socket, at which the launcher reaches it, another one for its peers alone, 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from services.common.addresses import MAX_PORT
 from services.common.child_options import ChildOptions
 from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError
-from services.launch.dense_address import DenseAddress
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS
+from services.launch.switched_address import SwitchedAddress
 
 OWN_KEY_NAME = "twostroke-launcher"
 CHANGE_LOCK_NAME = "gateways.lock"
@@ -31,21 +33,21 @@ class ServiceStart(NamedTuple):
     options: ChildOptions
 
 
-def service_configs(config: Config, run_dir: Path, dense_address: DenseAddress) -> list[ServiceStart]:
-    """Every service, in starting order. Gateways look for the dense worker at `dense_address`."""
-    dense = with_dense_address(config, dense_address.new_address())
+def service_configs(config: Config, run_dir: Path, addresses: Mapping[str, SwitchedAddress]) -> list[ServiceStart]:
+    """Every service, in starting order. The others look for the worker of a role at its switched address."""
+    workers = {role: with_address(config, role, address.new_address()) for role, address in addresses.items()}
     gateways = gateway_configs(config, run_dir)
     names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
     return [
-        ServiceStart("attn_worker", "attn_worker", config, ChildOptions()),
-        ServiceStart("dense_worker", "dense_worker", dense, ChildOptions()),
+        *(ServiceStart(role, role, workers[role], ChildOptions()) for role in (ATTENTION_ROLE, DENSE_ROLE)),
         *(ServiceStart(name, "gateway", *gateway) for name, gateway in zip(names, gateways, strict=True)),
     ]
 
 
-def with_dense_address(config: Config, address: str) -> Config:
-    """The config of a dense worker with its own address; other services have the address of the present worker."""
-    return config.model_copy(update={"dense": config.dense.model_copy(update={"address": address})})
+def with_address(config: Config, role: str, address: str) -> Config:
+    """The config of a worker with its own address; other services have the address of the present worker."""
+    name = SECTIONS[role]
+    return config.model_copy(update={name: getattr(config, name).model_copy(update={"address": address})})
 
 
 def with_host_kv_path(config: Config, memory_dir: Path) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -9,6 +10,7 @@ import grpc
 from services.launch.addresses import control_address
 from services.launch.children import Children
 from services.launch.replace import DenseReplacer
+from services.launch.standby import Standby
 from services.pb import launch_pb2, launch_pb2_grpc
 from services.rpc.server import GrpcServer
 
@@ -16,19 +18,22 @@ MAX_MESSAGE_BYTES = 1 << 20
 SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
 
 
-def make_control(run_dir: Path, children: Children, replacer: DenseReplacer) -> GrpcServer:
+def make_control(
+    run_dir: Path, children: Children, replacer: DenseReplacer, standbys: Sequence[Standby]
+) -> GrpcServer:
     """Creates the server, without starting it."""
     server = GrpcServer(control_address(run_dir), [SERVICE_NAME], MAX_MESSAGE_BYTES)
-    launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer), server.server)
+    launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer, standbys), server.server)
     return server
 
 
 class LauncherServicer(launch_pb2_grpc.LauncherServicer):
     """Answers `ctl`. Raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`."""
 
-    def __init__(self, children: Children, replacer: DenseReplacer) -> None:
+    def __init__(self, children: Children, replacer: DenseReplacer, standbys: Sequence[Standby]) -> None:
         self._children = children
         self._replacer = replacer
+        self._standbys = standbys
 
     async def ReplaceDense(
         self, request: launch_pb2.ReplaceDenseRequest, context: grpc.aio.ServicerContext
@@ -53,5 +58,6 @@ class LauncherServicer(launch_pb2_grpc.LauncherServicer):
                     role=child.role, pid=child.pid or 0, num_restarts=child.num_restarts, last_end=child.last_end
                 )
                 for child in self._children
-            ]
+            ],
+            standbys=[standby.status() for standby in self._standbys],
         )

@@ -232,8 +232,10 @@ class BeamAnswer(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., score: _Optional[float] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("wait_ms",)
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    wait_ms: int
+    def __init__(self, wait_ms: _Optional[int] = ...) -> None: ...
 
 class DenseInfo(_message.Message):
     __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width", "max_num_seqs", "hidden_size")
@@ -268,7 +270,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DenseStatus(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "num_steps", "num_preemptions", "resident_bytes", "state", "stall", "weights_hash", "loading")
+    __slots__ = ("num_waiting", "num_running", "num_steps", "num_preemptions", "resident_bytes", "state", "stall", "weights_hash", "loading", "device_bytes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[DenseStatus.State]
@@ -290,6 +292,7 @@ class DenseStatus(_message.Message):
     STALL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     num_steps: int
@@ -299,7 +302,8 @@ class DenseStatus(_message.Message):
     stall: _stall_pb2.Stall
     weights_hash: str
     loading: str
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., state: _Optional[_Union[DenseStatus.State, str]] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., weights_hash: _Optional[str] = ..., loading: _Optional[str] = ...) -> None: ...
+    device_bytes: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., state: _Optional[_Union[DenseStatus.State, str]] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., weights_hash: _Optional[str] = ..., loading: _Optional[str] = ..., device_bytes: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ()
@@ -310,8 +314,10 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class TakeOverRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("returns_at_once",)
+    RETURNS_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
+    returns_at_once: bool
+    def __init__(self, returns_at_once: _Optional[bool] = ...) -> None: ...
 
 class TakeOverReply(_message.Message):
     __slots__ = ()

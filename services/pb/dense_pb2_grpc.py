@@ -94,7 +94,7 @@ class DenseWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TakeOver(self, request, context):
-        """Makes a worker in state STANDBY attach to the attention worker and serve.
+        """Makes a worker in state STANDBY load its weights, if it has none yet, attach to the attention worker and serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

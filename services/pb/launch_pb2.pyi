@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -44,8 +45,40 @@ class ServiceStatus(_message.Message):
     last_end: str
     def __init__(self, role: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., last_end: _Optional[str] = ...) -> None: ...
 
+class StandbyStatus(_message.Message):
+    __slots__ = ("role", "state", "reason", "pid", "has_weights", "host_bytes", "device_bytes", "num_take_overs")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[StandbyStatus.State]
+        OFF: _ClassVar[StandbyStatus.State]
+        STARTING: _ClassVar[StandbyStatus.State]
+        READY: _ClassVar[StandbyStatus.State]
+    STATE_UNSPECIFIED: StandbyStatus.State
+    OFF: StandbyStatus.State
+    STARTING: StandbyStatus.State
+    READY: StandbyStatus.State
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HAS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TAKE_OVERS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    state: StandbyStatus.State
+    reason: str
+    pid: int
+    has_weights: bool
+    host_bytes: int
+    device_bytes: int
+    num_take_overs: int
+    def __init__(self, role: _Optional[str] = ..., state: _Optional[_Union[StandbyStatus.State, str]] = ..., reason: _Optional[str] = ..., pid: _Optional[int] = ..., has_weights: _Optional[bool] = ..., host_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., num_take_overs: _Optional[int] = ...) -> None: ...
+
 class LauncherStatus(_message.Message):
-    __slots__ = ("services",)
+    __slots__ = ("services", "standbys")
     SERVICES_FIELD_NUMBER: _ClassVar[int]
+    STANDBYS_FIELD_NUMBER: _ClassVar[int]
     services: _containers.RepeatedCompositeFieldContainer[ServiceStatus]
-    def __init__(self, services: _Optional[_Iterable[_Union[ServiceStatus, _Mapping]]] = ...) -> None: ...
+    standbys: _containers.RepeatedCompositeFieldContainer[StandbyStatus]
+    def __init__(self, services: _Optional[_Iterable[_Union[ServiceStatus, _Mapping]]] = ..., standbys: _Optional[_Iterable[_Union[StandbyStatus, _Mapping]]] = ...) -> None: ...

@@ -11,8 +11,8 @@ from services.common.addresses import BALANCED_SCHEMES
 from services.common.config import PeerSection
 from services.rpc.tls import TlsFiles, tls_files
 
-RECONNECT_MS = 50
-MAX_RECONNECT_MS = 500
+RECONNECT_MS = 20  # streams wait for a worker that is back
+MAX_RECONNECT_MS = 100
 # For workers on other machines: a worker that vanishes silently is noticed within the sum of the two.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000

@@ -28,15 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for cluster_number in sorted({seed // RUNS_PER_CLUSTER for seed in seeds}):
         speculation = arguments.speculation or [*POLICIES][cluster_number % len(POLICIES)]
+        has_standbys = cluster_number % 2 == 0
         directory = Path(tempfile.mkdtemp(prefix="chaos-"))
         seed = None
         try:
-            with arena(directory, speculation, SHORT if arguments.short else LONG) as where:
+            size = SHORT if arguments.short else LONG
+            with arena(directory, speculation, size, has_standbys=has_standbys) as where:
                 for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
                     start = time.monotonic()
                     actions = run(where, seed)
                     duration_s = time.monotonic() - start
-                    print(f"seed {seed}, {speculation}: {', '.join(actions)}: {duration_s:.1f} s", flush=True)
+                    name = f"seed {seed}, {speculation}, with{'' if has_standbys else 'out'} standbys"
+                    print(f"{name}: {', '.join(actions)}: {duration_s:.1f} s", flush=True)
         except Exception:
             traceback.print_exc()
             print(f"FAILED: seed {seed}, {speculation}; again: python -m tests.chaos --first-seed {seed} --seeds 1 "

@@ -18,11 +18,11 @@ from random import Random
 import httpx2
 
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, launch_pb2
 from tests.chaos.cases import Cancelled, draw_messages, seen_over, send, transports
 from tests.chaos.drafts import speculation_settings
 from tests.chaos.ends import read_ends, unexpected_ends
-from tests.chaos.monkey import Monkey
+from tests.chaos.monkey import Monkey, launcher_stub
 from tests.support.clients.http_clients import client
 from tests.support.clients.streams import Collected, collect
 from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
@@ -41,6 +41,7 @@ MAX_NUM_SEQS = 12
 ROLES = ("attn_worker", "dense_worker", "gateway")
 STEP_LOG = "steps.jsonl"
 IDLE_TIMEOUT_S = 60.0
+STANDBY_TIMEOUT_S = 120.0
 ACCEPTED = "twostroke_dense_spec_decode_num_accepted_tokens_total"
 MAX_NEW_FILES = 16  # open in a gateway after a run, such as idle connections of clients
 
@@ -71,10 +72,13 @@ class Arena:
     messages: list[gateway_pb2.GenerateRequest]
     expected: list[Collected]
     num_files: int  # open in the gateway
+    has_standbys: bool
 
 
 @contextlib.contextmanager
-def arena(directory: Path, speculation: str, size: Size, is_warm: bool = False) -> Iterator[Arena]:
+def arena(
+    directory: Path, speculation: str, size: Size, *, has_standbys: bool, is_warm: bool = False
+) -> Iterator[Arena]:
     """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message.
 
     Sources of drafts that compute them on the device have some in every step, whatever they cost.
@@ -93,6 +97,8 @@ def arena(directory: Path, speculation: str, size: Size, is_warm: bool = False) 
         "launch.restart_window_s=2",
         "launch.restart_delay_s=0.05",
     ]
+    if has_standbys:
+        settings += ["launch.standby_dense=auto", "launch.standby_attention=auto"]
     if size.stall_timeout_s is not None:
         settings.append(f"watchdog.stall_timeout_s={size.stall_timeout_s}")
     if size.wait_timeout_s is not None:
@@ -105,13 +111,14 @@ def arena(directory: Path, speculation: str, size: Size, is_warm: bool = False) 
         cluster.wait_idle(IDLE_TIMEOUT_S)
         if speculation != "off":
             assert _num_accepted_drafts(metrics_address) > 0, f"no draft of {speculation} was right"
-        yield Arena(cluster, directory, size, messages, expected, _num_files(cluster.pid_of("gateway")))
+        yield Arena(cluster, directory, size, messages, expected, _num_files(cluster.pid_of("gateway")), has_standbys)
 
 
 def run(arena: Arena, seed: int) -> list[str]:
     """Runs one seed. Returns the monkey's actions. Raises `AssertionError` for wrong answers and for leaks."""
     random, size, cluster = Random(seed), arena.size, arena.cluster
-    monkey = Monkey(cluster, Random(seed + 1), size.max_actions, size.wait_timeout_s, size.stall_timeout_s)
+    timeouts = (size.wait_timeout_s, size.stall_timeout_s)
+    monkey = Monkey(cluster, Random(seed + 1), size.max_actions, *timeouts, has_standbys=arena.has_standbys)
     gateway_pid, log_size = cluster.pid_of("gateway"), cluster.log_file.stat().st_size
     indexes = random.sample(range(size.num_messages), size.num_streams)
     with ThreadPoolExecutor(size.num_streams + 1) as threads:
@@ -216,19 +223,33 @@ def _check_block_counts(arena: Arena) -> None:
 
 def _check_leaks(arena: Arena) -> None:
     cluster = arena.cluster
+    status = _settled_status(arena)
     children = children_of(cluster.process.pid)
-    assert len(children) == len(ROLES), f"{len(children)} processes"
+    assert len(children) == len(ROLES) + 2 * arena.has_standbys, f"{len(children)} processes"
+    pids = {service.role: service.pid for service in status.services}
     for role in ("attn_worker", "dense_worker"):
-        pid = cluster.pid_of(role)
+        pid = pids[role]
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
         mapped = [line for line in maps if f"{SHM_DIR}/{NAME_PREFIX}" in line]
         assert len(mapped) == 1, f"{role} has mapped {mapped}"
-    files = Path(f"/proc/{cluster.pid_of('attn_worker')}/fd").iterdir()
+    files = Path(f"/proc/{pids['attn_worker']}/fd").iterdir()
     owned = {os.readlink(file) for file in files}
     owned = {path for path in owned if path.startswith(f"{SHM_DIR}/{NAME_PREFIX}")}
     assert len(owned) == 1, f"the attention worker owns {owned}"
     num_files = _num_files(cluster.pid_of("gateway"))
     assert num_files <= arena.num_files + MAX_NEW_FILES, f"the gateway has {num_files} files open"
+
+
+def _settled_status(arena: Arena) -> launch_pb2.LauncherStatus:
+    """The launcher's status, once standbys are ready if there are any."""
+    stub, deadline = launcher_stub(arena.cluster), time.monotonic() + STANDBY_TIMEOUT_S
+    while True:
+        status = stub.GetStatus(launch_pb2.GetStatusRequest(), timeout=IDLE_TIMEOUT_S)
+        wanted = launch_pb2.StandbyStatus.READY if arena.has_standbys else launch_pb2.StandbyStatus.OFF
+        if all(standby.state == wanted for standby in status.standbys):
+            return status
+        assert time.monotonic() < deadline, f"standbys are not ready: {status.standbys}"
+        time.sleep(0.1)
 
 
 def _num_accepted_drafts(metrics_address: str) -> float:

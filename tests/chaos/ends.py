@@ -7,17 +7,21 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-# The reasons that a signal may cause. The launcher kills a process that was stopped for good.
+# The reasons that a signal may cause. The launcher kills a process that was stopped for good: a
+# standby, too, if it does not take over.
 EXPECTED_ENDS = {
     signal.SIGKILL: r"signal SIGKILL(, after|$)",
     signal.SIGTERM: r"exit code 0(, after|$)",
-    signal.SIGSTOP: r"signal SIGKILL from the launcher: no answer",
+    signal.SIGSTOP: r"signal SIGKILL from the launcher: (no answer|it does not take over)",
 }
+
+
+EVENTS = '(restarting|"the standby takes over"|"the standby has ended")'
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a process that the launcher restarted."""
+    """The end of a process that the launcher restarted, or for which a standby took over, or of a standby."""
 
     role: str
     pid: int
@@ -26,8 +30,8 @@ class End:
 
 def read_ends(log: str) -> list[End]:
     """All ends in a piece of the launcher's log."""
-    lines = [line for line in log.splitlines() if "service=launch event=restarting " in line]
-    found = [re.search(r' role=(\w+) pid=(\d+) reason=("(?:[^"\\]|\\.)*"|\S+)', line) for line in lines]
+    lines = [line for line in log.splitlines() if re.search(f"service=launch event={EVENTS} role=", line)]
+    found = [re.search(r' role=(\w+) .*?(?:old_)?pid=(\d+) reason=("(?:[^"\\]|\\.)*"|\S+)', line) for line in lines]
     assert all(found), lines
     return [End(each[1], int(each[2]), each[3].strip('"')) for each in found if each is not None]
 

@@ -26,6 +26,12 @@ MIN_STEPS_BETWEEN_CRASHES = 60
 MIN_RUNNING_FOR_TWO_CRASHES = 3
 
 
+def launcher_stub(cluster: Cluster) -> launch_pb2_grpc.LauncherStub:
+    """Calls the cluster's launcher."""
+    [line] = [line for line in cluster.log_file.read_text().splitlines() if "event=control" in line]
+    return launch_pb2_grpc.LauncherStub(grpc.insecure_channel(line.partition("address=")[2].split()[0]))
+
+
 class Monkey:
     """`run` works until `is_over` is set or `max_actions` is reached; `actions` lists what was done.
 
@@ -40,11 +46,14 @@ class Monkey:
         max_actions: int,
         wait_timeout_s: float | None,
         stall_timeout_s: float | None,
+        *,
+        has_standbys: bool,
     ) -> None:
         self._cluster = cluster
         self._wait_timeout_s = wait_timeout_s
+        self._launcher = launcher_stub(cluster)
         self._killed: list[int] = []
-        self._before: tuple[set[int], int] = (set(), 0)  # processes and number of steps of the dense worker
+        self._before = (0, 0)  # process and number of steps of the dense worker that serves
         self._random = random
         self._max_actions = max_actions
         self.is_over = threading.Event()
@@ -70,6 +79,9 @@ class Monkey:
             self._kinds.append(self._stop_for_longer_than_a_wait)
         if stall_timeout_s is not None:
             self._kinds.append(self._stop_for_good)
+        if has_standbys:
+            self._kinds += [self._kill_standby, self._kill_worker_and_standby]
+            self._kinds += [self._kill_successor, self._kill_in_start]
 
     def run(self) -> None:
         """At the end the cluster serves, or will soon serve again."""
@@ -77,7 +89,7 @@ class Monkey:
             action = self._random.choice(self._kinds)
             self.actions.append(action.__name__.strip("_"))
             self._killed.clear()
-            self._before = {*self._pids_of(DENSE)}, self._cluster.dense_status().num_steps
+            self._before = self._serving_pid(DENSE), self._cluster.dense_status().num_steps
             if action():
                 self._await_recovery()
 
@@ -106,12 +118,50 @@ class Monkey:
         return self._signal(signal.SIGKILL, *roles)
 
     def _kill_dense_again(self) -> bool:
-        """The second kill comes while the new worker starts or attaches, before it runs a step."""
-        pid = self._pid_of(DENSE)
-        self._signal(signal.SIGKILL, DENSE)
+        """The second kill comes while the new worker starts or attaches, or soon after; see `_kill_attention_again`."""
+        pid, status = self._pid_of(DENSE), self._cluster.dense_status()
+        self._kill(pid)
+        if status.num_running < MIN_RUNNING_FOR_TWO_CRASHES:
+            return True
         self._await_end(DENSE, pid)
         time.sleep(self._random.uniform(0.0, 3.0))
         return self._signal(signal.SIGKILL, self._random.choice([DENSE, ATTENTION]))
+
+    def _kill_standby(self) -> bool:
+        """Of one role, whether it is ready or starts; nothing happens to streams."""
+        for pid in self._standby_pids(self._random.choice([DENSE, ATTENTION])):
+            self._kill(pid)
+        return False
+
+    def _kill_worker_and_standby(self) -> bool:
+        """There is nobody to take over."""
+        role = self._random.choice([DENSE, ATTENTION])
+        for pid in [*self._standby_pids(role), self._serving_pid(role)]:
+            self._kill(pid)
+        return True
+
+    def _kill_successor(self) -> bool:
+        """Kills the worker that has just taken over, or is about to; see `_kill_attention_again`."""
+        role = self._random.choice([DENSE, ATTENTION])
+        pid, status = self._serving_pid(role), self._cluster.dense_status()
+        self._kill(pid)
+        if status.num_running < MIN_RUNNING_FOR_TWO_CRASHES:
+            return True
+        self._await_end(role, pid)
+        time.sleep(self._random.uniform(0.0, 0.5))
+        self._kill(self._serving_pid(role))
+        return True
+
+    def _kill_in_start(self) -> bool:
+        """Kills a worker, and the next standby while it starts."""
+        role = self._random.choice([DENSE, ATTENTION])
+        pid = self._serving_pid(role)
+        self._kill(pid)
+        self._await_end(role, pid)
+        time.sleep(self._random.uniform(0.0, 3.0))
+        for standby_pid in self._standby_pids(role):
+            self._kill(standby_pid)
+        return True
 
     def _stop_some(self) -> bool:
         roles = self._random.choice([[DENSE], [ATTENTION], [DENSE, ATTENTION]])
@@ -143,13 +193,11 @@ class Monkey:
         return True
 
     def _ask_for_replacement(self) -> None:
-        [line] = [line for line in self._cluster.log_file.read_text().splitlines() if "event=control" in line]
-        with grpc.insecure_channel(line.partition("address=")[2].split()[0]) as channel:
-            try:
-                launch_pb2_grpc.LauncherStub(channel).ReplaceDense(launch_pb2.ReplaceDenseRequest(), timeout=RECOVERY_S)
-            except grpc.RpcError as error:
-                assert error.code() is grpc.StatusCode.ABORTED, f"not rolled back: {error.details()}"
-                self.actions[-1] += " (rolled back)"
+        try:
+            self._launcher.ReplaceDense(launch_pb2.ReplaceDenseRequest(), timeout=RECOVERY_S)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.ABORTED, f"not rolled back: {error.details()}"
+            self.actions[-1] += " (rolled back)"
 
     def _stop_for_longer_than_a_wait(self) -> bool:
         """The other worker gives up the step; the stopped worker notices it when it goes on."""
@@ -175,11 +223,14 @@ class Monkey:
 
     def _signal(self, number: signal.Signals, *roles: str) -> bool:
         for pid in [self._pid_of(role) for role in roles]:
-            self._killed.append(pid)
-            self.signals.setdefault(pid, set()).add(number)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            self._kill(pid, number)
         return True
+
+    def _kill(self, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+        self._killed.append(pid)
+        self.signals.setdefault(pid, set()).add(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
     def _await_end(self, role: str, pid: int) -> None:
         deadline = time.monotonic() + RECOVERY_S
@@ -188,7 +239,7 @@ class Monkey:
             time.sleep(0.01)
 
     def _pid_of(self, role: str) -> int:
-        """The process of a role; a random one while there are two."""
+        """The process of a role; a random one while there are two, of which one may be a standby."""
         deadline = time.monotonic() + RECOVERY_S
         while not (pids := self._pids_of(role)):
             assert time.monotonic() < deadline, f"no {role} comes back"
@@ -203,6 +254,15 @@ class Monkey:
                     pids.append(pid)
         return pids
 
+    def _serving_pid(self, role: str) -> int:
+        status = self._launcher.GetStatus(launch_pb2.GetStatusRequest(), timeout=RECOVERY_S)
+        [pid] = [service.pid for service in status.services if service.role == role]
+        return pid
+
+    def _standby_pids(self, role: str) -> list[int]:
+        status = self._launcher.GetStatus(launch_pb2.GetStatusRequest(), timeout=RECOVERY_S)
+        return [standby.pid for standby in status.standbys if standby.role == role and standby.pid]
+
     def _await_recovery(self) -> None:
         """Waits until killed workers are replaced, and every sequence has had enough steps to get a token."""
         deadline = time.monotonic() + RECOVERY_S
@@ -214,8 +274,8 @@ class Monkey:
         with contextlib.suppress(AssertionError, OSError, grpc.RpcError):
             if {*self._killed} & {*self._pids_of(DENSE), *self._pids_of(ATTENTION)}:
                 return False
-            pids, num_steps = self._before
-            num_needed = MIN_STEPS_BETWEEN_CRASHES + (num_steps if pids == {*self._pids_of(DENSE)} else 0)
+            pid, num_steps = self._before
+            num_needed = MIN_STEPS_BETWEEN_CRASHES + (num_steps if pid == self._serving_pid(DENSE) else 0)
             status = self._cluster.dense_status()
             return status.state == status.SERVING and status.num_steps >= num_needed
         return False

@@ -39,4 +39,11 @@ def test_an_end_is_compared_with_the_signals(reason: str, sent: set[signal.Signa
 
 def test_every_end_in_a_log_is_read() -> None:
     log = LOG.format('reason="signal SIGKILL"') + LOG.format("reason=x").replace("pid=7", "pid=8")
-    assert read_ends(log) == [End("attn_worker", 7, "signal SIGKILL"), End("attn_worker", 8, "x")]
+    log += 'service=launch event="the standby takes over" role=dense_worker pid=10 old_pid=9 reason="signal SIGKILL"\n'
+    log += 'service=launch event="the standby has ended" role=dense_worker pid=11 reason="exit code 0" delay_s=1.0\n'
+    assert read_ends(log) == [
+        End("attn_worker", 7, "signal SIGKILL"),
+        End("attn_worker", 8, "x"),
+        End("dense_worker", 9, "signal SIGKILL"),
+        End("dense_worker", 11, "exit code 0"),
+    ]

@@ -38,6 +38,8 @@ IDLE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 CTL_TIMEOUT_S = 200.0
 FIRST_PORT = 12_000
+# They take CPU time, and are processes more: only tests that ask for them have some.
+NO_STANDBYS = ("launch.standby_dense=off", "launch.standby_attention=off")
 RESERVATIONS: list[socket.socket] = []  # of the ports that this process uses
 
 
@@ -172,13 +174,14 @@ def running_cluster(
 
     `wrapper` is a command that executes the next one in its own process, such as `unshare`. With `is_warm` the
     processes are forked from `tests.support.warm_server`, for tests that measure neither start time nor all memory of a
-    process; how much it grows is the same. `launcher` is the module that starts all others.
+    process; how much it grows is the same. `launcher` is the module that starts all others. There are no standbys
+    unless `overrides` ask for them.
     """
     regions_before = stale_regions()
     command = [sys.executable, "-m", launcher]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
     sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
-    settings = dict(override.split("=", 1) for override in (*sockets, *overrides))
+    settings = dict(override.split("=", 1) for override in (*sockets, *NO_STANDBYS, *overrides))
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     log_file = directory / "log"

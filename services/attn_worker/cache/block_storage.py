@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -48,7 +49,7 @@ class BlockStorage:
                 elif dtype == torch.float8_e4m3fn:
                     scales = [self._layer_scales[layer, :2] for layer in layers]
                 by_layer |= zip(layers, zip(blocks, scales, strict=True), strict=True)
-        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
             num_blocks, num_bytes = spec.num_blocks + 1, spec.num_bytes + spec.block_bytes
             raise CapacityError(f"{num_blocks} KV blocks need {num_bytes} bytes on {device}: {error}") from error
         of_layers = [by_layer[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
@@ -108,8 +109,13 @@ class BlockStorage:
     def _allocate(
         self, group: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        self._tensors[group].append(torch.zeros(shape, dtype=dtype, device=device))
-        return self._tensors[group][-1]
+        if device.type == "cpu":  # the system gives zeros when they are first used: writing them would delay a restart
+            memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            blocks = torch.frombuffer(memory, dtype=dtype).view(shape)
+        else:
+            blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self._tensors[group].append(blocks)
+        return blocks
 
 
 def _num_words(tensor: torch.Tensor) -> int:

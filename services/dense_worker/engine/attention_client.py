@@ -34,7 +34,7 @@ from services.step.codec import decode_answer, encode_plan
 
 log = structlog.get_logger()
 
-_RETRY_S = 0.2
+_RETRY_S = 0.02  # short, because all streams wait
 _REASON_S = 0.5  # how long the stream of plans may take to give the reason of an aborted handoff
 # A retry may succeed after these; any other status is a refusal. An attention worker that stops cancels its calls.
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

@@ -31,8 +31,8 @@ from services.rpc.client import open_channel, read_peer_tls
 
 log = structlog.get_logger()
 
-FIRST_RETRY_S = 0.05
-MAX_RETRY_S = 0.4
+FIRST_RETRY_S = 0.02
+MAX_RETRY_S = 0.1
 
 _Outbox = asyncio.Queue[JournalEntry | dense_pb2.GatewayMessage | None]  # entries to submit; None ends the stream
 
@@ -144,9 +144,11 @@ class DenseClient:
                 continue
             except PeerError as error:
                 self._note_absence(str(error))
-            is_quick = loop.time() - start < MAX_RETRY_S
-            retry_s = min(2 * retry_s, MAX_RETRY_S) if is_quick else FIRST_RETRY_S
+            if loop.time() - start > MAX_RETRY_S:  # a stream has broken, or a worker was waited for: again at once
+                retry_s = FIRST_RETRY_S
+                continue
             await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     def _meet(self, info: dense_pb2.DenseInfo) -> None:
         self._owner.accept(self, served_model(info))

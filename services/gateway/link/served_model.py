@@ -42,10 +42,16 @@ def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
     )
 
 
+WAIT_MS = 1000  # that a worker may take to become ready before it says why it is not
+
+
 async def ask_info(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> dense_pb2.DenseInfo:
-    """Asks for the description by a separate call, on a channel to a single worker. Raises `PeerError`."""
+    """Asks for the description by a separate call, on a channel to a single worker. Raises `PeerError`.
+
+    A worker that is about to serve answers when it does, so that no retry comes too late.
+    """
     try:
-        return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
+        return await stub.GetInfo(dense_pb2.GetInfoRequest(wait_ms=WAIT_MS), timeout=timeout_s + WAIT_MS / 1000)
     except grpc.aio.AioRpcError as error:
         raise peer_error(error) from error
 

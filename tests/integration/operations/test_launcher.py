@@ -19,7 +19,7 @@ import pytest
 
 from services.channel.shm_cleanup import SHM_DIR
 from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
-from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
+from tests.support.cluster import NO_STANDBYS, REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
 
@@ -127,7 +127,7 @@ def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_err
     sockets = [f"{name}=unix:{tmp_path}/{name}.sock" for name in ("gateway.address", "gateway.http_address")]
     command = [sys.executable, "-m", "services.launch"]
     overrides = ["launch.max_restarts=1", "launch.restart_delay_s=0.01"]
-    for override in (*sockets, *overrides, f"dense.address=unix:{tmp_path}/dense.sock"):
+    for override in (*NO_STANDBYS, *sockets, *overrides, f"dense.address=unix:{tmp_path}/dense.sock"):
         command += ["--set", override]
     with log_file.open("w") as log:
         process = WarmProcess(warm_server(), command, stderr=log.fileno())
@@ -200,9 +200,10 @@ def test_a_signal_during_the_imports_of_the_launcher(
 
 def test_a_second_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     log_file = tmp_path / "log"
-    command = [sys.executable, "-m", "services.launch", "--set", "launch.stop_grace_s=2"]
-    for name in ("gateway.address", "gateway.http_address", "dense.address"):
-        command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
+    command = [sys.executable, "-m", "services.launch"]
+    sockets = [f"{name}=unix:{tmp_path}/{name}.sock" for name in ("gateway.address", "gateway.http_address")]
+    for override in (*NO_STANDBYS, *sockets, f"dense.address=unix:{tmp_path}/dense.sock", "launch.stop_grace_s=2"):
+        command += ["--set", override]
     with log_file.open("w") as log:
         process = WarmProcess(warm_server(), command, stderr=log.fileno())
     children: dict[int, str] = {}

@@ -20,6 +20,7 @@ from services.channel.shm_cleanup import SHM_DIR
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2_grpc
 from tests.support.cluster import (
+    NO_STANDBYS,
     REPOSITORY,
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -83,8 +84,10 @@ def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(t
 
 def test_the_services_end_with_a_killed_launcher(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "services.launch", "--set", f"gateway.address=unix:{tmp_path}/gateway.sock"]
-    command += ["--set", f"gateway.http_address=unix:{tmp_path}/http.sock"]
+    command = [sys.executable, "-m", "services.launch"]
+    sockets = (f"gateway.address=unix:{tmp_path}/gateway.sock", f"gateway.http_address=unix:{tmp_path}/http.sock")
+    for override in (*NO_STANDBYS, *sockets):
+        command += ["--set", override]
     with log.open("w") as stderr:
         process = WarmProcess(warm_server(), command, stderr=stderr.fileno())
     wait_for_log(process, log, "Serving ")

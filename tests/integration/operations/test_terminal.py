@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import START_TIMEOUT_S, STOP_TIMEOUT_S, free_port
+from tests.support.cluster import NO_STANDBYS, START_TIMEOUT_S, STOP_TIMEOUT_S, free_port
 from tests.support.terminal import Terminal, terminal
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
@@ -21,6 +21,7 @@ NUM_COLUMNS = 100
 ANSWER = " city in Northern California that is known for its steep hills, its cable cars and the fog that rolls in"
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (launch|gateway|dense_worker|attn_worker) ")
 COMMAND = [sys.executable, "-m", "services.launch", "--max-tokens", "40"]
+COMMAND += [argument for override in NO_STANDBYS for argument in ("--set", override)]
 
 
 @contextlib.contextmanager

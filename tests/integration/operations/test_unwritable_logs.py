@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.clients.http_clients import client
-from tests.support.cluster import START_TIMEOUT_S, STOP_TIMEOUT_S, children_of
+from tests.support.cluster import NO_STANDBYS, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of
 from tests.support.warm_process import WarmProcess, warm_server
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
@@ -44,8 +44,9 @@ def launcher(directory: Path, stderr: int) -> Iterator[WarmProcess]:
     It answers a prompt when it has noticed that all services serve. From then on it starts killed ones again.
     """
     command = [sys.executable, "-m", "services.launch", "--sample-prompt", "San Francisco is a", "--max-tokens", "4"]
-    for key, name in (("gateway.address", "gateway"), ("gateway.http_address", "http")):
-        command += ["--set", f"{key}=unix:{directory}/{name}.sock"]
+    sockets = (f"gateway.address=unix:{directory}/gateway.sock", f"gateway.http_address=unix:{directory}/http.sock")
+    for override in (*NO_STANDBYS, *sockets):
+        command += ["--set", override]
     answer = directory / "answer"
     with answer.open("w") as stdout:
         process = WarmProcess(warm_server(), command, stdout=stdout.fileno(), stderr=stderr)

@@ -11,9 +11,10 @@ import grpc
 from services.common.child_options import ChildOptions
 from services.common.config import Config, dump_config, load_config
 from services.launch.children import Children
-from services.launch.dense_address import DenseAddress
 from services.launch.replace import DenseReplacer
-from services.launch.service_configs import with_dense_address
+from services.launch.service_configs import with_address
+from services.launch.standby import Standby
+from services.launch.switched_address import SwitchedAddress
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
 State = dense_pb2.DenseStatus
@@ -31,9 +32,10 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
         self.config, self.options = config, options
         self.config_file.write_text(dump_config(config))
         self.pid = sum(name.encode())
-        self.last_end = ""
+        self.last_end, self.last_return_code = "", -9
+        self.is_running = True
         self.may_restart, self.num_restarts, self.num_starts = False, 0, 0
-        self.state = State.STANDBY if options.is_standby else State.SERVING
+        self.state = State.STANDBY if options.standby else State.SERVING
         self.weights_hash = "c0ffee"
         self.loading: Iterator[str] = iter(())  # what it reports, one answer after the other, before it has loaded
         self.refuses: set[str] = set()  # calls that fail
@@ -42,8 +44,9 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
         self._is_stopping = False
         self._is_over = asyncio.Event()
 
-    def leave_standby(self) -> None:
-        self.options = self.options.model_copy(update={"is_standby": False})
+    def leave_standby(self, old: FakeChild) -> None:
+        self.options = self.options.model_copy(update={"standby": None})
+        self.may_restart, self.num_restarts = True, old.num_restarts
 
     async def watch(self) -> None:
         server = grpc.aio.server()
@@ -54,10 +57,18 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
         await self._is_over.wait()
         await server.stop(None)
 
-    async def die(self) -> None:
-        self.last_end = "signal SIGKILL"
+    async def die(self, reason: str = "signal SIGKILL") -> None:
+        self.last_end, self.is_running = reason, False
         self._is_over.set()
         self._is_over = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over.is_set()
+
+    @property
+    def address(self) -> str:
+        return self.config.dense.address
 
     def retire(self) -> None:
         self._is_stopping = True
@@ -140,17 +151,18 @@ class World:
         self.calls: list[str] = []
         self.link = directory / "dense.sock"
         config = load_config(None, ["peers.rpc_timeout_s=2", "channel.wait_timeout_s=20"])
-        dense_address = DenseAddress(f"unix:{self.link}", directory)
+        dense_address = SwitchedAddress(f"unix:{self.link}", directory, "dense")
         address = dense_address.new_address()
         dense_address.point_to(address)
-        self.old = FakeChild("old", with_dense_address(config, address), ChildOptions(), self.calls, directory)
+        config = with_address(config, "dense_worker", address)
+        self.old = FakeChild("old", config, ChildOptions(), self.calls, directory)
         self.new: FakeChild | None = None
         self.attention = FakeAttention()
         self.children = Children()
         self.change_new: Callable[[FakeChild], None] = lambda child: None
 
         def make_child(name: str, role: str, config: Config, options: ChildOptions) -> FakeChild:
-            assert self.new is None and options.is_standby
+            assert self.new is None and options.standby == "loaded"
             self.new = FakeChild("new", config, options, self.calls, directory)
             self.change_new(self.new)
             return self.new
@@ -159,7 +171,10 @@ class World:
         self._server = grpc.aio.server()
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(self.attention, self._server)
         self._server.add_insecure_port(attention_address)
-        self.replacer = DenseReplacer(self.children, dense_address, attention_address, make_child, ERROR_GRACE_S)
+        standby = Standby("dense_worker", "off", self.children, dense_address, make_child, config.launch)
+        self.replacer = DenseReplacer(
+            self.children, dense_address, attention_address, make_child, standby, ERROR_GRACE_S
+        )
         prepare(self)
 
     @property

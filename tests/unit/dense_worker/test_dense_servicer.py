@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from services.common.errors import PeerError
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
@@ -172,5 +173,43 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
         servicer.deliver(StepReport(1, [], StepOutputs(others=[SequenceOutput(sequence, (7,), None)])))
         assert list((await good.next).token_ids) == [7]
         await good.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("wait_ms", [0, 50, 60_000])
+def test_a_gateway_may_wait_until_the_worker_serves(wait_ms: int) -> None:
+    async def run() -> None:
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer.set_engine(Mock(), Mock(), ())
+        servicer.status.state = dense_pb2.DenseStatus.ATTACHING
+        asking = asyncio.create_task(servicer.GetInfo(dense_pb2.GetInfoRequest(wait_ms=wait_ms), Mock()))
+        if wait_ms < 1000:
+            with pytest.raises(PeerError, match="it is attaching"):
+                await asking
+        else:
+            await asyncio.sleep(0.1)
+            assert not asking.done()
+            servicer.set_info(dense_pb2.DenseInfo(vocab_size=7))
+            assert (await asking).vocab_size == 7
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_standby_takes_over_with_or_without_weights_but_not_while_it_loads() -> None:
+    async def run() -> None:
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        request = dense_pb2.TakeOverRequest(returns_at_once=True)
+        with pytest.raises(PeerError, match="has not loaded its weights yet"):
+            await servicer.TakeOver(request, Mock())
+        assert not servicer.may_attach.is_set()
+        servicer.status.state = dense_pb2.DenseStatus.STANDBY
+        await servicer.TakeOver(request, Mock())
+        assert servicer.may_attach.is_set()
+        waiting = asyncio.create_task(servicer.TakeOver(dense_pb2.TakeOverRequest(), Mock()))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        servicer.status.state = dense_pb2.DenseStatus.SERVING
+        await waiting
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.child_options import ChildOptions
+from services.common.child_options import ChildOptions, Standby
 from services.common.config import load_config
 from services.common.errors import ConfigError
 from services.dense_worker import service
@@ -22,21 +22,22 @@ from services.rpc.metrics import new_registry, serving_metrics
 LINE = "[2/3] middle: building, no plan yet"
 
 
+@pytest.mark.parametrize(("standby", "function"), [(None, "load_model"), ("auto", "prepare_model")])
 def test_the_progress_of_a_build_is_in_the_status_while_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    standby: Standby | None, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_seen = threading.Event()
 
-    def load(config: Any, resolved: Any, report: Callable[[str], None], *, takes_over: bool) -> None:
+    def load(config: Any, resolved: Any, report: Callable[[str], None]) -> None:
         report(LINE)
         assert is_seen.wait(60.0)
-        raise ConfigError(f"takes over: {takes_over}")
+        raise ConfigError("it cannot be built")
 
-    monkeypatch.setattr(service, "load_model", load)
+    monkeypatch.setattr(service, function, load)
     config = load_config(None, [f"dense.address=unix:{tmp_path}/dense.sock", "dense.device=cpu"])
 
     async def main() -> None:
-        worker = DenseWorker(config, ChildOptions(is_standby=True))
+        worker = DenseWorker(config, ChildOptions(standby=standby))
         starting = asyncio.create_task(worker.start())
         async with open_channel(config.dense.address, config.peers.max_message_bytes) as channel:
             stub = dense_pb2_grpc.DenseWorkerStub(channel)
@@ -45,7 +46,7 @@ def test_the_progress_of_a_build_is_in_the_status_while_it_loads(
                 request = dense_pb2.GetStatusRequest()
                 status = await stub.GetStatus(request, wait_for_ready=True, timeout=30.0)
         is_seen.set()
-        with pytest.raises(ConfigError, match="takes over: True"):
+        with pytest.raises(ConfigError, match="it cannot be built"):
             await starting
         assert status.state == dense_pb2.DenseStatus.LOADING
         await worker.stop()
@@ -59,7 +60,7 @@ def test_only_a_worker_that_replaces_another_starts_while_its_metrics_address_is
 ) -> None:
     """The worker that it replaces still serves metrics there while it stops."""
 
-    def load(config: Any, resolved: Any, report: Callable[[str], None], *, takes_over: bool) -> None:
+    def load(config: Any, resolved: Any, report: Callable[[str], None]) -> None:
         raise ConfigError("it begins to load")
 
     monkeypatch.setattr(service, "load_model", load)

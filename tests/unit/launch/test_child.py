@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.child_options import ChildOptions
+from services.common.child_options import ChildOptions, Standby
 from services.common.config import Config, LaunchSection
 from services.common.errors import PeerError
 from services.launch.child import Child
@@ -39,12 +39,12 @@ def test_an_end_is_noticed_although_the_threads_of_the_event_loop_are_busy(tmp_p
         asyncio.run(watch())
 
 
-@pytest.mark.parametrize(("is_standby", "num_restarts"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize(("standby", "num_restarts"), [(None, 1), ("loaded", 0)])
 def test_a_process_that_is_killed_before_the_cluster_serves_is_restarted_once_unless_it_is_to_replace_another(
-    tmp_path: Path, is_standby: bool, num_restarts: int
+    tmp_path: Path, standby: Standby | None, num_restarts: int
 ) -> None:
     async def run() -> None:
-        config, options = Config(launch=LaunchSection(restart_delay_s=0.01)), ChildOptions(is_standby=is_standby)
+        config, options = Config(launch=LaunchSection(restart_delay_s=0.01)), ChildOptions(standby=standby)
         child = Child("attn", "attn_worker", config, options, run_dir=tmp_path, environment=None)
         child.config_file.unlink()
         os.mkfifo(child.config_file)  # the service waits for a writer until it is killed

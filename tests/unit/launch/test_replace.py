@@ -12,7 +12,7 @@ import pytest
 
 from services.common.config import dump_config, load_config
 from services.common.errors import ConfigError, InvalidRequest, RolledBack, TwostrokeError
-from services.launch.dense_address import DenseAddress
+from services.launch.switched_address import SwitchedAddress
 from services.pb import dense_pb2
 from tests.support.workers.replaced_workers import FakeChild, State, World
 
@@ -40,7 +40,7 @@ def test_the_new_worker_takes_over_after_the_old_one_has_left(tmp_path: Path) ->
     assert world.calls[:4] == ["old leave", "new take over", "new compute", "old stop"]
     assert world.serves == "new" and world.members == ["new"]
     assert world.new is not None
-    assert not world.new.options.is_standby, "after a restart it must attach at once"
+    assert world.new.options.standby is None, "after a restart it must attach at once"
     assert world.new.options.has_predecessor, "after a restart, too, the old one may still end"
     assert load_config(world.new.config_file).dense.num_threads == 1
     assert world.new.may_restart
@@ -63,7 +63,7 @@ def test_other_weights_are_refused_before_the_old_worker_leaves(tmp_path: Path, 
 def test_a_worker_that_keeps_caches_states_the_present_hash_also_after_a_restart(tmp_path: Path) -> None:
     world, result = run(tmp_path, nothing, "dense.quantization=fp8", keeps_caches=True)
     assert result == "backend of new" and world.new is not None
-    assert world.new.options.stated_weights_hash == "c0ffee" and not world.new.options.is_standby
+    assert world.new.options.stated_weights_hash == "c0ffee" and world.new.options.standby is None
 
 
 def test_caches_are_not_both_dropped_and_kept(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_settings_that_cannot_change_are_refused_before_anything_starts(tmp_path
 
 def test_a_worker_at_a_port_cannot_be_replaced(tmp_path: Path) -> None:
     def prepare(world: World) -> None:
-        world.replacer._dense_address = DenseAddress("127.0.0.1:50052", tmp_path)
+        world.replacer._dense_address = SwitchedAddress("127.0.0.1:50052", tmp_path, "dense")
 
     _, result = run(tmp_path, prepare)
     assert isinstance(result, ConfigError) and "only a dense worker at a Unix socket" in str(result)

@@ -21,6 +21,7 @@ from services.common.errors import (
     TwostrokeError,
 )
 from services.common.sampling_params import SamplingParams
+from services.gateway.link.dense_client import FIRST_RETRY_S
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
@@ -319,7 +320,7 @@ def test_a_stream_that_breaks_at_once_is_retried_with_pauses(tmp_path: Path) -> 
         start = asyncio.get_running_loop().time()
         async with connected(tmp_path, dense):
             await until(lambda: dense.num_connects == 3)
-            assert asyncio.get_running_loop().time() - start > 0.1 + 0.2  # the first two pauses
+            assert asyncio.get_running_loop().time() - start > FIRST_RETRY_S + 2 * FIRST_RETRY_S  # the first two pauses
 
     run(test())
 

@@ -1,4 +1,4 @@
-"""The address of the current dense worker is a symbolic link that gateways follow."""
+"""The address of the present worker of a role is a symbolic link that others follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.launch.dense_address import DenseAddress
+from services.launch.switched_address import SwitchedAddress
 
 
 def listen(address: str) -> socket.socket:
@@ -34,7 +34,7 @@ def who_answers(path: Path, listeners: list[socket.socket]) -> int:
 def test_a_connection_goes_to_the_worker_last_pointed_to(tmp_path: Path) -> None:
     run_dir, path = tmp_path / "run", tmp_path / "dense.sock"
     run_dir.mkdir()
-    link = DenseAddress(f"unix:{path}", run_dir)
+    link = SwitchedAddress(f"unix:{path}", run_dir, "dense")
     addresses = [link.new_address(), link.new_address()]
     listeners = [listen(address) for address in addresses]
     for number in (0, 1, 0):
@@ -49,25 +49,25 @@ def test_a_connection_goes_to_the_worker_last_pointed_to(tmp_path: Path) -> None
 def test_only_a_dead_launchers_link_or_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
     path.symlink_to(tmp_path / "gone.sock")
-    DenseAddress(f"unix:{path}", tmp_path)
+    SwitchedAddress(f"unix:{path}", tmp_path, "dense")
     path.unlink()
     listen(f"unix:{path}").close()
-    link = DenseAddress(f"unix:{path}", tmp_path)
+    link = SwitchedAddress(f"unix:{path}", tmp_path, "dense")
     address = link.new_address()
     with listen(address):
         link.point_to(address)
         with pytest.raises(ConfigError, match="another process serves there"):
-            DenseAddress(f"unix:{path}", tmp_path)
+            SwitchedAddress(f"unix:{path}", tmp_path, "dense")
     path.unlink()
     path.write_text("a letter")
     with pytest.raises(ConfigError, match="the file there is not a socket"):
-        DenseAddress(f"unix:{path}", tmp_path)
+        SwitchedAddress(f"unix:{path}", tmp_path, "dense")
     assert path.read_text() == "a letter"
 
 
 def test_the_link_of_another_process_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
-    link = DenseAddress(f"unix:{path}", tmp_path)
+    link = SwitchedAddress(f"unix:{path}", tmp_path, "dense")
     link.point_to(link.new_address())
     path.unlink()
     path.symlink_to(tmp_path / "somebody.sock")
@@ -76,7 +76,7 @@ def test_the_link_of_another_process_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_worker_at_a_port_cannot_be_switched(tmp_path: Path) -> None:
-    link = DenseAddress("127.0.0.1:50052", tmp_path)
+    link = SwitchedAddress("127.0.0.1:50052", tmp_path, "dense")
     assert not link.can_switch
     assert link.new_address() == "127.0.0.1:50052"
     link.point_to(link.new_address())
@@ -86,4 +86,4 @@ def test_a_worker_at_a_port_cannot_be_switched(tmp_path: Path) -> None:
 
 def test_the_error_names_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on unix:{tmp_path}/no/dense.sock: there is no directory"):
-        DenseAddress(f"unix:{tmp_path}/no/dense.sock", tmp_path)
+        SwitchedAddress(f"unix:{tmp_path}/no/dense.sock", tmp_path, "dense")

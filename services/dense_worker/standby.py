@@ -1,0 +1,45 @@
+"""How much a standby of the dense worker holds: its weights, or only what can be ready without them."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+
+from services.common.child_options import Standby
+from services.common.errors import CapacityError
+from services.common.process import STANDBY_BYTES, available_bytes
+from services.common.resolve import ResolvedModel
+from services.dense_worker.model.weights import empty_weights
+
+log = structlog.get_logger()
+
+STEP_BYTES = 2**29  # beside the weights on a GPU: for the buffers and graphs of a step, and what libraries take
+
+
+def holds_weights(asked: Standby, model: ResolvedModel) -> bool:
+    """Whether the standby loads its own copy of the weights. `auto` does if it fits into the memory that is free now.
+
+    Raises `CapacityError`, naming need and room, if what was asked for does not fit.
+    """
+    host, num_bytes = available_bytes(), weight_bytes(model)
+    if model.device.type == "cpu":
+        free, need = host - STANDBY_BYTES, num_bytes
+    else:
+        free, need = torch.cuda.mem_get_info(model.device)[0], num_bytes + STEP_BYTES
+    if host < STANDBY_BYTES:
+        raise CapacityError(
+            f"a standby of the dense worker needs {STANDBY_BYTES} bytes of host memory, {host} are available"
+        )
+    if asked == "loaded" and need > free:
+        raise CapacityError(
+            f"a second dense worker needs {need} bytes for its copy of the weights, {free} are free on {model.device!s}"
+        )
+    is_loaded = asked == "loaded" or (asked == "auto" and need <= free)
+    log.info("standby", holds_weights=is_loaded, weight_bytes=num_bytes, needed_bytes=need, free_bytes=free)
+    return is_loaded
+
+
+def weight_bytes(model: ResolvedModel) -> int:
+    """The size of the model's tensors in memory."""
+    weights = empty_weights(model.config, model.dtype, torch.device("meta"))
+    return sum(tensor.nbytes for _, tensor in weights.named_tensors())

@@ -1,0 +1,296 @@
+"""`Standby`: one spare process of a worker, which becomes the worker when the present one dies.
+
+    all services serve → a spare is started, at low priority → it is ready → the present worker dies
+    → the address leads to the spare, which is told to take over → it serves → the next spare is started
+
+A spare that dies is replaced by another one, a bounded number of times. Without a spare that is ready, a worker that
+dies is started again. Runs in the launcher's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.child_options import ChildOptions
+from services.common.config import Config, LaunchSection
+from services.common.errors import ConfigError, PeerError
+from services.common.process import proportional_bytes
+from services.launch.child import DENSE_ROLE, Child
+from services.launch.children import Children
+from services.launch.service_configs import with_address
+from services.launch.start_deadline import StartDeadline
+from services.launch.switched_address import SwitchedAddress
+from services.pb import dense_pb2, dense_pb2_grpc, launch_pb2
+from services.rpc.client import open_channel
+from services.rpc.uninterrupted import uninterrupted
+
+log = structlog.get_logger()
+
+POLL_S = 0.25
+CALL_TIMEOUT_S = 2.0  # of a question to a process that may be busy
+RETRY_S = 1.0  # before the next spare, if one has died; doubles with each further one in the window
+OWN_ERROR = 1  # exit status of a service that has reported what it lacks
+MIB = 2**20
+
+State = launch_pb2.StandbyStatus
+
+
+@dataclass(slots=True)
+class Spare:
+    """A process that waits to take over."""
+
+    child: Child
+    watcher: asyncio.Task[None]  # of `Child.watch`
+    channel: grpc.aio.Channel
+    is_taken: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is no spare any more
+    is_successor: bool = False  # of a worker that has died
+    is_ready: bool = False
+    has_weights: bool = False
+    device_bytes: int = 0
+
+
+class Standby:
+    """The standby of one role. `run` keeps a spare; when a child has died, `succeed` makes the spare its successor."""
+
+    def __init__(
+        self,
+        role: str,
+        mode: Literal["auto", "off", "imports", "loaded"],
+        children: Children,
+        address: SwitchedAddress,
+        make_child: Callable[[str, str, Config, ChildOptions], Child],
+        section: LaunchSection,
+    ) -> None:
+        """`make_child(name, role, config, options)` makes a spare. Raises `ConfigError` if there can be none."""
+        self.role = role
+        self._key = f"launch.standby_{'dense' if role == DENSE_ROLE else 'attention'}"
+        self._mode = mode
+        self._children = children
+        self._address = address
+        self._make_child = make_child
+        self._section = section
+        self._spare: Spare | None = None
+        self._off_reason = f"{self._key} is off" if mode == "off" else ""
+        self._is_wanted = asyncio.Event()  # cleared while the worker is being replaced
+        self._is_wanted.set()
+        self._num_started = 0
+        self._has_been_ready = False
+        self._failures: list[float] = []  # times of the ends of spares, within the restart window
+        self.num_take_overs = 0
+        if mode != "off" and not address.can_switch:
+            reason = "it needs a worker at a Unix socket, the worker's address is a TCP port"
+            if mode != "auto":
+                raise ConfigError(f"{self._key} is {mode!r}: {reason}")
+            self._off_reason = reason
+
+    @property
+    def spare(self) -> Child | None:
+        """The process that waits, or starts."""
+        return None if self._spare is None else self._spare.child
+
+    def status(self) -> launch_pb2.StandbyStatus:
+        """The state and the costs of the spare."""
+        spare, reply = self._spare, launch_pb2.StandbyStatus(role=self.role, num_take_overs=self.num_take_overs)
+        reply.state, reply.reason = (State.OFF if self._off_reason else State.STARTING), self._off_reason
+        if spare is not None:
+            reply.state = State.READY if spare.is_ready else State.STARTING
+            reply.pid = spare.child.pid or 0
+            reply.has_weights, reply.device_bytes = spare.has_weights, spare.device_bytes
+            reply.host_bytes = proportional_bytes(reply.pid)
+        return reply
+
+    async def run(self) -> None:
+        """Keeps a spare until cancelled. Raises `PeerError` if it is asked for explicitly and cannot be had."""
+        while not self._off_reason:
+            await self._is_wanted.wait()
+            await self._wait_serving()
+            if not self._is_wanted.is_set():
+                continue
+            spare = self._start()
+            await self._wait_end(spare)
+            if spare.is_successor and self.role == DENSE_ROLE:  # an attention worker serves whoever attaches
+                await self._tell(spare)
+            await spare.channel.close()
+            if self._spare is spare:  # it has ended by itself
+                self._spare = None
+                await self._handle_failure(spare.child)
+        if self._mode != "off":
+            log.warning("there is no standby", role=self.role, reason=self._off_reason)
+        await asyncio.Event().wait()
+
+    def succeed(self, old: Child) -> bool:
+        """Makes the spare the successor of a worker that has died. Returns whether there is one that is ready."""
+        spare = self._spare
+        if old not in self._children or spare is None or not spare.is_ready or not spare.child.is_running:
+            return False
+        log.warning("the standby takes over", role=self.role, pid=spare.child.pid, old_pid=old.pid, reason=old.last_end)
+        spare.is_successor = True
+        new = self._take(spare)  # `run` tells it
+        new.leave_standby(old)
+        new.num_restarts += 1
+        self.num_take_overs += 1
+        self._children.replace(old, new, spare.watcher)
+        self._address.point_to(new.address)
+        return True
+
+    @contextlib.asynccontextmanager
+    async def suspended(self, *, is_taken: bool) -> AsyncIterator[tuple[Child, asyncio.Task[None]] | None]:
+        """A context without a spare, in which the worker is replaced.
+
+        With `is_taken` it gives the spare and the task that watches it, if it holds the weights. Otherwise the spare is
+        stopped first, because there may be no memory for a third worker.
+        """
+        self._is_wanted.clear()
+        spare, taken = self._spare, None
+        try:
+            if spare is not None and is_taken and spare.is_ready and spare.has_weights and spare.child.is_running:
+                taken = self._take(spare), spare.watcher
+            else:
+                await self._end_spare()
+            yield taken
+        finally:
+            self._is_wanted.set()
+
+    async def close(self) -> None:
+        """Stops the spare."""
+        await self._end_spare()
+
+    def _take(self, spare: Spare) -> Child:
+        self._spare = None
+        spare.is_taken.set()
+        return spare.child
+
+    def _start(self) -> Spare:
+        [present] = self._children.of_role(self.role)
+        self._num_started += 1
+        assert self._mode != "off"
+        options = ChildOptions(
+            standby=self._mode, has_predecessor=True, stated_weights_hash=present.options.stated_weights_hash
+        )
+        config = with_address(present.config, self.role, self._address.new_address())
+        child = self._make_child(f"{self.role}-standby-{self._num_started}", self.role, config, options)
+        watcher = asyncio.create_task(child.watch())
+        channel = open_channel(child.address, config.peers.max_message_bytes, child.tls)
+        self._spare = Spare(child, watcher, channel)
+        return self._spare
+
+    async def _wait_serving(self) -> None:
+        """Waits until the dense worker serves, and so the attention worker does, too."""
+        while True:
+            [dense] = self._children.of_role(DENSE_ROLE)
+            with contextlib.suppress(grpc.aio.AioRpcError, ConfigError):  # its TLS files are checked elsewhere
+                async with open_channel(dense.address, dense.config.peers.max_message_bytes, dense.tls) as channel:
+                    if (await _dense_status(channel)).state == dense_pb2.DenseStatus.SERVING:
+                        return
+            await asyncio.sleep(POLL_S)
+
+    async def _wait_end(self, spare: Spare) -> None:
+        """Waits until the spare has ended, or is taken. Kills one that is not ready in time."""
+        ready = asyncio.create_task(self._wait_ready(spare))
+        taken = asyncio.create_task(spare.is_taken.wait())
+        try:
+            await asyncio.wait([ready, spare.watcher, taken], return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                try:
+                    ready.result()
+                except PeerError as error:
+                    spare.child.kill(str(error))
+                await asyncio.wait([spare.watcher, taken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            taken.cancel()
+            await asyncio.gather(ready, taken, return_exceptions=True)
+
+    async def _wait_ready(self, spare: Spare) -> None:
+        """Raises `PeerError` after `launch.start_timeout_s`."""
+        deadline, began_s = StartDeadline(self._section.start_timeout_s), time.monotonic()
+        while not await self._is_ready(spare, deadline):
+            deadline.check(f"the standby of the {self.role} is not ready")
+            await asyncio.sleep(POLL_S)
+        spare.is_ready = self._has_been_ready = True
+        costs = self.status()
+        log.info(
+            "standby ready",
+            role=self.role,
+            pid=costs.pid,
+            kind="loaded" if costs.has_weights else "imports",
+            host_mb=round(costs.host_bytes / MIB),
+            gpu_mb=round(costs.device_bytes / MIB),
+            seconds=round(time.monotonic() - began_s, 1),
+        )
+
+    async def _is_ready(self, spare: Spare, deadline: StartDeadline) -> bool:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it does not listen yet
+            if self.role != DENSE_ROLE:
+                check = health_pb2_grpc.HealthStub(spare.channel).Check
+                reply = await check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
+                return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+            status = await _dense_status(spare.channel)
+            deadline.note(status)
+            spare.has_weights, spare.device_bytes = bool(status.weights_hash), status.device_bytes
+            return bool(status.state == dense_pb2.DenseStatus.STANDBY)
+        return False
+
+    async def _tell(self, spare: Spare) -> None:
+        """Tells the dense worker to take over. One that does not answer is killed, and then started again."""
+        child, request = spare.child, dense_pb2.TakeOverRequest(returns_at_once=True)
+        try:
+            stub = dense_pb2_grpc.DenseWorkerStub(spare.channel)
+            await stub.TakeOver(request, timeout=child.config.peers.rpc_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+            log.error("the standby does not take over", role=self.role, pid=child.pid, reason=reason)
+            child.kill(f"it does not take over: {reason}")
+
+    async def _handle_failure(self, child: Child) -> None:
+        """Waits before the next spare is started, or gives it up. Raises `PeerError` if the first one reports why."""
+        reason, now_s = child.last_end, time.monotonic()
+        has_reported = child.last_return_code == OWN_ERROR
+        if has_reported and self._mode != "auto" and not self._has_been_ready:
+            raise PeerError(f"{self._key} is {self._mode!r}, and the standby ended: {reason}")
+        window_s, most = self._section.restart_window_s, self._section.max_restarts
+        self._failures = [at for at in self._failures if now_s - at < window_s] + [now_s]
+        if has_reported and self._mode == "auto":
+            self._off_reason = reason
+        elif len(self._failures) > most:
+            self._off_reason = (
+                f"it ended {len(self._failures)} times within {window_s:g} s, the limit is {most} restarts; the last "
+                f"time: {reason}"
+            )
+        else:
+            delay_s = RETRY_S * 2 ** (len(self._failures) - 1)
+            log.warning("the standby has ended", role=self.role, pid=child.pid, reason=reason, delay_s=delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def _end_spare(self) -> None:
+        spare = self._spare
+        if spare is None:
+            return
+        child = self._take(spare)
+        child.stop()
+        await uninterrupted(child.wait(self._section.stop_grace_s))
+        await asyncio.gather(spare.watcher, return_exceptions=True)
+
+
+class Spares:
+    """The present spares of several standbys, which change while one iterates again."""
+
+    def __init__(self, standbys: Sequence[Standby]) -> None:
+        self._standbys = standbys
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter([each.spare for each in self._standbys if each.spare is not None])
+
+
+async def _dense_status(channel: grpc.aio.Channel) -> dense_pb2.DenseStatus:
+    stub = dense_pb2_grpc.DenseWorkerStub(channel)
+    return await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)

@@ -1,0 +1,148 @@
+"""Standbys take over from workers that are killed: streams of every kind pause and get the same tokens."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from services.pb import gateway_pb2
+from tests.support.clients.streams import Collected, collect_all, messages_of_every_kind
+from tests.support.cluster import Cluster, ctl, free_port, running_cluster
+from tests.support.scrape import Scrape
+
+PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
+MAX_TOKENS = 150
+WAIT_S = 60.0
+DENSE, ATTENTION = "dense_worker", "attn_worker"
+
+pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
+
+
+@pytest.fixture(scope="module")
+def metrics_address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module", params=["loaded", "imports"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, metrics_address: str
+) -> Iterator[Cluster]:
+    settings = [f"launch.standby_dense={request.param}", "launch.standby_attention=imports"]
+    limits = ["launch.max_restarts=100", f"launch.metrics_address={metrics_address}"]
+    attention = f"attention.metrics_address=127.0.0.1:{free_port()}"
+    directory = tmp_path_factory.mktemp("standby")
+    with running_cluster(directory, *settings, *limits, attention, is_warm=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[gateway_pb2.GenerateRequest]:
+    return messages_of_every_kind(PROMPT, MAX_TOKENS, stop="no such text")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
+    return collect_all(cluster.gateway, messages)
+
+
+def pids(cluster: Cluster) -> dict[str, int]:
+    """The processes of the workers, and of standbys that are ready, by name."""
+    status = ctl(cluster, "status").stdout
+    found = {role: int(re.findall(rf"^{role} process (\d+)", status, re.MULTILINE)[0]) for role in (DENSE, ATTENTION)}
+    for role, pid in re.findall(r"^standby of (\w+): process (\d+) ready", status, re.MULTILINE):
+        found[f"standby of {role}"] = int(pid)
+    return found
+
+
+def until(is_done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_done():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.05)
+
+
+def ready_pids(cluster: Cluster) -> dict[str, int]:
+    """The processes, once both standbys are ready."""
+    until(lambda: len(pids(cluster)) == 4, "both standbys are ready")
+    return pids(cluster)
+
+
+def num_take_overs(metrics_address: str, role: str) -> float:
+    return Scrape(metrics_address).value("twostroke_launch_take_overs_total", role=role)
+
+
+@pytest.mark.parametrize("roles", [(DENSE,), (ATTENTION,), (DENSE, ATTENTION)], ids="+".join)
+def test_the_standby_of_a_killed_worker_serves_its_streams(
+    cluster: Cluster,
+    messages: list[gateway_pb2.GenerateRequest],
+    undisturbed: list[Collected],
+    metrics_address: str,
+    roles: tuple[str, ...],
+) -> None:
+    before = ready_pids(cluster)
+    counts = {role: num_take_overs(metrics_address, role) for role in roles}
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(collect_all, cluster.gateway, messages)
+        until(lambda: cluster.dense_status().num_running > len(messages) // 2, "the streams run")
+        for role in roles:
+            os.kill(before[role], signal.SIGKILL)
+        until(lambda: all(pids(cluster)[role] != before[role] for role in roles), "others serve")
+        after = pids(cluster)
+        answers = running.result()
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        answer.assert_equals(expected)
+    for role in roles:
+        assert after[role] == before[f"standby of {role}"], "the process that was ready serves now"
+        assert num_take_overs(metrics_address, role) == counts[role] + 1
+    cluster.wait_idle(WAIT_S)
+
+
+def test_a_worker_that_dies_while_its_standby_is_dead_is_started_again(
+    cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
+) -> None:
+    before = ready_pids(cluster)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(collect_all, cluster.gateway, messages)
+        until(lambda: cluster.dense_status().num_running > len(messages) // 2, "the streams run")
+        for name in (f"standby of {DENSE}", DENSE):
+            os.kill(before[name], signal.SIGKILL)
+        answers = running.result()
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        answer.assert_equals(expected)
+    after = ready_pids(cluster)
+    assert not {after[DENSE], after[f"standby of {DENSE}"]} & {*before.values()}
+
+
+def test_a_worker_that_dies_when_it_has_just_taken_over_is_started_again(
+    cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
+) -> None:
+    before = ready_pids(cluster)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(collect_all, cluster.gateway, messages)
+        until(lambda: cluster.dense_status().num_running > len(messages) // 2, "the streams run")
+        os.kill(before[DENSE], signal.SIGKILL)
+        until(lambda: pids(cluster)[DENSE] != before[DENSE], "the standby serves")
+        os.kill(before[f"standby of {DENSE}"], signal.SIGKILL)
+        answers = running.result()
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        answer.assert_equals(expected)
+    ready_pids(cluster)
+
+
+def test_a_replacement_with_the_same_config_uses_a_standby_with_weights(
+    cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
+) -> None:
+    before = ready_pids(cluster)
+    has_weights = "weights loaded" in ctl(cluster, "status").stdout
+    result = ctl(cluster, "replace-dense")
+    assert result.returncode == 0, result.stderr
+    after = ready_pids(cluster)
+    assert (after[DENSE] == before[f"standby of {DENSE}"]) == has_weights
+    for answer, expected in zip(collect_all(cluster.gateway, messages), undisturbed, strict=True):
+        answer.assert_equals(expected)

@@ -1,0 +1,43 @@
+"""Memory and priority of processes, as the kernel reports them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+from services.common.process import LOW_PRIORITY, available_bytes, low_priority_thread, proportional_bytes
+
+
+def test_the_memory_of_a_process_grows_by_what_it_writes() -> None:
+    code = "import sys; kept = []\nfor line in sys.stdin: kept.append(bytearray(b'x') * (64 << 20)); print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        before = proportional_bytes(process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert 60 << 20 < proportional_bytes(process.pid) - before < 80 << 20
+        process.stdin.close()
+    assert proportional_bytes(process.pid) == 0, "it has ended"
+
+
+def test_no_more_memory_is_available_than_the_machine_has() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < available_bytes() < total
+
+
+def test_only_the_thread_and_those_that_it_starts_have_a_low_priority() -> None:
+    def priorities() -> tuple[int, int]:
+        found: list[int] = []
+        inner = threading.Thread(target=lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+        inner.start()
+        inner.join()
+        return os.getpriority(os.PRIO_PROCESS, 0), found[0]
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with low_priority_thread() as thread:
+        lower = min(19, before + LOW_PRIORITY)
+        assert thread.submit(priorities).result() == (lower, lower)
+    assert priorities() == (before, before)

@@ -1,0 +1,210 @@
+"""A standby's spare: when it is started, when it takes over, and when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.common.child_options import ChildOptions
+from services.common.config import Config, load_config
+from services.common.errors import ConfigError, PeerError
+from services.launch import standby
+from services.launch.children import Children
+from services.launch.ctl import describe_standby
+from services.launch.service_configs import with_address
+from services.launch.standby import Standby
+from services.launch.switched_address import SwitchedAddress
+from services.pb import launch_pb2
+from tests.support.workers.replaced_workers import FakeChild, State, path_of
+
+TIMEOUT_S = 30.0
+
+
+class World:
+    """A launcher with a dense worker `first` and its standby, whose spares are in `spares`."""
+
+    def __init__(self, directory: Path, mode: str, change: Callable[[FakeChild], None]) -> None:
+        self.calls: list[str] = []
+        self.link = directory / "dense.sock"
+        self.children = Children()
+        self.spares: list[FakeChild] = []
+        self.running: asyncio.Task[None]
+        config = load_config(None, ["peers.rpc_timeout_s=1", "launch.max_restarts=2", "launch.start_timeout_s=20"])
+        address = SwitchedAddress(f"unix:{self.link}", directory, "dense")
+        config = with_address(config, "dense_worker", address.new_address())
+        address.point_to(config.dense.address)
+
+        def make_child(name: str, role: str, config: Config, options: ChildOptions) -> FakeChild:
+            child = FakeChild(name, config, options, self.calls, directory)
+            child.weights_hash = "" if mode == "imports" else child.weights_hash
+            self.spares.append(child)
+            change(child)
+            return child
+
+        self.first = FakeChild("first", config, ChildOptions(stated_weights_hash="beef"), self.calls, directory)
+        self.standby = Standby("dense_worker", mode, self.children, address, make_child, config.launch)
+
+    @property
+    def state(self) -> launch_pb2.StandbyStatus.State:
+        return self.standby.status().state
+
+    async def until(self, is_done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not is_done():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_ready(self) -> FakeChild:
+        await self.until(lambda: self.state == launch_pb2.StandbyStatus.READY)
+        return self.spares[-1]
+
+    async def die(self, child: FakeChild) -> bool:
+        """Kills the present worker; returns whether a standby takes over."""
+        await child.die()
+        return self.standby.succeed(child)
+
+
+@asynccontextmanager
+async def world(
+    directory: Path, mode: str = "auto", change: Callable[[FakeChild], None] = lambda child: None
+) -> AsyncIterator[World]:
+    made = World(directory, mode, change)
+    made.children.start(made.first)
+    running = made.running = asyncio.create_task(made.standby.run())
+    try:
+        yield made
+        if running.done():
+            running.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await made.standby.close()
+        await made.children.stop(1.0)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "POLL_S", 0.01)
+    monkeypatch.setattr(standby, "RETRY_S", 0.01)
+
+
+def run(test: Callable[[], object]) -> None:
+    asyncio.run(test())
+
+
+def test_a_spare_is_started_when_the_worker_serves_and_takes_over_when_it_dies(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as it:
+            it.first.state = State.LOADING
+            await asyncio.sleep(0.1)
+            assert not it.spares
+            it.first.state = State.SERVING
+            spare = await it.until_ready()
+            assert spare.options.standby == "auto" and spare.options.has_predecessor
+            assert spare.options.stated_weights_hash == "beef", "it must go on with the same keys and values"
+            assert it.link.readlink() == path_of(it.first)
+            it.first.num_restarts = 3
+            assert await it.die(it.first)
+            assert it.link.readlink() == path_of(spare)
+            assert list(it.children) == [spare]
+            assert spare.num_restarts == 4 and spare.options.standby is None
+            await it.until(lambda: f"{spare.name} take over" in it.calls)
+            await it.until(lambda: len(it.spares) == 2)
+            assert it.standby.status().num_take_overs == 1
+
+    run(main)
+
+
+def test_without_a_spare_that_is_ready_the_worker_is_restarted(tmp_path: Path) -> None:
+    def load(child: FakeChild) -> None:
+        child.state = State.LOADING
+
+    async def main() -> None:
+        async with world(tmp_path, change=load) as it:
+            assert not it.standby.succeed(it.first), "there is no spare yet"
+            await it.until(lambda: bool(it.spares))
+            await asyncio.sleep(0.1)
+            assert it.state == launch_pb2.StandbyStatus.STARTING
+            assert not it.standby.succeed(it.first)
+            assert it.link.readlink() == path_of(it.first)
+
+    run(main)
+
+
+def test_a_spare_that_dies_is_replaced_a_bounded_number_of_times(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as it:
+            for number in (1, 2, 3):
+                await it.until(lambda number=number: len(it.spares) == number)
+                spare = await it.until_ready()
+                await spare.die()
+            await it.until(lambda: it.state == launch_pb2.StandbyStatus.OFF)
+            assert "3 times within 60 s, the limit is 2 restarts" in it.standby.status().reason
+            assert "none, it ended 3 times" in describe_standby(it.standby.status())
+            assert not await it.die(it.first)
+
+    run(main)
+
+
+def test_a_spare_that_refuses_to_take_over_is_killed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, change=lambda child: child.refuses.add("take over")) as it:
+            spare = await it.until_ready()
+            assert await it.die(it.first)
+            await it.until(lambda: any(f"{spare.name} kill: it does not take over" in call for call in it.calls))
+
+    run(main)
+
+
+@pytest.mark.parametrize("mode", ["auto", "loaded"])
+def test_what_a_spare_lacks_is_an_error_if_it_was_asked_for_explicitly(tmp_path: Path, mode: str) -> None:
+    def fail(child: FakeChild) -> None:
+        child.state, child.last_return_code = State.LOADING, 1
+        asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(child.die("no room for 5 bytes")))
+
+    async def main() -> None:
+        async with world(tmp_path, mode, fail) as it:
+            await it.until(lambda: it.state == launch_pb2.StandbyStatus.OFF or bool(it.running.done()))
+            assert it.standby.status().reason == ("no room for 5 bytes" if mode == "auto" else "")
+            assert len(it.spares) == 1
+
+    if mode == "auto":
+        run(main)
+    else:
+        with pytest.raises(PeerError, match=r"launch\.standby_dense is 'loaded', and the standby ended: no room for 5"):
+            run(main)
+
+
+@pytest.mark.parametrize(("mode", "is_taken"), [("loaded", True), ("loaded", False), ("imports", True)])
+def test_a_replacement_takes_a_spare_with_weights_or_stops_it(tmp_path: Path, mode: str, is_taken: bool) -> None:
+    async def main() -> None:
+        async with world(tmp_path, mode) as it:
+            spare = await it.until_ready()
+            async with it.standby.suspended(is_taken=is_taken) as taken:
+                if mode == "loaded" and is_taken:
+                    assert taken is not None and taken[0] is spare and not spare.is_over
+                else:
+                    assert taken is None and spare.is_over
+                assert it.standby.spare is None
+                await asyncio.sleep(0.1)
+                assert len(it.spares) == 1, "no other one is started meanwhile"
+            await it.until(lambda: len(it.spares) == 2)
+            if taken is not None:
+                await taken[0].die()
+
+    run(main)
+
+
+def test_a_worker_at_a_port_has_a_standby_only_by_mistake(tmp_path: Path) -> None:
+    async def main() -> None:
+        address = SwitchedAddress("127.0.0.1:50052", tmp_path, "dense")
+        section = load_config(None).launch
+        with pytest.raises(ConfigError, match=r"launch\.standby_dense is 'loaded': it needs a worker at a Unix socket"):
+            Standby("dense_worker", "loaded", Children(), address, FakeChild, section)
+        status = Standby("dense_worker", "auto", Children(), address, FakeChild, section).status()
+        assert status.state == launch_pb2.StandbyStatus.OFF and "TCP port" in status.reason
+
+    run(main)
