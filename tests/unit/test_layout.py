@@ -23,28 +23,32 @@ LAYERS = {
     "launch": {"common", "channel", "rpc", "gateway", "pb"},  # gateway: the chat client; channel: the cleanup
 }
 
-GRAPH = {name: imports_of(name) for name in MODULES}
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """What each module imports. To read all takes seconds, which only the process that runs these tests needs."""
+    return {name: imports_of(name) for name in MODULES}
 
 
-def test_the_graph_contains_imports_in_functions_and_for_types() -> None:
-    assert "services.rpc.otel" in GRAPH["services.rpc.tracing"], "imported in a function"
-    assert "services.gateway.link.journal_entry" in GRAPH["services.gateway.link.stream_sequences"]
-    assert "services.step.plan" in GRAPH["services.step.codec"]
+def test_the_graph_contains_imports_in_functions_and_for_types(graph: dict[str, set[str]]) -> None:
+    assert "services.rpc.otel" in graph["services.rpc.tracing"], "imported in a function"
+    assert "services.gateway.link.journal_entry" in graph["services.gateway.link.stream_sequences"]
+    assert "services.step.plan" in graph["services.step.codec"]
 
 
-def test_no_cyclic_imports() -> None:
+def test_no_cyclic_imports(graph: dict[str, set[str]]) -> None:
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize("package", sorted(LAYERS))
-def test_a_package_imports_only_those_below_it(package: str) -> None:
+def test_a_package_imports_only_those_below_it(package: str, graph: dict[str, set[str]]) -> None:
     allowed = LAYERS[package] | {package}
     wrong = [
         f"{name} imports {imported}"
-        for name, imports in GRAPH.items()
+        for name, imports in graph.items()
         if name.split(".")[1:2] == [package]
         for imported in imports
         if imported.split(".")[1] not in allowed
@@ -52,5 +56,5 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
     assert not wrong
 
 
-def test_every_package_has_its_layer() -> None:
-    assert {name.split(".")[1] for name in GRAPH if "." in name} | {"pb"} == set(LAYERS)
+def test_every_package_has_its_layer(graph: dict[str, set[str]]) -> None:
+    assert {name.split(".")[1] for name in graph if "." in name} | {"pb"} == set(LAYERS)
