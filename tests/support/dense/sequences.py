@@ -43,7 +43,7 @@ def new_sequence(
     **options: Any,
 ) -> engine.Sequence:
     """A sequence that has just been submitted; `options` are fields of its spec or of itself."""
-    asked = {name: options.pop(name) for name in _SPEC_FIELDS & options.keys()}
+    asked = _take_asked(options)
     spec = SequenceSpec(
         request_id, list(prompt_token_ids), sampling, max_tokens, tuple(sorted(stop_token_ids)), **asked
     )
@@ -58,11 +58,19 @@ def make_state(
     **options: Any,
 ) -> RequestState:
     """A sequence as the runner gets it, with all tokens so far; `options` are fields of its spec or of itself."""
-    asked = {name: options.pop(name) for name in _SPEC_FIELDS & options.keys()}
+    asked = _take_asked(options)
     prompt_token_ids = list(token_ids[:num_prompt_tokens])
     spec = SequenceSpec("r", prompt_token_ids, sampling or SamplingParams(), max_tokens=1000, **asked)
     options.setdefault("num_logprobs", spec.num_logprobs)
     return RequestState(seq_id, spec, list(token_ids), **{"features": _reports(spec), **options})
+
+
+def _take_asked(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the spec. `features` is one if it names them; else they are what the sequence has of features."""
+    names = _SPEC_FIELDS & options.keys()
+    if not isinstance(options.get("features"), dict):
+        names.discard("features")
+    return {name: options.pop(name) for name in names}
 
 
 def with_grammar(matcher: GrammarMatcher) -> SequenceGrammar:
