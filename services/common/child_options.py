@@ -26,6 +26,8 @@ class ChildOptions(pydantic.BaseModel):
     is_restarted: bool = False  # of a worker: streams wait for it
     # of a dense worker: it states this hash instead of its own weights', and goes on with keys and values of others
     stated_weights_hash: str | None = None
+    continues_sequences: bool = False  # of a dense worker: open requests of earlier weights go on with its own
+    control_address: SocketAddress | None = None  # of a gateway: where the launcher answers
     shares_ports: bool = False  # of a gateway: with other gateways of this machine, by SO_REUSEPORT
     peer_address: SocketAddress | None = None  # where these gateways reach this one, and no client does
     peer_addresses: tuple[SocketAddress, ...] = ()  # where it reaches them

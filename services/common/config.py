@@ -135,6 +135,10 @@ class GatewaySection(Section):
     # names of API keys whose adapters are shared by all callers, and which may replace and unload those of
     # lora_modules. Adapters of any other key belong to it: no other key can use, replace or unload them
     adapter_admins: tuple[str, ...] = ()
+    # directory below which models must lie that clients may serve by /admin/weights; none: they may not
+    weights_directory: Path | None = None
+    # names of API keys that may do so; without API keys all clients may
+    weights_admins: tuple[str, ...] = ()
     # whether clients may send prompts as embeddings (docs/prompt-embeddings.md), not with dense.backend="tensorrt"
     enable_prompt_embeds: bool = False
     # whether requests may have a chat_template of their own; one process renders them, one at a time, with limits of
@@ -350,6 +354,8 @@ class Config(Section):
             )
         if self.gateway.lora_directory is not None and not self.gateway.lora_directory.is_dir():
             raise ValueError(f"gateway.lora_directory {str(self.gateway.lora_directory)!r} is not a directory")
+        if self.gateway.weights_directory is not None and not self.gateway.weights_directory.is_dir():
+            raise ValueError(f"gateway.weights_directory {str(self.gateway.weights_directory)!r} is not a directory")
         if not model.path.is_dir():
             raise ValueError(f"model.path {str(model.path)!r} is not a directory")
         addresses = [self.gateway.address, self.gateway.http_address, self.dense.address, self.attention.address]

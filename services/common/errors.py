@@ -143,6 +143,7 @@ class RolledBack(TwostrokeError):
     """A change could not be made and was undone; everything is as before."""
 
     status_code = grpc.StatusCode.ABORTED
+    http_status = 409
     code = "rolled_back"
 
 

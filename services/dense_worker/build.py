@@ -69,7 +69,9 @@ class LoadedModel:
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
     gives_hidden_states: bool  # to clients that ask for them
 
-    def describe(self, attachment: Attachment, epoch: int, scheduler: SchedulerSection) -> dense_pb2.DenseInfo:
+    def describe(
+        self, attachment: Attachment, epoch: int, scheduler: SchedulerSection, *, continues_sequences: bool
+    ) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
         model, config = self.resolved, self.resolved.config
         return dense_pb2.DenseInfo(
@@ -85,6 +87,7 @@ class LoadedModel:
             max_beam_width=min(scheduler.max_beam_width, scheduler.max_num_seqs),
             max_num_seqs=scheduler.max_num_seqs,
             hidden_size=config.hidden_size if self.gives_hidden_states else 0,
+            continues_sequences=continues_sequences,
         )
 
 

@@ -17,6 +17,7 @@ from services.common.config import Config
 from services.common.process import low_priority_thread
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import LoadedModel, load_model, prepare_model, resolve_dense_model, with_stated_hash
+from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
@@ -58,6 +59,7 @@ class DenseWorker:
             self._config = with_lazy_graphs(config)
         self._standby = options.standby
         self._has_predecessor = options.has_predecessor
+        self._continues_sequences = options.continues_sequences
         self._stated_weights_hash = options.stated_weights_hash
         self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
@@ -90,9 +92,11 @@ class DenseWorker:
         """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
         servicer, epoch = self._servicer, secrets.randbits(64)
         scheduler = self._config.scheduler
-        readiness = Readiness(
-            servicer, self._server, lambda attachment: self._model.describe(attachment, epoch, scheduler)
-        )
+
+        def describe(attachment: Attachment) -> dense_pb2.DenseInfo:
+            return self._model.describe(attachment, epoch, scheduler, continues_sequences=self._continues_sequences)
+
+        readiness = Readiness(servicer, self._server, describe)
         try:
             await run_together(
                 self._client.run(self._engine, readiness),

@@ -115,12 +115,31 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             await asyncio.sleep(_POLL_S)
         return dense_pb2.LeaveReply()
 
+    async def Drain(self, request: dense_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> dense_pb2.DrainReply:
+        engine, _ = self._require_ready()
+        engine.drain(True)
+        timeout_s = request.timeout_ms / 1000
+        try:
+            async with asyncio.timeout(timeout_s):
+                while engine.counts.num_running or engine.counts.num_opening:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+        except BaseException as error:  # also when the caller goes away
+            engine.drain(False)
+            if isinstance(error, TimeoutError):
+                raise PeerError(
+                    f"{engine.counts.num_running} requests still run after {timeout_s:g} s, the limit of the wait"
+                ) from error
+            raise
+        return dense_pb2.DrainReply()
+
     async def TakeOver(
         self, request: dense_pb2.TakeOverRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.TakeOverReply:
         if self.status.state == dense_pb2.DenseStatus.LOADING:
             raise PeerError("the dense worker is starting: it has not loaded its weights yet")
         self.may_attach.set()
+        if self._engine is not None:
+            self._engine.drain(False)  # it may have been about to leave
         if request.returns_at_once:
             return dense_pb2.TakeOverReply()
         while self.status.state != dense_pb2.DenseStatus.SERVING:  # noqa: ASYNC110  the caller's deadline bounds it

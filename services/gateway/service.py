@@ -26,6 +26,7 @@ from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.dense_progress import DenseProgress
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal import Journal
+from services.gateway.link.weight_updates import WeightUpdates
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
@@ -152,7 +153,8 @@ class Gateway:
         pool_metrics = PoolMetrics(worker_load, service.names.first)
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
-        app = build_app(service, section, self._registry, worker_load, triton)
+        updates = WeightUpdates(section.weights_directory, section.weights_admins, self._options.control_address)
+        app = build_app(service, section, self._registry, worker_load, triton, updates)
         http_server = HttpServer(app, section, tls, DIALECTS, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from services.common.cli import dashed
+from services.common.config import toml_value
 from services.common.errors import PeerError
 from services.launch.addresses import control_address
 from services.launch.run_directory import live_directories
@@ -38,6 +39,14 @@ def main(argv: Sequence[str]) -> int:
         metavar="SECTION.KEY=VALUE",
         help="changed config, in the sections dense and model",
     )
+    replace.add_argument("--model", metavar="DIR", help="other weights of a model of the same shape (model.path)")
+    replace.add_argument(
+        "--open-requests",
+        choices=["keep", "wait", "abort"],
+        help="accept other weights. keep: open requests go on with them; wait: the running ones end first; abort: all "
+        "end with an error",
+    )
+    replace.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="for running requests (60)")
     caches = replace.add_mutually_exclusive_group()
     caches.add_argument(
         "--drop-caches",
@@ -82,10 +91,13 @@ def find_launcher() -> str:
 
 def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namespace) -> int:
     """Replaces the dense worker and prints the new one."""
+    model = [] if arguments.model is None else [f"model.path={toml_value(arguments.model)}"]
     request = launch_pb2.ReplaceDenseRequest(
-        overrides=[_absolute(override) for override in arguments.set],
+        overrides=[_absolute(override) for override in (*model, *arguments.set)],
         drop_caches=arguments.drop_caches,
         keep_caches=arguments.keep_caches,
+        open_requests=arguments.open_requests and arguments.open_requests.upper(),
+        wait_timeout_ms=round(1000 * arguments.wait),
     )
     reply = stub.ReplaceDense(request, timeout=arguments.timeout)
     weights = "other weights, the KV cache was dropped" if reply.has_other_weights else "the same weights and KV cache"

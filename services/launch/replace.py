@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -28,11 +28,13 @@ from services.launch.standby import Standby
 from services.launch.start_deadline import StartDeadline
 from services.launch.switched_address import SwitchedAddress
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+from services.pb.launch_pb2 import ReplaceDenseRequest
 from services.rpc.client import open_channel
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 
+OpenRequests: TypeAlias = ReplaceDenseRequest.OpenRequests
 SECTIONS = ("dense", "model")  # sections of the config that may differ
 RESERVED = "dense.address"  # the launcher's own
 POLL_S = 0.02
@@ -73,14 +75,26 @@ class DenseReplacer:
         self._task: asyncio.Task[Any] | None = None  # the running replacement
         self._num_started = 0
 
-    async def replace(self, overrides: Sequence[str], *, drops_caches: bool, keeps_caches: bool = False) -> Replacement:
+    async def replace(
+        self,
+        overrides: Sequence[str],
+        *,
+        drops_caches: bool,
+        keeps_caches: bool = False,
+        open_requests: OpenRequests = ReplaceDenseRequest.OPEN_REQUESTS_UNSPECIFIED,
+        wait_timeout_s: float = 0.0,
+    ) -> Replacement:
         """Replaces the worker. Raises `RolledBack`; before any attempt `InvalidRequest` or `ConfigError`.
+
+        `open_requests` says what becomes of them when other weights come; with WAIT they have `wait_timeout_s` to end.
 
         With `keeps_caches` the new worker states the present weights' hash instead of its own, so the attention worker
         and gateways see no change. The attention worker still refuses a model of another shape.
         """
         if drops_caches and keeps_caches:
             raise InvalidRequest("drop_caches and keep_caches exclude each other")
+        accepts_others = drops_caches or open_requests != ReplaceDenseRequest.OPEN_REQUESTS_UNSPECIFIED
+        wait_s = wait_timeout_s if open_requests == ReplaceDenseRequest.WAIT else None
         if self._task is not None:
             raise RolledBack("another replacement is under way")
         [old] = self._children.of_role(DENSE_ROLE)
@@ -94,12 +108,13 @@ class DenseReplacer:
                 standby="loaded",
                 has_predecessor=True,
                 stated_weights_hash=present_hash if keeps_caches else None,
+                continues_sequences=open_requests in (ReplaceDenseRequest.KEEP, ReplaceDenseRequest.WAIT),
             )
             async with self._standby.suspended(is_taken=not overrides and not keeps_caches) as taken:
                 if taken is None:
                     new = self._make_child(f"{DENSE_ROLE}-{self._num_started}", DENSE_ROLE, config, options)
                     taken = new, asyncio.create_task(new.watch())
-                return await self._replace(old, *taken, drops_caches=drops_caches)
+                return await self._replace(old, *taken, accepts_others=accepts_others, wait_s=wait_s)
         finally:
             self._task = None
 
@@ -136,7 +151,7 @@ class DenseReplacer:
             raise InvalidRequest(str(error)) from error
 
     async def _replace(
-        self, old: Child, new: Child, watcher: asyncio.Task[None], *, drops_caches: bool
+        self, old: Child, new: Child, watcher: asyncio.Task[None], *, accepts_others: bool, wait_s: float | None
     ) -> Replacement:
         log.info("replacing the dense worker", old_pid=old.pid)
         timeout_s = new.config.launch.start_timeout_s
@@ -144,7 +159,9 @@ class DenseReplacer:
             async with _dense_stub(old) as old_stub, _dense_stub(new) as new_stub:
                 loaded = await self._or_end(_wait_loaded(new_stub, timeout_s), new, watcher)
                 present = await _present_status(old, old_stub)
-                _check_weights(present.weights_hash, loaded.weights_hash, drops_caches=drops_caches)
+                _check_weights(present.weights_hash, loaded.weights_hash, accepts_others=accepts_others)
+                if wait_s is not None:
+                    await _drain(old_stub, wait_s)
                 pause_ms, backend = await self._switch(old, old_stub, new, new_stub, watcher)
         except BaseException as error:
             await _end(new, watcher)
@@ -270,11 +287,17 @@ def _names_limit(what: str, timeout_s: float, keys: str = "peers.rpc_timeout_s")
         raise PeerError(f"{what} within {timeout_s:g} s, the limit ({keys})") from error
 
 
-def _check_weights(present: str, loaded: str, *, drops_caches: bool) -> None:
-    if present != loaded and not drops_caches:
+async def _drain(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> None:
+    """Lets the running requests end; no other one is started then."""
+    request = dense_pb2.DrainRequest(timeout_ms=round(1000 * timeout_s))
+    await stub.Drain(request, timeout=timeout_s + ERROR_GRACE_S)
+
+
+def _check_weights(present: str, loaded: str, *, accepts_others: bool) -> None:
+    if present != loaded and not accepts_others:
         raise RolledBack(
             f"the new dense worker has other weights, {loaded[:16]} and not {present[:16]}: keys and values of the "
-            "present ones are of no use to it. --drop-caches replaces them all the same; requests under way then fail. "
+            "present ones are of no use to it. --open-requests says what becomes of the requests under way. "
             "--keep-caches goes on with them, for another precision of the same model"
         )
 

@@ -15,6 +15,7 @@ from services.common.addresses import MAX_PORT
 from services.common.child_options import ChildOptions
 from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError
+from services.launch.addresses import control_address
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS
 from services.launch.switched_address import SwitchedAddress
 
@@ -63,7 +64,7 @@ def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOp
     """
     section, num_processes = config.gateway, config.launch.gateway_processes
     if num_processes == 1:
-        return [(config, ChildOptions())]
+        return [(config, ChildOptions(control_address=control_address(run_dir)))]
     for key in ("address", "http_address"):
         _check_shareable(f"gateway.{key}", getattr(section, key), num_processes)
     own = [f"unix:{run_dir}/gateway-{index}.sock" for index in range(num_processes)]
@@ -80,6 +81,7 @@ def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOp
                     peer_address=peers[index],
                     peer_addresses=tuple(other for other in peers if other != peers[index]),
                     change_lock=run_dir / CHANGE_LOCK_NAME,
+                    control_address=control_address(run_dir),
                 ),
             )
         )

@@ -40,7 +40,11 @@ class LauncherServicer(launch_pb2_grpc.LauncherServicer):
     ) -> launch_pb2.ReplaceDenseReply:
         """Replaces the dense worker. Cancelling the call undoes the replacement."""
         replaced = await self._replacer.replace(
-            list(request.overrides), drops_caches=request.drop_caches, keeps_caches=request.keep_caches
+            list(request.overrides),
+            drops_caches=request.drop_caches,
+            keeps_caches=request.keep_caches,
+            open_requests=request.open_requests,
+            wait_timeout_s=request.wait_timeout_ms / 1000,
         )
         return launch_pb2.ReplaceDenseReply(
             pid=replaced.pid,

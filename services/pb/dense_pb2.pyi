@@ -238,7 +238,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self, wait_ms: _Optional[int] = ...) -> None: ...
 
 class DenseInfo(_message.Message):
-    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width", "max_num_seqs", "hidden_size")
+    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width", "max_num_seqs", "hidden_size", "continues_sequences")
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,7 @@ class DenseInfo(_message.Message):
     MAX_BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     family: str
     dtype: str
     vocab_size: int
@@ -263,7 +264,8 @@ class DenseInfo(_message.Message):
     max_beam_width: int
     max_num_seqs: int
     hidden_size: int
-    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., hidden_size: _Optional[int] = ...) -> None: ...
+    continues_sequences: bool
+    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., hidden_size: _Optional[int] = ..., continues_sequences: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
@@ -310,6 +312,16 @@ class LeaveRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class DrainReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -54,6 +54,11 @@ class DenseWorkerStub:
                 request_serializer=dense__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=dense__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/twostroke.dense.v1.DenseWorker/Drain',
+                request_serializer=dense__pb2.DrainRequest.SerializeToString,
+                response_deserializer=dense__pb2.DrainReply.FromString,
+                _registered_method=True)
         self.TakeOver = channel.unary_unary(
                 '/twostroke.dense.v1.DenseWorker/TakeOver',
                 request_serializer=dense__pb2.TakeOverRequest.SerializeToString,
@@ -93,6 +98,14 @@ class DenseWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Finishes the sequences that run and starts no other one, until Leave or TakeOver. If they take longer than they may,
+        it fails, and sequences are started again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TakeOver(self, request, context):
         """Makes a worker in state STANDBY load its weights, if it has none yet, attach to the attention worker and serve.
         """
@@ -122,6 +135,11 @@ def add_DenseWorkerServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=dense__pb2.LeaveRequest.FromString,
                     response_serializer=dense__pb2.LeaveReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=dense__pb2.DrainRequest.FromString,
+                    response_serializer=dense__pb2.DrainReply.SerializeToString,
             ),
             'TakeOver': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeOver,
@@ -237,6 +255,33 @@ class DenseWorker:
             '/twostroke.dense.v1.DenseWorker/Leave',
             dense__pb2.LeaveRequest.SerializeToString,
             dense__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.dense.v1.DenseWorker/Drain',
+            dense__pb2.DrainRequest.SerializeToString,
+            dense__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,14 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReplaceDenseRequest(_message.Message):
-    __slots__ = ("overrides", "drop_caches", "keep_caches")
+    __slots__ = ("overrides", "drop_caches", "keep_caches", "open_requests", "wait_timeout_ms")
+    class OpenRequests(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OPEN_REQUESTS_UNSPECIFIED: _ClassVar[ReplaceDenseRequest.OpenRequests]
+        KEEP: _ClassVar[ReplaceDenseRequest.OpenRequests]
+        WAIT: _ClassVar[ReplaceDenseRequest.OpenRequests]
+        ABORT: _ClassVar[ReplaceDenseRequest.OpenRequests]
+    OPEN_REQUESTS_UNSPECIFIED: ReplaceDenseRequest.OpenRequests
+    KEEP: ReplaceDenseRequest.OpenRequests
+    WAIT: ReplaceDenseRequest.OpenRequests
+    ABORT: ReplaceDenseRequest.OpenRequests
     OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     DROP_CACHES_FIELD_NUMBER: _ClassVar[int]
     KEEP_CACHES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     overrides: _containers.RepeatedScalarFieldContainer[str]
     drop_caches: bool
     keep_caches: bool
-    def __init__(self, overrides: _Optional[_Iterable[str]] = ..., drop_caches: _Optional[bool] = ..., keep_caches: _Optional[bool] = ...) -> None: ...
+    open_requests: ReplaceDenseRequest.OpenRequests
+    wait_timeout_ms: int
+    def __init__(self, overrides: _Optional[_Iterable[str]] = ..., drop_caches: _Optional[bool] = ..., keep_caches: _Optional[bool] = ..., open_requests: _Optional[_Union[ReplaceDenseRequest.OpenRequests, str]] = ..., wait_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class ReplaceDenseReply(_message.Message):
     __slots__ = ("pid", "pause_ms", "backend", "has_other_weights")

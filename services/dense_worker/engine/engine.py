@@ -74,6 +74,7 @@ class Engine:
         self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
         self._has_run_suspect = False  # since the last opening
+        self._drains = False  # starts no sequence
         for feature in features:
             feature.start(self.on_event)
 
@@ -117,6 +118,10 @@ class Engine:
     def on_event(self, event: Event) -> None:
         """Something has happened to the resources of a feature."""
         self._thread.post(self._handle_event, event)
+
+    def drain(self, drains: bool) -> None:
+        """Starts no sequence any more, or again; those that run go on."""
+        self._thread.post(self._drain, drains)
 
     def leave(self) -> None:
         """Gives up the attachment after the running step, whose tokens are still delivered."""
@@ -167,7 +172,7 @@ class Engine:
 
     def _admit(self, session: Session) -> None:
         """Chooses the sequences to open next; the next plan opens them."""
-        if session.is_leaving or not (admitted := self._scheduler.next_to_open()):
+        if session.is_leaving or self._drains or not (admitted := self._scheduler.next_to_open()):
             return
         if self._has_run_suspect:
             # The token that cleared it must get away: if what runs next ends the process before that, the gateway will
@@ -287,6 +292,9 @@ class Engine:
     def _leave(self) -> None:
         if self._session is not None:
             self._session.is_leaving = True
+
+    def _drain(self, drains: bool) -> None:
+        self._drains = drains
 
     def _add(self, sequence: Sequence) -> None:
         try:

@@ -27,6 +27,7 @@ from services.gateway.apis.responses.stored_routes import stored_response_routes
 from services.gateway.apis.server.adapter_routes import adapter_routes
 from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
+from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
@@ -34,6 +35,7 @@ from services.gateway.apis.triton.routes import triton_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
+from services.gateway.link.weight_updates import WeightUpdates
 from services.gateway.link.worker_load import WorkerLoad
 
 DIALECTS = (TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's
@@ -45,6 +47,7 @@ def build_app(
     registry: CollectorRegistry,
     worker_load: WorkerLoad,
     triton: Triton,
+    weight_updates: WeightUpdates,
 ) -> FastAPI:
     """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites."""
     app = FastAPI(
@@ -64,6 +67,7 @@ def build_app(
     app.include_router(model_routes(service))
     app.include_router(server_routes(service, registry))
     app.include_router(adapter_routes(service, section))
+    app.include_router(weight_routes(service, section, weight_updates))
     app.include_router(triton_routes(triton, section))
     app.include_router(page_routes(service, worker_load))
     _add_document(app, DIALECTS)

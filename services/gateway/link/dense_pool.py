@@ -136,8 +136,9 @@ class DensePool:
                     f"a dense worker at {self._address} has weights {model.weights_hash}, "
                     f"the others have {self._model.weights_hash}"
                 )
-            for entry in self._journal.unfinished():
-                entry.fail(RequestAborted("the dense worker came back with other weights"))
+            if not model.continues_sequences:
+                for entry in self._journal.unfinished():
+                    entry.fail(RequestAborted("the dense worker came back with other weights"))
         if self._model is not None and has_others:  # every worker may get any sequence
             model = replace(model, max_model_len=min(model.max_model_len, self._model.max_model_len))
         self._model = model

@@ -25,6 +25,7 @@ class ServedModel:
     max_beam_width: int = 0  # beams of a search; 0: there are no searches
     max_num_seqs: int = 0  # sequences that run at once
     hidden_size: int = 0  # values of a hidden state; 0: there are none to be had
+    continues_sequences: bool = False  # whether sequences of earlier weights go on
 
 
 def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
@@ -39,6 +40,7 @@ def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
         max_beam_width=info.max_beam_width,
         max_num_seqs=info.max_num_seqs,
         hidden_size=info.hidden_size,
+        continues_sequences=info.continues_sequences,
     )
 
 

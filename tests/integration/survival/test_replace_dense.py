@@ -254,7 +254,7 @@ def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> Non
     pid, old_hash = cluster.pid_of("dense_worker"), cluster.dense.GetInfo(dense_pb2.GetInfoRequest()).weights_hash
     refused = ctl(cluster, "replace-dense", "--set", f"model.path={model_dir}")
     assert refused.returncode == 1
-    assert "other weights" in refused.stderr and old_hash[:16] in refused.stderr and "--drop-caches" in refused.stderr
+    assert "other weights" in refused.stderr and old_hash[:16] in refused.stderr and "--open-requests" in refused.stderr
     assert cluster.pid_of("dense_worker") == pid
     settings = (f"model.path={model_dir}", "dense.quantization=checkpoint")
     dropped, errors = replace_under_streams(cluster, *settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -115,6 +116,10 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
         self.state = State.STANDBY
         return dense_pb2.LeaveReply()
 
+    async def Drain(self, request: dense_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> dense_pb2.DrainReply:
+        await self._called(f"drain for {request.timeout_ms} ms", context)
+        return dense_pb2.DrainReply()
+
     async def TakeOver(
         self, request: dense_pb2.TakeOverRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.TakeOverReply:
@@ -183,7 +188,7 @@ class World:
         [present] = [child for child in (self.old, self.new) if child and self.link.readlink() == path_of(child)]
         return present.name
 
-    async def replace(self, *overrides: str, **caches: bool) -> str:
+    async def replace(self, *overrides: str, **caches: Any) -> str:
         """Replaces the worker; returns the new backend. Stops everything at the end."""
         await self._server.start()
         self.children.start(self.old)

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from services.common.config import dump_config, load_config
 from services.common.errors import ConfigError, InvalidRequest, RolledBack, TwostrokeError
 from services.launch.switched_address import SwitchedAddress
 from services.pb import dense_pb2
+from services.pb.launch_pb2 import ReplaceDenseRequest
 from tests.support.workers.replaced_workers import FakeChild, State, World
 
 
@@ -22,7 +24,7 @@ def nothing(world: World) -> None:
 
 
 def run(
-    directory: Path, prepare: Callable[[World], None], *overrides: str, **caches: bool
+    directory: Path, prepare: Callable[[World], None], *overrides: str, **caches: Any
 ) -> tuple[World, str | TwostrokeError]:
     async def main() -> tuple[World, str | TwostrokeError]:
         world = World(directory, prepare)
@@ -58,6 +60,37 @@ def test_other_weights_are_refused_before_the_old_worker_leaves(tmp_path: Path, 
         assert isinstance(result, RolledBack) and "0ther" in str(result) and "c0ffee" in str(result)
         assert world.calls[0] == "new stop" and "old leave" not in world.calls
         assert world.serves == "old" and world.members == ["old"]
+
+
+def test_running_requests_end_before_the_old_worker_leaves_if_the_change_waits(tmp_path: Path) -> None:
+    def prepare(world: World) -> None:
+        world.change_new = lambda child: setattr(child, "weights_hash", "0ther")
+
+    wait = ReplaceDenseRequest.WAIT
+    world, result = run(tmp_path, prepare, open_requests=wait, wait_timeout_s=2.5)
+    assert result == "backend of new" and world.new is not None
+    assert world.calls[:3] == ["old drain for 2500 ms", "old leave", "new take over"]
+    assert world.new.options.continues_sequences, "those that waited go on with the new weights"
+
+
+def test_a_worker_whose_requests_do_not_end_in_time_goes_on(tmp_path: Path) -> None:
+    def prepare(world: World) -> None:
+        world.old.refuses.add("drain for 2500 ms")
+
+    world, result = run(tmp_path, prepare, open_requests=ReplaceDenseRequest.WAIT, wait_timeout_s=2.5)
+    assert isinstance(result, RolledBack) and "no drain for 2500 ms today" in str(result)
+    assert "old leave" not in world.calls and world.serves == "old"
+
+
+@pytest.mark.parametrize(("mode", "continues"), [("KEEP", True), ("ABORT", False)])
+def test_what_becomes_of_open_requests_with_other_weights(tmp_path: Path, mode: str, continues: bool) -> None:
+    def prepare(world: World) -> None:
+        world.change_new = lambda child: setattr(child, "weights_hash", "0ther")
+
+    world, result = run(tmp_path, prepare, open_requests=ReplaceDenseRequest.OpenRequests.Value(mode))
+    assert result == "backend of new" and world.new is not None
+    assert world.new.options.continues_sequences == continues
+    assert not any("drain" in call for call in world.calls)
 
 
 def test_a_worker_that_keeps_caches_states_the_present_hash_also_after_a_restart(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tm
 
 def test_a_single_process_shares_nothing() -> None:
     config = load_config(None)
-    assert gateway_configs(config, RUN_DIR) == [(config, ChildOptions())]
+    assert gateway_configs(config, RUN_DIR) == [(config, ChildOptions(control_address="unix:/run/x/launch.sock"))]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""/admin/weights: other weights of the served model, while requests run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.exceptions import HTTPException
+
+from services.common.config import GatewaySection
+from services.gateway.apis.shared.request_model import RequestModel
+from services.gateway.core.request_service import RequestService
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import json_route
+from services.gateway.link.weight_updates import WeightUpdates
+
+MAX_WAIT_S = 3600.0
+
+
+class WeightsBody(RequestModel):
+    """The weights to serve."""
+
+    model: str = Field("", description="Directory of a model of the same shape, below gateway.weights_directory")
+    mode: Literal["keep", "wait", "abort"] = Field(
+        "wait", description="What becomes of open requests: they go on, the running ones end first, or all fail"
+    )
+    keep_caches: bool | None = Field(None, description="Keep keys and values of the earlier weights; default: false")
+    wait_timeout_s: float = Field(60.0, ge=0, le=MAX_WAIT_S, description="With wait: longest time for running requests")
+
+
+def weight_routes(service: RequestService, section: GatewaySection, updates: WeightUpdates) -> APIRouter:
+    """The route that changes the weights of the dense worker."""
+    route_class = json_route(section.max_body_values, service.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
+
+    @router.post("/admin/weights")
+    async def change_weights(body: WeightsBody, request: Request) -> dict[str, object]:
+        """Serves other weights, by a new dense worker. Answers when it serves; if it cannot, nothing has changed."""
+        if not updates.is_enabled:
+            raise HTTPException(404, "weights cannot be changed here: gateway.weights_directory is not set")
+        body.log_unknown_fields(request.state.request_id)
+        service.count_requests(1, request.state.caller)
+        reply = await updates.update(
+            request.state.caller,
+            body.model,
+            body.mode,
+            keeps_caches=bool(body.keep_caches),
+            wait_timeout_s=body.wait_timeout_s,
+        )
+        return {"has_other_weights": reply.has_other_weights, "backend": reply.backend, "pause_ms": reply.pause_ms}
+
+    return router

@@ -1,0 +1,132 @@
+"""/admin/weights serves other weights under streams: every token is what `transformers` predicts with the weights that
+had to predict it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import httpx2
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.common.config import EMBEDDED_MODEL
+from tests.support.clients.http_clients import client
+from tests.support.cluster import Cluster, running_cluster
+
+PROMPTS = [[1, *range(5 + shift, 25 + shift)] for shift in range(3)]
+MAX_TOKENS = 1000
+WAIT_S = 60.0
+
+pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of one shape, `a` and `b`."""
+    directory = tmp_path_factory.mktemp("models")
+    for name in "ab":
+        shutil.copytree(EMBEDDED_MODEL, directory / name)
+    weights = load_file(directory / "b" / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 0.25
+    save_file(weights, directory / "b" / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def references(directory: Path) -> dict[str, PreTrainedModel]:
+    return {name: AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32) for name in "ab"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterator[Cluster]:
+    settings = (f"model.path={directory / 'a'}", f"gateway.weights_directory={directory}")
+    with running_cluster(tmp_path_factory.mktemp("weights"), *settings, is_warm=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def weights_a(cluster: Cluster) -> None:
+    assert change(cluster, "a", "abort").status_code == 200
+
+
+def change(cluster: Cluster, model: str, mode: str, **options: object) -> httpx2.Response:
+    with client(cluster.http_address) as http:
+        return http.post("/admin/weights", json={"model": model, "mode": mode, **options}, timeout=200)
+
+
+def change_under_streams(
+    cluster: Cluster, mode: str, **options: object
+) -> tuple[httpx2.Response, list[list[int] | grpc.RpcError]]:
+    """The answer of the change from `a` to `b`, and the tokens or the error of each stream."""
+
+    def generate(prompt: list[int]) -> list[int] | grpc.RpcError:
+        try:
+            return cluster.generate(prompt, MAX_TOKENS, ignore_eos=True).token_ids
+        except grpc.RpcError as error:
+            return error
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        running = threads.map(generate, PROMPTS)
+        deadline = time.monotonic() + WAIT_S
+        while cluster.dense_status().num_running < len(PROMPTS):
+            assert time.monotonic() < deadline, "the streams do not run"
+            time.sleep(0.02)
+        return change(cluster, "b", mode, **options), list(running)
+
+
+def is_predicted(model: PreTrainedModel, prompt: list[int], token_ids: list[int]) -> list[bool]:
+    """Of each token, whether the model finds it the most likely one after those before."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    return [predicted == token for predicted, token in zip(logits.argmax(-1).tolist(), token_ids, strict=True)]
+
+
+def test_kept_requests_go_on_with_the_new_weights(cluster: Cluster, references: dict[str, PreTrainedModel]) -> None:
+    reply, answers = change_under_streams(cluster, "keep")
+    assert reply.status_code == 200 and reply.json()["has_other_weights"], reply.text
+    for prompt, token_ids in zip(PROMPTS, answers, strict=True):
+        assert isinstance(token_ids, list) and len(token_ids) == MAX_TOKENS
+        old, new = (is_predicted(references[name], prompt, token_ids) for name in "ab")
+        num_old = old.index(False)
+        assert 0 < num_old < MAX_TOKENS, "the weights change in the middle"
+        assert all(new[num_old:]), "from there on all tokens are of the new weights, also of their keys and values"
+
+
+def test_running_requests_end_with_the_old_weights_if_the_change_waits(
+    cluster: Cluster, references: dict[str, PreTrainedModel]
+) -> None:
+    reply, answers = change_under_streams(cluster, "wait")
+    assert reply.status_code == 200, reply.text
+    for prompt, token_ids in zip(PROMPTS, answers, strict=True):
+        assert isinstance(token_ids, list) and all(is_predicted(references["a"], prompt, token_ids))
+    later = cluster.generate(PROMPTS[0], 100, ignore_eos=True).token_ids
+    assert all(is_predicted(references["b"], PROMPTS[0], later))
+
+
+def test_a_change_that_waits_too_long_is_undone(cluster: Cluster, references: dict[str, PreTrainedModel]) -> None:
+    reply, answers = change_under_streams(cluster, "wait", wait_timeout_s=0.05)
+    assert reply.status_code == 409 and "requests still run after 0.05 s" in reply.json()["error"]["message"]
+    for prompt, token_ids in zip(PROMPTS, answers, strict=True):
+        assert isinstance(token_ids, list) and all(is_predicted(references["a"], prompt, token_ids))
+    later = cluster.generate(PROMPTS[0], 100, ignore_eos=True).token_ids
+    assert all(is_predicted(references["a"], PROMPTS[0], later)), "new requests are started again"
+
+
+def test_aborted_requests_end_with_an_error(cluster: Cluster) -> None:
+    reply, answers = change_under_streams(cluster, "abort")
+    assert reply.status_code == 200, reply.text
+    assert {error.code() for error in answers if isinstance(error, grpc.RpcError)} == {grpc.StatusCode.ABORTED}
+    assert not any(isinstance(answer, list) for answer in answers)
+
+
+@pytest.mark.parametrize(("model", "status"), [("../x", 400), ("/", 400), ("", 400), ("c", 404)])
+def test_only_models_below_the_directory_can_be_served(cluster: Cluster, model: str, status: int) -> None:
+    assert change(cluster, model, "keep").status_code == status
