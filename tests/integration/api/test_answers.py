@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start, and the machine may be
 NUM_ANSWERS, SEED, MAX_TOKENS = 4, 40, 10
 MAX_NUM_SEQS = 6
 MAX_ROUNDS = 40  # until all answers are there before the first one ends: they are submitted one by one
-NUM_LONG_TOKENS = 150  # so many that a kill comes in the middle
+NUM_LONG_TOKENS = 80  # so many that a kill comes in the middle
 PROMPT = random_prompts(1, 1, seed=1)[0] + random_prompts(2, 90, seed=2)[1]
 PATTERN = "([a-f]{2} ){3}[0-9]{2,9}"
 SAMPLED = {"temperature": 1.0, "seed": SEED, "ignore_eos": True}
@@ -56,10 +56,13 @@ class Server:
     def several(self, options: dict[str, Any], max_tokens: int = MAX_TOKENS) -> gateway_pb2.GenerateRequest:
         return request(PROMPT, max_tokens, n=NUM_ANSWERS, **options)
 
-    def single(self, options: dict[str, Any], index: int, max_tokens: int = MAX_TOKENS) -> Collected:
-        """The answer that a request for this one alone gets."""
-        seed = {"seed": SEED + index} if "seed" in options else {}
-        return collect(self.cluster.gateway, request(PROMPT, max_tokens, **(options | seed)))
+    def singles(
+        self, options: dict[str, Any], max_tokens: int = MAX_TOKENS, num_answers: int = NUM_ANSWERS
+    ) -> list[Collected]:
+        """The answers to requests for one answer each."""
+        seeds = [{"seed": SEED + index} if "seed" in options else {} for index in range(num_answers)]
+        messages = [request(PROMPT, max_tokens, **(options | seed)) for seed in seeds]
+        return collect_all(self.cluster.gateway, messages)
 
     def check(self, found: Collected, singles: list[Collected]) -> None:
         assert dict(found.token_ids) == {index: each.token_ids[0] for index, each in enumerate(singles)}
@@ -100,7 +103,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_each_answer_equals_that_to_a_request_of_its_own(server: Server, name: str) -> None:
     options = OPTIONS[name]
     found = collect(server.cluster.gateway, server.several(options))
-    server.check(found, [server.single(options, index) for index in range(NUM_ANSWERS)])
+    server.check(found, server.singles(options))
     if "temperature" in options and name != "form":
         assert len({tuple(token_ids) for token_ids in found.token_ids.values()}) > 1, "the seeds differ"
     if "temperature" not in options:
@@ -129,15 +132,13 @@ def test_more_answers_than_places_take_turns(server: Server) -> None:
     num_answers = 2 * MAX_NUM_SEQS + 1
     options = SAMPLED | {"n": num_answers}
     found = collect(server.cluster.gateway, request(PROMPT, MAX_TOKENS, **options))
-    server.check(found, [server.single(SAMPLED, index) for index in range(num_answers)])
+    server.check(found, server.singles(SAMPLED, num_answers=num_answers))
 
 
 def test_answers_survive_a_kill(server: Server) -> None:
     """The kill comes when both groups have begun to answer."""
     options = [SAMPLED, SAMPLED | {"logprobs": 0, "repetition_penalty": 1.2}]
-    expected = [
-        [server.single(each, index, NUM_LONG_TOKENS) for index in range(NUM_ANSWERS)] for each in options
-    ]
+    expected = [server.singles(each, NUM_LONG_TOKENS) for each in options]
     messages = [server.several(each, NUM_LONG_TOKENS) for each in options]
     pid = server.cluster.pid_of("dense_worker")
     collected = collect_all(server.cluster.gateway, messages, lambda: os.kill(pid, signal.SIGKILL))

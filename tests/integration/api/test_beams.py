@@ -29,7 +29,7 @@ STOPPING = {
     "never": sampling_pb2.EARLY_STOPPING_NEVER,
 }
 MAX_TOKENS = 12
-NUM_LONG_TOKENS = 200  # so many that a kill comes in the middle
+NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
 MAX_NUM_SEQS = 16
 MAX_ROUNDS = 5  # on a fast machine a search may end before the kill comes
 PROMPTS = random_prompts(3, 40, seed=9)
@@ -145,7 +145,7 @@ def test_searches_survive_a_kill_of_both_workers(server: Server) -> None:
 def test_a_search_goes_on_over_kills_of_one_worker_after_the_other(server: Server) -> None:
     """A stream beside it shows when the gateway has got steps of both: they come in the same messages."""
     options = {"early_stopping": "never", "length_penalty": 2.0}
-    num_tokens = 400
+    num_tokens = 200
     expected = server.reference(PROMPTS[0], 4, num_tokens, **options)
     plain = server.cluster.generate(PROMPTS[2], num_tokens, ignore_eos=True).token_ids
 
@@ -156,7 +156,7 @@ def test_a_search_goes_on_over_kills_of_one_worker_after_the_other(server: Serve
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(server.search, PROMPTS[0], 4, num_tokens, **options)
             for number, role in enumerate(("dense_worker", "attn_worker", "dense_worker"), start=1):
-                while len(token_ids) < 40 * number:
+                while len(token_ids) < 30 * number:
                     token_ids += next(stream).token_ids
                 check_runs(answer)
                 server.cluster.kill(role)

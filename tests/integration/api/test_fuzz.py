@@ -26,6 +26,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.cluster import Cluster, free_port, running_cluster
 from tests.support.examples import examples
+from tests.support.models import TWO_LAYERS
 
 REQUEST_TIMEOUT_S = 60.0
 MODEL = EMBEDDED_MODEL.name
@@ -51,7 +52,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    limits = (f"model.max_model_len={MAX_MODEL_LEN}", "gateway.max_n=3", "gateway.max_prompts=4")
+    limits = (TWO_LAYERS, f"model.max_model_len={MAX_MODEL_LEN}", "gateway.max_n=3", "gateway.max_prompts=4")
     directory = tmp_path_factory.mktemp("fuzz")
     with running_cluster(directory, f"gateway.http_address=127.0.0.1:{free_port()}", *limits, is_warm=True) as cluster:
         yield cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,9 +93,11 @@ def test_a_stop_string_cuts_the_states_too(cluster: Cluster) -> None:
 def test_no_state_is_missing_after_a_worker_was_killed(cluster: Cluster, role: str) -> None:
     prompt = random_prompt(60, seed=6)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        answer = pool.submit(post, cluster, asking(prompt, max_new_tokens=900))
-        threading.Event().wait(0.3)
-        assert not answer.done(), "the kill comes while it runs"
+        before = cluster.attention_status().num_computed_tokens
+        answer = pool.submit(post, cluster, asking(prompt, max_new_tokens=250))
+        while cluster.attention_status().num_computed_tokens < before + 100:
+            assert not answer.done(), "the kill comes while it runs"
+            time.sleep(0.005)
         cluster.kill(role)
         check(prompt, answer.result())
 

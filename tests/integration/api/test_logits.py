@@ -111,7 +111,7 @@ def test_who_does_not_ask_gets_none_and_each_kind_comes_alone(cluster: Cluster) 
 
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
 def test_a_stream_goes_on_after_a_worker_was_killed(cluster: Cluster, role: str) -> None:
-    prompt, num_tokens = random_prompts(1, 80, seed=4)[0], 400
+    prompt, num_tokens = random_prompts(1, 80, seed=4)[0], 120
     token_ids, rows, context = [], [], None
     killer: threading.Thread | None = None
     for chunk in cluster.gateway.GenerateStream(ask(prompt, num_tokens), timeout=2 * REQUEST_TIMEOUT_S):

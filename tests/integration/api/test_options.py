@@ -214,7 +214,7 @@ def test_queue_time_of_a_waiting_sequence_is_reported(cluster: Cluster) -> None:
 
 def test_streams_that_break_at_any_moment_do_not_end_the_dense_worker(cluster: Cluster) -> None:
     pid = cluster.pid_of("dense_worker")
-    for i in range(60):
+    for i in range(30):
         steps = stream_steps(cluster.dense, [submit(1, [5, 6, 7], 50)], {})
         for _ in range(1 + i % 3):
             next(steps)
@@ -313,7 +313,7 @@ def test_sampled_tokens_follow_the_distribution_of_hugging_face(cluster: Cluster
 
 
 def test_killed_dense_worker_gives_the_same_tokens_and_logprobs_when_it_is_back(cluster: Cluster) -> None:
-    num_tokens = 100
+    num_tokens = 60
     prompts = {1: random_prompt(60, seed=30), 2: random_prompt(130, seed=31), 3: random_prompt(20, seed=32)}
     options = {
         1: {"num_logprobs": 4, "frequency_penalty": 0.5},
@@ -358,7 +358,7 @@ def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(clu
     options["bad_words"] = [sampling_pb2.TokenSequence(token_ids=word) for word in ([7], [8, 9])]
     for _ in range(MAX_ROUNDS):
         chunks = []
-        for chunk in cluster.gateway.GenerateStream(request(prompt, 200, **options), timeout=RESTART_TIMEOUT_S):
+        for chunk in cluster.gateway.GenerateStream(request(prompt, 100, **options), timeout=RESTART_TIMEOUT_S):
             if not chunks:
                 cluster.kill("dense_worker")
             chunks.append(chunk)
@@ -371,7 +371,7 @@ def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(clu
         received.prompt_logprobs.update(enumerate(chunk.prompt.logprobs, 1))
     assert len(chunks) > 1, "each answer came in one piece, which was not before the kill"
     assert received.token_ids == reference_tokens(
-        prompt, 200, repetition_penalty=1.1, bad_words_ids=[[7], [8, 9]], eos_token_id=None
+        prompt, 100, repetition_penalty=1.1, bad_words_ids=[[7], [8, 9]], eos_token_id=None
     )
     check_received(received, prompt, num_top=3, num_prompt_top=2)
 

@@ -19,7 +19,8 @@ from tests.support.plain_services import PlainServices, plain_services
 
 TEXT = "one two three four five six seven eight. " * 3
 PROMPTS = [TEXT, "San Francisco is a", "The cat and the dog. The cat and the", "1 2 3 4 1 2 3 4 1 2"]
-MAX_TOKENS = 60
+MAX_TOKENS = 40
+MAX_FORM_TOKENS = 60  # of an answer that must be whole
 MAX_ROUNDS = 20  # a busy machine may have no time for drafts, or for a kill before the answers end
 NUM_HEADS = 3
 
@@ -46,6 +47,13 @@ OPTIONS = [
     {"sampling": {"temperature": 0.9, "seed": 11, "structured_output": FORM}, "logprobs": 2, "ignore_eos": False},
     {"sampling": {"temperature": 0.0}, "logprobs": 3},
 ]
+
+SURVIVING = [
+    {"sampling": {"temperature": 0.0, "seed": 9}},
+    {"sampling": {"temperature": 0.8, "seed": 9}},
+    {"sampling": {"temperature": 0.8, "seed": 9, "structured_output": FORM}},
+]
+OF_KILLS = [(prompt, options) for prompt in PROMPTS for options in SURVIVING]
 
 Answer = tuple[str, list[int], int, list[list[int]]]
 
@@ -125,17 +133,37 @@ def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> lis
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(reversed(options["sampling"])))
 def test_answers_are_those_without_speculation(
-    both: Both, medusa: Both, eagle: Both, draft: Both, options: dict[str, object]
+    both: Both, medusa: Both, eagle: Both, draft: Both, plain: list[list[Answer]], options: dict[str, object]
 ) -> None:
-    """Half of the options are tried with a prompt that repeats itself, the others with one that the heads know."""
-    prompt = PROMPTS[(OPTIONS.index(options) + 1) % 2]
-    expected = ask(both.off, prompt, options)
+    prompt, expected = prompt_of(options), plain[OPTIONS.index(options)]
     for _ in range(2):
         assert ask(both.on, prompt, options) == expected
     for services in (medusa.on, eagle.on, draft.on):
         assert ask(services, prompt, options) == expected
     for services in (both.on, medusa.on, eagle.on, draft.on):
         services.wait_idle()
+
+
+def ask_all(services: PlainServices, requests: list[tuple[str, dict[str, object]]]) -> list[list[Answer]]:
+    """Asks for all answers at once."""
+    with ThreadPoolExecutor(len(requests)) as threads:
+        return list(threads.map(lambda each: ask(services, *each), requests))
+
+
+def prompt_of(options: dict[str, object]) -> str:
+    """Half of the options are tried with a prompt that repeats itself, the others with one that the heads know."""
+    return PROMPTS[(OPTIONS.index(options) + 1) % 2]
+
+
+@pytest.fixture(scope="module")
+def plain(off: PlainServices) -> list[list[Answer]]:
+    """The answers without speculation, in the order of the options."""
+    return ask_all(off, [(prompt_of(options), options) for options in OPTIONS])
+
+
+@pytest.fixture(scope="module")
+def plain_of_kills(off: PlainServices) -> list[list[Answer]]:
+    return ask_all(off, OF_KILLS)
 
 
 def steps_of(services: PlainServices, prompt: str, options: dict[str, object]) -> tuple[int, list[Answer]]:
@@ -176,6 +204,7 @@ def test_what_a_form_forces_takes_few_steps(both: Both) -> None:
     counts = []
     for seed in range(12, 12 + MAX_ROUNDS):
         options = {"sampling": {"temperature": 1.0, "seed": seed, "structured_output": FORM}, "ignore_eos": False}
+        options["max_tokens"] = MAX_FORM_TOKENS
         num_steps, [(text, token_ids, _, _)] = steps_of(both.on, PROMPTS[1], options)
         assert ask(both.off, PROMPTS[1], options)[0][:2] == (text, token_ids)
         jsonschema.validate(json.loads(text), SCHEMA)
@@ -187,13 +216,12 @@ def test_what_a_form_forces_takes_few_steps(both: Both) -> None:
 
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
 @pytest.mark.parametrize("source", ["both", "medusa", "eagle", "draft"])
-def test_a_kill_changes_no_token(request: pytest.FixtureRequest, source: str, role: str) -> None:
+def test_a_kill_changes_no_token(
+    request: pytest.FixtureRequest, plain_of_kills: list[list[Answer]], source: str, role: str
+) -> None:
     both: Both = request.getfixturevalue(source)
-    options = [{"sampling": {"temperature": temperature, "seed": 9}} for temperature in (0.0, 0.8)]
-    options.append({"sampling": {"temperature": 0.8, "seed": 9, "structured_output": FORM}})
-    prompts = PROMPTS if source == "both" else PROMPTS[:2]
-    requests = [(prompt, each) for prompt in prompts for each in options]
-    expected = [ask(both.off, *each) for each in requests]
+    requests = OF_KILLS if source == "both" else OF_KILLS[: len(OF_KILLS) // 2]
+    expected = plain_of_kills[: len(requests)]
     num_open = 0  # sequences at the kill
     for _ in range(MAX_ROUNDS):
         with ThreadPoolExecutor(len(requests)) as threads:

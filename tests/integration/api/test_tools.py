@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.clients.http_clients import client
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.models import TWO_LAYERS
 
 SCHEMA = {
     "type": "object",
@@ -36,7 +38,7 @@ GIVEN: Any = {
 @pytest.fixture(scope="module", params=["hermes", "mistral", "pythonic", "llama3_json"])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("tools")
-    with running_cluster(directory, f"gateway.tool_parser={request.param}", is_warm=True) as cluster:
+    with running_cluster(directory, TWO_LAYERS, f"gateway.tool_parser={request.param}", is_warm=True) as cluster:
         yield cluster
 
 
@@ -48,14 +50,17 @@ def api(cluster: Cluster) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_whatever_the_model_wants_it_writes_a_valid_call(api: openai.OpenAI, choice: Any) -> None:
-    for seed in range(2):
-        whole = api.chat.completions.create(**GIVEN, tool_choice=choice, seed=seed, temperature=1.5)
+    def check(seed: int) -> None:
+        options: Any = {"tool_choice": choice, "seed": seed, "temperature": 1.5}
+        whole = api.chat.completions.create(**GIVEN, **options)
         [call] = whole.choices[0].message.tool_calls[:1]
         jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
         assert whole.choices[0].message.content is None
-        options: Any = {"tool_choice": choice, "seed": seed, "temperature": 1.5}
         with api.chat.completions.stream(**GIVEN, **options) as stream:
             streamed = stream.get_final_completion().choices[0].message
         assert [each.function.arguments for each in streamed.tool_calls] == [
             each.function.arguments for each in whole.choices[0].message.tool_calls
         ]
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(check, range(2)))

@@ -20,6 +20,7 @@ MAX_OPEN_FILES = 256
 FEW_FILES = ("sh", "-c", f'ulimit -n {MAX_OPEN_FILES} && exec "$@"', "sh")
 STALL_TIMEOUT_S = 4.0  # the launcher kills a service that does not answer for this long
 HELD_S = 4 * STALL_TIMEOUT_S
+NUM_TOKENS = 600
 MAX_HELD = 400  # connections of one crowd at once: more than there are files
 
 
@@ -67,7 +68,7 @@ def test_a_gateway_that_cannot_open_more_files_is_not_restarted(tmp_path: Path) 
         gateway_pid = cluster.pid_of("gateway")
         with grpc.insecure_channel(address) as channel:
             stub = gateway_pb2_grpc.GatewayStub(channel)
-            stream = stub.GenerateStream(request("Hello", 1500, ignore_eos=True), timeout=REQUEST_TIMEOUT_S)
+            stream = stub.GenerateStream(request("Hello", NUM_TOKENS, ignore_eos=True), timeout=REQUEST_TIMEOUT_S)
             num_tokens = len(next(stream).token_ids)
             crowds = [Crowd(address), Crowd(http_address)]
             try:
@@ -78,7 +79,7 @@ def test_a_gateway_that_cannot_open_more_files_is_not_restarted(tmp_path: Path) 
             finally:
                 for crowd in crowds:
                     crowd.stop()
-            assert num_tokens == 1500, "a stream from before the crowd was disturbed"
+            assert num_tokens == NUM_TOKENS, "a stream from before the crowd was disturbed"
         assert cluster.pid_of("gateway") == gateway_pid
         assert "restarting" not in cluster.log_file.read_text()
         with grpc.insecure_channel(address) as channel:

@@ -31,6 +31,7 @@ from tests.support.cluster import (
     running_cluster,
     wait_for_log,
 )
+from tests.support.models import TWO_LAYERS
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
 TIMEOUT_S = 100
@@ -199,13 +200,13 @@ def test_too_little_shared_memory_is_an_error_that_says_how_much(tmp_path: Path)
 
 def test_a_killed_worker_is_replaced_and_the_stream_goes_on(tmp_path: Path) -> None:
     options = {"ignore_eos": True, "temperature": 0.8, "seed": 5}
-    with running_cluster(tmp_path, f"launch.max_restarts={2 * MAX_ROUNDS}", is_warm=True) as cluster:
-        expected = cluster.generate("Count from 1", 300, **options).token_ids
+    with running_cluster(tmp_path, TWO_LAYERS, f"launch.max_restarts={2 * MAX_ROUNDS}", is_warm=True) as cluster:
+        expected = cluster.generate("Count from 1", 150, **options).token_ids
 
         def resubmits_after_a_kill(role: str) -> bool:
             """Kills a worker under a stream. Returns whether that was in the middle: the stream may end before."""
             pid, num_resubmitted = cluster.pid_of(role), cluster.log_file.read_text().count("num_resubmitted=1")
-            stream = cluster.gateway.GenerateStream(request("Count from 1", 300, **options))
+            stream = cluster.gateway.GenerateStream(request("Count from 1", 150, **options))
             token_ids = list(next(stream).token_ids)
             os.kill(pid, signal.SIGKILL)
             for chunk in stream:

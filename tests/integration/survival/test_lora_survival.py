@@ -34,7 +34,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 MAX_LORAS = 2
 MAX_ROUNDS = 30  # until all requests are in one step: they do not come at once
-NUM_LONG_TOKENS = 300  # so many that a kill comes in the middle
+NUM_LONG_TOKENS = 120  # so many that a kill comes in the middle
 PROMPTS = random_prompts(3, 40, seed=5)
 
 

@@ -32,7 +32,7 @@ from tests.support.torch_files import encoded
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
 
-NUM_LONG_TOKENS = 300  # so many that a kill comes in the middle
+NUM_LONG_TOKENS = 120  # so many that a kill comes in the middle
 BLOCK_SIZE = 16  # of the KV cache
 MAX_ROUNDS = 5  # until enough streams run at once for one to give way
 PROMPTS = random_prompts(3, 40, seed=5)
@@ -92,7 +92,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "scheduler.max_num_batched_tokens": 64,
         "scheduler.speculation": "ngram",
         "scheduler.policy": "max_utilization",
-        "attention.num_blocks": 64,  # too few for the streams that are killed: sequences give way
+        "attention.num_blocks": 40,  # too few for the streams that are killed: sequences give way
     }
     with running_cluster(directory, *(f"{key}={value}" for key, value in settings.items()), is_warm=True) as cluster:
         yield Server(cluster, model, merged, virtual_tokens)

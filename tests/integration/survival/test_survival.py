@@ -22,6 +22,7 @@ from tests.support.clients.streams import (
     messages_of_every_kind,
 )
 from tests.support.cluster import request
+from tests.support.models import TWO_LAYERS
 from tests.support.plain_services import PlainServices, plain_services
 from tests.support.workers.faulty_attn_worker import FAULT_FILE
 from tests.support.workers.poisoned_attn_worker import NUM_TOKENS
@@ -30,7 +31,10 @@ from tests.support.workers.poisoned_dense_worker import POISON
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
-MAX_TOKENS = 150
+MAX_TOKENS = 90
+POISONED_DENSE = {"dense_worker": "tests.support.workers.poisoned_dense_worker"}
+POISONED_ATTENTION = {"attn_worker": "tests.support.workers.poisoned_attn_worker"}
+FAULTY_ATTENTION = {"attn_worker": "tests.support.workers.faulty_attn_worker"}
 MAX_ROUNDS = 5  # on a busy machine a stream may end before the disturbance comes
 
 
@@ -38,7 +42,7 @@ MAX_ROUNDS = 5  # on a busy machine a stream may end before the disturbance come
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices]:
     """The prefix cache is off, so that only a kept sequence saves its prompt from being computed again."""
     directory = tmp_path_factory.mktemp("plain")
-    with plain_services(directory, "attention.enable_prefix_cache=false") as services:
+    with plain_services(directory, TWO_LAYERS, "attention.enable_prefix_cache=false") as services:
         yield services
 
 
@@ -109,8 +113,8 @@ def test_a_killed_gateway_breaks_its_streams_and_the_workers_close_its_sequences
 
 
 def test_a_request_that_kills_the_dense_worker_is_failed_alone(tmp_path: Path) -> None:
-    with plain_services(tmp_path, modules={"dense_worker": "tests.support.workers.poisoned_dense_worker"}) as services:
-        innocent = [request(f"Count from {i}", 120, temperature=0.9, seed=i, ignore_eos=True) for i in range(12)]
+    with plain_services(tmp_path, TWO_LAYERS, modules=POISONED_DENSE) as services:
+        innocent = [request(f"Count from {i}", 80, temperature=0.9, seed=i, ignore_eos=True) for i in range(12)]
         undisturbed = collect_all(services.gateway, innocent)
         starts = dict(services.num_starts)
         errors: list[grpc.RpcError] = []
@@ -134,7 +138,7 @@ def test_a_request_that_kills_the_dense_worker_is_failed_alone(tmp_path: Path) -
 
 
 def test_a_request_that_kills_the_attention_worker_is_failed(tmp_path: Path) -> None:
-    with plain_services(tmp_path, modules={"attn_worker": "tests.support.workers.poisoned_attn_worker"}) as services:
+    with plain_services(tmp_path, TWO_LAYERS, modules=POISONED_ATTENTION) as services:
         with pytest.raises(grpc.RpcError) as caught:
             collect(services.gateway, request([5] * NUM_TOKENS, 10))
         assert caught.value.code() is grpc.StatusCode.ABORTED and "2 crashes" in caught.value.details()
@@ -143,8 +147,9 @@ def test_a_request_that_kills_the_attention_worker_is_failed(tmp_path: Path) -> 
 
 def test_a_single_long_request_survives_two_quick_kills_of_the_attention_worker(tmp_path: Path) -> None:
     """The second kill comes while prompt and tokens are computed again, which takes many steps."""
-    with plain_services(tmp_path, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2") as services:
-        message = request([5, 6, 7, 8] * 150, 300, temperature=0.9, seed=1, ignore_eos=True)
+    settings = (TWO_LAYERS, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2")
+    with plain_services(tmp_path, *settings) as services:
+        message = request([5, 6, 7, 8] * 60, 120, temperature=0.9, seed=1, ignore_eos=True)
         expected = collect(services.gateway, message)
 
         def kill_twice() -> bool:
@@ -183,8 +188,8 @@ def test_an_attention_worker_whose_gpu_has_failed_ends_and_is_replaced(
 ) -> None:
     fault = tmp_path / "fault"
     monkeypatch.setenv(FAULT_FILE, str(fault))
-    with plain_services(tmp_path, modules={"attn_worker": "tests.support.workers.faulty_attn_worker"}) as services:
-        messages = [request(f"Count from {i}", 150, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]
+    with plain_services(tmp_path, TWO_LAYERS, modules=FAULTY_ATTENTION) as services:
+        messages = [request(f"Count from {i}", 80, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]
         undisturbed = collect_all(services.gateway, messages)
         for _ in range(MAX_ROUNDS):
             disturbed = collect_all(services.gateway, messages, fault.touch)
@@ -204,8 +209,8 @@ def test_an_attention_worker_whose_gpu_has_failed_ends_and_is_replaced(
 
 def test_planned_restarts_do_not_count_as_crashes(tmp_path: Path) -> None:
     """An operator restarts the workers three times, each time before the stream gets a token."""
-    with plain_services(tmp_path, modules={"dense_worker": "tests.support.workers.poisoned_dense_worker"}) as services:
-        message = request("Count", 400, temperature=0.9, seed=3, ignore_eos=True)
+    with plain_services(tmp_path, TWO_LAYERS, modules=POISONED_DENSE) as services:
+        message = request("Count", 120, temperature=0.9, seed=3, ignore_eos=True)
         [expected] = collect_all(services.gateway, [message])
 
         def restart_all() -> None:
