@@ -58,6 +58,7 @@ chaos: setup
 	$(RUN) -m pytest -m hypothesis tests/unit
 	$(RUN) -m pytest tests/integration/api/test_requests.py tests/integration/api/test_fuzz.py
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
+	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --host-tier
 
 bench: setup
 	$(RUN) bench/cpu.py

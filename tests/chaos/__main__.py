@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="of the first run; the next adds 1")
     parser.add_argument("--short", action="store_true", help="runs of a third of the streams and actions")
     parser.add_argument("--speculation", choices=[*POLICIES], help="of all runs; by default, they take turns")
+    parser.add_argument("--host-tier", action="store_true", help="runs with a host tier, whose bytes change, too")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed = None
         try:
             size = SHORT if arguments.short else LONG
-            with arena(directory, speculation, size, has_standbys=has_standbys) as where:
+            with arena(
+                directory, speculation, size, has_standbys=has_standbys, has_tier=arguments.host_tier
+            ) as where:
                 for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
                     start = time.monotonic()
                     actions = run(where, seed)
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()
             print(f"FAILED: seed {seed}, {speculation}; again: python -m tests.chaos --first-seed {seed} --seeds 1 "
-                  f"--speculation {speculation}{' --short' * arguments.short}\n"
+                  f"--speculation {speculation}{' --short' * arguments.short}{' --host-tier' * arguments.host_tier}\n"
                   f"logs: {directory}", file=sys.stderr)
             return 1
         shutil.rmtree(directory)

@@ -38,6 +38,7 @@ POLICIES = {
 }
 BLOCK_SIZE, NUM_BLOCKS = 16, 320  # too few for all sequences that may run at once
 MAX_NUM_SEQS = 12
+HOST_KV_BYTES = 32 * 2**20  # of the host tier: more blocks than on the device, but not all
 ROLES = ("attn_worker", "dense_worker", "gateway")
 STEP_LOG = "steps.jsonl"
 IDLE_TIMEOUT_S = 60.0
@@ -73,11 +74,18 @@ class Arena:
     expected: list[Collected]
     num_files: int  # open in the gateway
     has_standbys: bool
+    tier: Path | None  # the file of the host tier
 
 
 @contextlib.contextmanager
 def arena(
-    directory: Path, speculation: str, size: Size, *, has_standbys: bool, is_warm: bool = False
+    directory: Path,
+    speculation: str,
+    size: Size,
+    *,
+    has_standbys: bool,
+    has_tier: bool = False,
+    is_warm: bool = False,
 ) -> Iterator[Arena]:
     """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message.
 
@@ -99,6 +107,9 @@ def arena(
     ]
     if has_standbys:
         settings += ["launch.standby_dense=auto", "launch.standby_attention=auto"]
+    tier = directory / "host-kv" if has_tier else None
+    if tier is not None:
+        settings += [f"attention.host_kv_bytes={HOST_KV_BYTES}", f"attention.host_kv_path={tier}"]
     if size.stall_timeout_s is not None:
         settings.append(f"watchdog.stall_timeout_s={size.stall_timeout_s}")
     if size.wait_timeout_s is not None:
@@ -111,14 +122,16 @@ def arena(
         cluster.wait_idle(IDLE_TIMEOUT_S)
         if speculation != "off":
             assert _num_accepted_drafts(metrics_address) > 0, f"no draft of {speculation} was right"
-        yield Arena(cluster, directory, size, messages, expected, _num_files(cluster.pid_of("gateway")), has_standbys)
+        num_files = _num_files(cluster.pid_of("gateway"))
+        yield Arena(cluster, directory, size, messages, expected, num_files, has_standbys, tier)
 
 
 def run(arena: Arena, seed: int) -> list[str]:
     """Runs one seed. Returns the monkey's actions. Raises `AssertionError` for wrong answers and for leaks."""
     random, size, cluster = Random(seed), arena.size, arena.cluster
     timeouts = (size.wait_timeout_s, size.stall_timeout_s)
-    monkey = Monkey(cluster, Random(seed + 1), size.max_actions, *timeouts, has_standbys=arena.has_standbys)
+    options = {"has_standbys": arena.has_standbys, "tier": arena.tier}
+    monkey = Monkey(cluster, Random(seed + 1), size.max_actions, *timeouts, **options)
     gateway_pid, log_size = cluster.pid_of("gateway"), cluster.log_file.stat().st_size
     indexes = random.sample(range(size.num_messages), size.num_streams)
     with ThreadPoolExecutor(size.num_streams + 1) as threads:

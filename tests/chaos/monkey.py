@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 
 import grpc
@@ -24,6 +25,7 @@ RECOVERY_S = 120.0
 # A sequence with two crashes and no token in between becomes a suspect, so each must get a token in between.
 MIN_STEPS_BETWEEN_CRASHES = 60
 MIN_RUNNING_FOR_TWO_CRASHES = 3
+TABLE_BYTES, NUM_FLIPS = 8192, 60  # of the host tier: its first entries; and bytes anywhere
 
 
 def launcher_stub(cluster: Cluster) -> launch_pb2_grpc.LauncherStub:
@@ -35,8 +37,9 @@ def launcher_stub(cluster: Cluster) -> launch_pb2_grpc.LauncherStub:
 class Monkey:
     """`run` works until `is_over` is set or `max_actions` is reached; `actions` lists what was done.
 
-    With `wait_timeout_s` it also stops a worker for longer than the other one waits in a step. With `stall_timeout_s`
-    it also stops workers for good, so that the launcher has to notice and replace them.
+    With `tier` it also changes bytes of that file, a host tier. With `wait_timeout_s` it also stops a worker for longer
+    than the other one waits in a step. With `stall_timeout_s` it also stops workers for good, so that the launcher has
+    to notice and replace them.
     """
 
     def __init__(
@@ -48,9 +51,11 @@ class Monkey:
         stall_timeout_s: float | None,
         *,
         has_standbys: bool,
+        tier: Path | None = None,
     ) -> None:
         self._cluster = cluster
         self._wait_timeout_s = wait_timeout_s
+        self._tier = tier
         self._launcher = launcher_stub(cluster)
         self._killed: list[int] = []
         self._before = (0, 0)  # process and number of steps of the dense worker that serves
@@ -75,6 +80,8 @@ class Monkey:
             self._replace,
             self._replace_and_kill,
         ]
+        if tier is not None:
+            self._kinds += [self._flip_bytes, self._flip_bytes, self._flip_bytes_and_kill]
         if wait_timeout_s is not None:
             self._kinds.append(self._stop_for_longer_than_a_wait)
         if stall_timeout_s is not None:
@@ -198,6 +205,23 @@ class Monkey:
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.ABORTED, f"not rolled back: {error.details()}"
             self.actions[-1] += " (rolled back)"
+
+    def _flip_bytes(self) -> bool:
+        """Changes bytes of the host tier, of each part of it, while it is used."""
+        assert self._tier is not None
+        with self._tier.open("r+b") as file:
+            num_bytes = file.seek(0, os.SEEK_END)
+            for end in [*[TABLE_BYTES] * 3, *[num_bytes] * NUM_FLIPS]:
+                file.seek(self._random.randrange(end))
+                [byte] = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ self._random.randint(1, 255)]))
+        return False
+
+    def _flip_bytes_and_kill(self) -> bool:
+        """The next attention worker opens such a file."""
+        self._flip_bytes()
+        return self._kill_attention()
 
     def _stop_for_longer_than_a_wait(self) -> bool:
         """The other worker gives up the step; the stopped worker notices it when it goes on."""

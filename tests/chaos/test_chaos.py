@@ -12,11 +12,14 @@ SEED = 1
 
 
 @pytest.mark.timeout(400)  # it takes about 20 s on a quiet machine
-@pytest.mark.parametrize(("speculation", "has_standbys"), [("suffix", True), ("draft_model", False)])
+@pytest.mark.parametrize(
+    ("speculation", "options"),
+    [("suffix", {"has_standbys": True}), ("draft_model", {}), ("off", {"has_tier": True})],
+)
 def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(
-    speculation: str, has_standbys: bool, tmp_path: Path
+    speculation: str, options: dict[str, bool], tmp_path: Path
 ) -> None:
-    with arena(tmp_path, speculation, SHORT, has_standbys=has_standbys, is_warm=True) as where:
+    with arena(tmp_path, speculation, SHORT, is_warm=True, **{"has_standbys": False} | options) as where:
         try:
             actions = run(where, SEED)
         except AssertionError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +15,10 @@ from services.common.config import EMBEDDED_MODEL
 from tests.chaos.drafts import make_noisy_model
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, free_port, request, running_cluster
+from tests.support.plain_services import plain_services
 from tests.support.reference import VOCAB_SIZE, reference_tokens
 from tests.support.scrape import Scrape
+from tests.support.warm_process import run_warm
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
@@ -23,6 +27,7 @@ NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 5, 150, 350  # which fill all blocks
 MAX_ROUNDS = 5  # on a busy machine a stream may end before the kill
 MAX_MODEL_LEN = 1600
 HOST_KV_BYTES = 64 * 2**20
+BLOCK_BYTES = 65536  # of the embedded model: 16 tokens, 4 layers, keys and values of 2 heads, 64 numbers of 4 bytes
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
 MAX_TOKENS = 120
 TIMEOUT_S = 60.0
@@ -171,3 +176,51 @@ def test_a_restart_of_everything_finds_the_file_again_but_other_weights_find_not
     for server in tiered(tmp_path / "fourth", f"attention.host_kv_path={file}"):
         answer, _, num_cached = server.ask(prompt)
         assert (answer, num_cached) == (expected, 592), "those of the other weights have not replaced them"
+
+
+def test_changed_bytes_are_found_and_their_blocks_computed_again(tmp_path: Path) -> None:
+    file = tmp_path / "kv"
+    prompt = prompt_of(21, 800)
+    expected = reference_tokens(EMBEDDED_MODEL, prompt, 8)
+    for server in tiered(tmp_path / "cluster", f"attention.host_kv_path={file}"):
+        assert server.ask(prompt)[0] == expected
+        server.settle()
+        for number in (12, 13):
+            server.ask(prompt_of(number, 1400))
+        content = file.read_bytes()
+        with file.open("r+b") as changed:
+            for slot in range(0, len(content) // BLOCK_BYTES - 2, 3):  # of every third block one byte
+                at = len(content) - (slot + 1) * BLOCK_BYTES + 1000
+                changed.seek(at)
+                changed.write(bytes([content[at] ^ 0x10]))
+        answer, _, num_cached = server.ask(prompt)
+        assert answer == expected and num_cached < 784
+        assert server.metric("host_kv_corrupt_blocks_total") >= 1
+        assert "corrupt and is computed again" in server.cluster.log_file.read_text()
+        server.cluster.kill("attn_worker")
+        answer, _, num_cached = server.ask(prompt)
+        assert answer == expected and num_cached > 0
+
+
+def test_without_the_launcher_a_path_keeps_the_blocks(tmp_path: Path) -> None:
+    """As in containers: each service is restarted by itself."""
+    settings = (f"attention.host_kv_bytes={HOST_KV_BYTES}", f"attention.host_kv_path={tmp_path / 'kv'}")
+    with plain_services(tmp_path, *settings) as services:
+        prompt = prompt_of(22, 400)
+        expected = reference_tokens(EMBEDDED_MODEL, prompt, 8)
+        assert services.generate(prompt, 8, ignore_eos=True).token_ids == expected
+        time.sleep(1.0)  # to write 25 blocks
+        services.kill("attn_worker")
+        services.wait_idle()
+        assert services.generate(prompt, 8, ignore_eos=True).token_ids == expected
+        assert services.wait_idle().num_cached_tokens == 384
+
+
+def test_too_little_shared_memory_ends_the_start_and_says_how_much_is_missing(tmp_path: Path) -> None:
+    num_bytes = 10 * shutil.disk_usage("/dev/shm").total
+    options = {"gateway.address": "g", "gateway.http_address": "h"}
+    arguments = [f"--set={key}=unix:{tmp_path}/{name}.sock" for key, name in options.items()]
+    arguments.append(f"--set=attention.host_kv_bytes={num_bytes}")
+    ended = run_warm("services.launch", *arguments, timeout_s=TIMEOUT_S)
+    assert ended.returncode == 1
+    assert re.search(r"the host tier needs \d+ bytes in /dev/shm/\S+, \d+ are available \(No space left", ended.stderr)

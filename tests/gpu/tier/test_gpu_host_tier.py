@@ -1,0 +1,103 @@
+"""The host tier on a GPU: blocks and checksums are those of a CPU, copies keep their place between steps, and streams
+go on from it after the attention worker was killed.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.tiers.block_copier import BlockCopier
+from tests.gpu.gpu_cluster import DEVICE, gpu_cluster
+from tests.support.clients.streams import collect_all
+from tests.support.cluster import free_port, request
+from tests.support.reference import make_served_model, random_prompts, reference_tokens
+from tests.support.scrape import Scrape
+from tests.unit.attn_worker.cache.tiers.test_block_copier import PLAIN, SPECS, random_storage, tensors_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+SLEEP_CYCLES = 200_000_000  # about a tenth of a second
+BLOCK_SIZE, NUM_BLOCKS = 16, 200
+NUM_TOKENS = 600
+
+
+def on_gpu(storage: BlockStorage, spec: object) -> BlockStorage:
+    copy = BlockStorage(spec, spec.token_major_block, torch.device(DEVICE))
+    for target, source in zip(tensors_of(copy), tensors_of(storage), strict=True):
+        target.copy_(source)
+    return copy
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_blocks_and_checksums_are_those_of_a_cpu(name: str) -> None:
+    storage = random_storage(SPECS[name])
+    on_cpu = BlockCopier(storage, torch.device("cpu"))
+    gpu_storage = on_gpu(storage, SPECS[name])
+    copier = BlockCopier(gpu_storage, torch.device(DEVICE))
+    (rows, checksums), (found, found_checksums) = on_cpu.read([3, 1]), copier.read([3, 1])
+    assert torch.equal(found, rows) and found_checksums == checksums
+    rows = found.clone()
+    assert copier.finish([copier.write([5], [rows[0]]), copier.write([0], [rows[1]])]) == checksums
+    for after, before in zip(tensors_of(gpu_storage), tensors_of(storage), strict=True):
+        assert torch.equal(after[5].cpu(), before[3]) and torch.equal(after[0].cpu(), before[1])
+        assert torch.equal(after[[1, 2, 3, 4, 6, 7]].cpu(), before[[1, 2, 3, 4, 6, 7]])
+
+
+def test_a_load_begins_after_the_steps_that_were_launched_before() -> None:
+    storage = on_gpu(random_storage(PLAIN), PLAIN)
+    copier = BlockCopier(storage, torch.device(DEVICE))
+    rows = copier.read([1])[0].clone()
+    before, expected = storage.layers[0][2].clone(), storage.layers[0][1].clone()
+    torch.cuda.synchronize()
+    steps = torch.cuda.Stream()
+    with torch.cuda.stream(steps):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        read_by_step = storage.layers[0][2].clone()
+        fence = steps.record_event()
+    copier.wait_for(fence)
+    copier.finish([copier.write([2], [rows[0]])])
+    torch.cuda.synchronize()
+    assert torch.equal(read_by_step, before) and torch.equal(storage.layers[0][2], expected)
+
+
+def test_streams_and_evicted_prompts_go_on_from_the_tier(tmp_path: Path) -> None:
+    model = make_served_model(tmp_path / "model", "llama", hidden_size=128, head_dim=32, max_position_embeddings=2048)
+    address = f"127.0.0.1:{free_port()}"
+    settings = (
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"attention.block_size={BLOCK_SIZE}",
+        f"attention.num_blocks={NUM_BLOCKS}",
+        f"attention.host_kv_bytes={2**28}",
+        f"attention.metrics_address={address}",
+    )
+    with gpu_cluster(tmp_path, *settings) as cluster:
+        prompts = random_prompts(4, longest=150, seed=6)[1:]
+        messages = [request(prompt, NUM_TOKENS, ignore_eos=True) for prompt in prompts]
+        undisturbed = collect_all(cluster.gateway, messages)
+        for message in messages:
+            message.cache_salt = "again"
+
+        def kill() -> None:
+            time.sleep(0.3)
+            cluster.kill("attn_worker")
+
+        for collected, expected in zip(collect_all(cluster.gateway, messages, kill), undisturbed, strict=True):
+            collected.assert_equals(expected)
+        status = cluster.wait_idle()
+        assert status.num_cached_tokens >= sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts)
+
+        first, *others = random_prompts(4, longest=1500, seed=7)[1:]
+        assert cluster.generate(first, 8, ignore_eos=True).token_ids == reference_tokens(model, first, 8)
+        time.sleep(1.0)
+        for other in others * 2:
+            cluster.generate(other, 8, ignore_eos=True, cache_salt=str(time.monotonic_ns()))
+        loaded = Scrape(address).value("twostroke_attention_loaded_tokens_total")
+        assert cluster.generate(first, 8, ignore_eos=True).token_ids == reference_tokens(model, first, 8)
+        assert Scrape(address).value("twostroke_attention_loaded_tokens_total") > loaded
+        assert Scrape(address).value("twostroke_attention_host_kv_corrupt_blocks_total") == 0
