@@ -56,7 +56,8 @@ class HostTier:
         self._region = region
         self._copier = copier
         self._findable = findable
-        self._slots = OrderedDict(region.slots)  # by digest, the least recently used first; changed by the thread alone
+        # By digest, the least recently used first. Both threads use it, by single calls, which Python makes atomic.
+        self._slots = OrderedDict(region.slots)
         used = set(region.slots.values())
         self._free_slots = [slot for slot in reversed(range(region.num_slots)) if slot not in used]
         words = region.num_slots * region.slot_bytes // 8
@@ -82,12 +83,16 @@ class HostTier:
         return digest in self._slots and not self._has_failed
 
     def offer(self, digests: Iterable[bytes]) -> None:
-        digests = list(digests)
-        room = MAX_OFFERED - len(self._offered)
-        if self._has_failed or len(digests) > room:
-            self.counts.num_skipped_blocks += len(digests)
-        elif digests:
-            self._offered.extend(digests)
+        new = []
+        for digest in digests:
+            try:
+                self._slots.move_to_end(digest)  # it is used
+            except KeyError:
+                new.append(digest)
+        if self._has_failed or len(new) > MAX_OFFERED - len(self._offered):
+            self.counts.num_skipped_blocks += len(new)
+        elif new:
+            self._offered.extend(new)
             self._has_work.set()
 
     def load(
@@ -147,13 +152,11 @@ class HostTier:
                 self._has_load.wait((time.monotonic() - start_s) * self._copier.rest_factor)
 
     def _take_offered(self) -> list[bytes]:
-        """The next offered blocks that are not here; those that are count as used."""
+        """The next offered blocks that are not here yet."""
         most, taken = min(_MAX_WRITTEN_AT_ONCE, self._copier.max_blocks), list[bytes]()
         while self._offered and len(taken) < most:
             digest = self._offered.popleft()
-            if digest in self._slots:
-                self._slots.move_to_end(digest)
-            else:
+            if digest not in self._slots:  # another sequence may have offered it, too
                 taken.append(digest)
         return taken
 

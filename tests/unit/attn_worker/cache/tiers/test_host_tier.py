@@ -387,3 +387,54 @@ def test_flipped_bytes_are_found_and_their_blocks_computed_again(
     for each in prompts:
         assert worker.run(each) == (len(each) - 1) // BLOCK_SIZE * BLOCK_SIZE
     worker.end()
+
+
+@settings(max_examples=examples(100, 12), deadline=None)
+@given(data=st.data())
+def test_the_schedulers_count_of_free_blocks_stays_right(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Sequences with shared prefixes are opened, computed and closed, bytes of the tier change, dense workers go.
+
+    The count follows the answers alone, as the scheduler's does; the content of all that is found is checked.
+    """
+    path = tmp_path_factory.mktemp("tier") / "kv"
+    worker = Worker(path, num_slots=data.draw(st.integers(4, 20))).start()
+    num_free = worker.cache.num_blocks
+    waiting: dict[int, tuple[list[int], Future[OpenResult]]] = {}
+    running: dict[int, list[int]] = {}
+    for _ in range(data.draw(st.integers(5, 25))):
+        # At most two at a time, so that there is room for what the scheduler would have reserved.
+        kind = data.draw(st.sampled_from(["open", "open", "answer", "close", "flip", "settle", "gone"]))
+        if kind == "open" and len(waiting) + len(running) < 2:
+            tokens = prompt(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 15)))
+            seq_id, opened = worker.begin(tokens)
+            waiting[seq_id] = tokens, opened
+        elif kind == "answer":
+            worker.make_calls(lambda: all(opened.done() for _, opened in waiting.values()))
+            for seq_id, (tokens, opened) in waiting.items():
+                result = opened.result()
+                worker.check(seq_id, tokens, result.num_cached_tokens)
+                held = -(-len(tokens) // BLOCK_SIZE)
+                worker.compute(seq_id, tokens, result.num_cached_tokens)
+                num_free += result.num_freed_blocks - result.num_pinned_blocks - (held - result.num_held_blocks)
+                running[seq_id] = tokens
+            waiting.clear()
+        elif kind == "close" and running:
+            num_free += worker.cache.close_sequences([running.popitem()[0]])
+        elif kind == "flip":
+            with path.open("r+b") as file:
+                file.seek(data.draw(st.integers(4096, path.stat().st_size - 1)))
+                file.write(b"\x5a")
+        elif kind == "settle":
+            worker.settle()
+        elif kind == "gone":
+            worker.openings.cancel_all()
+            for seq_id, (_, opened) in list(waiting.items()):
+                if opened.cancelled():
+                    del waiting[seq_id]
+        worker.cache.check_integrity()
+        if not waiting:
+            assert worker.cache.num_free_blocks == num_free
+    worker.openings.cancel_all()
+    worker.end()
