@@ -39,10 +39,13 @@ def content_of(digest: bytes) -> bytes:
     return Random(digest).randbytes(BLOCK_BYTES)
 
 
-def write(region: TierRegion, slot: int, number: int, checksum: int = -7) -> None:
-    offset = region.slot_offset(slot)
+def write(region: TierRegion, slot: int, number: int, checksum: int = -7, pause_s: float = 0.0) -> None:
+    """`pause_s`: in the middle of the content."""
+    offset, content = region.slot_offset(slot), content_of(digest_of(number))
     region.invalidate(slot)
-    region.memory[offset : offset + BLOCK_BYTES] = content_of(digest_of(number))
+    for first in range(0, BLOCK_BYTES, BLOCK_BYTES // 2):
+        time.sleep(pause_s)
+        region.memory[offset + first : offset + first + BLOCK_BYTES // 2] = content[first:][: BLOCK_BYTES // 2]
     region.publish(slot, Entry(digest_of(number), checksum))
 
 
@@ -237,7 +240,7 @@ from pathlib import Path
 from tests.unit.attn_worker.cache.tiers.test_region import NUM_SLOTS, open_region, write
 region = open_region(Path(sys.argv[1]), lock_timeout_s=5.0)
 for number in count(int(sys.argv[2])):
-    write(region, number % NUM_SLOTS, number)
+    write(region, number % NUM_SLOTS, number, pause_s=0.002)
     if number == int(sys.argv[2]) + NUM_SLOTS:
         print("goes", flush=True)
 """
