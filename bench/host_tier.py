@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.gpu.models import SHAPES, write_model
 from tests.support.cluster import Cluster, free_port, request, running_cluster
 from tests.support.scrape import Scrape
+from tests.support.undisturbed import cpu_s
 
 TOKEN_IDS = range(3, 250)
 BLOCK_SIZE = 16
@@ -148,22 +149,28 @@ def measure_zipf(
 def measure_writing(servers: dict[str, Server], rounds: int, chat_tokens: int, concurrency: int) -> None:
     """Prints rates of tokens that nobody asks for again."""
     works: dict[str, tuple[int, int]] = {"answers": (TURN_TOKENS, 8 * TURN_TOKENS), "prompts": (chat_tokens // 2, 4)}
-    print(f"| {concurrency} streams, tokens/s | without the tier | with it | with / without, median (each round) |")
-    print("|---|---|---|---|")
+    print(
+        f"| {concurrency} streams | tokens/s without the tier | with it | with / without"
+        " | CPU ms of the attention worker per 1000 tokens, without | with |\n|---|---|---|---|---|---|"
+    )
     for work, (num_prompt, max_tokens) in works.items():
         rates: dict[str, list[float]] = {name: [] for name in servers}
+        costs: dict[str, list[float]] = {name: [] for name in servers}
         for index in range(-1, rounds):
             prompts = [prompt_of(f"{work} {index} {number}", num_prompt) for number in range(2 * concurrency)]
             order: Callable[[Sequence[str]], Iterator[str]] = iter if index % 2 else reversed  # type: ignore[assignment]
             for name in order([*servers]):
+                pid, num_tokens = servers[name].cluster.pid_of("attn_worker"), len(prompts) * (num_prompt + max_tokens)
+                before_s = cpu_s(pid)
                 seconds = servers[name].time_all(prompts, max_tokens, concurrency)
                 servers[name].settle()
                 if index >= 0:
-                    rates[name].append(len(prompts) * (num_prompt + max_tokens) / seconds)
+                    rates[name].append(num_tokens / seconds)
+                    costs[name].append(1e6 * (cpu_s(pid) - before_s) / num_tokens)
         off, on = (statistics.median(rates[name]) for name in servers)
-        ratios = [b / a for a, b in zip(*rates.values(), strict=True)]
-        each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-        print(f"| {work} | {off:.0f} | {on:.0f} | {statistics.median(ratios):.3f} ({each}) |", flush=True)
+        ratio = statistics.median(b / a for a, b in zip(*rates.values(), strict=True))
+        cpu = " | ".join(f"{statistics.median(costs[name]):.1f}" for name in servers)
+        print(f"| {work} | {off:.0f} | {on:.0f} | {ratio:.3f} | {cpu} |", flush=True)
 
 
 @contextlib.contextmanager
