@@ -247,7 +247,10 @@ def _lock(file: int, where: str, timeout_s: float) -> None:
 
 def _allocate(file: int, where: str, num_bytes: int) -> None:
     """Gives the file its size and all its space now: a store to a page without space would end the process."""
-    size = os.fstat(file).st_size
+    status = os.fstat(file)
+    size = status.st_size
+    if size == num_bytes and status.st_blocks * 512 >= num_bytes:
+        return  # it has all; to ask again takes as long as the first time, while streams wait
     try:
         if size > num_bytes:
             os.truncate(file, num_bytes)
