@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +88,16 @@ def prompt_of(name: str, num_tokens: int) -> list[int]:
     return Random(name).choices(TOKEN_IDS, k=num_tokens)
 
 
+def in_turns(servers: dict[str, Server], index: int) -> Iterator[tuple[str, Server]]:
+    """The servers in the order of a round: each goes first in every other one."""
+    yield from servers.items() if index % 2 else reversed(servers.items())
+
+
 def measure_chat(servers: dict[str, Server], rounds: int, chat_tokens: int, num_blocks: int) -> None:
     """Prints the times to the first token of a second turn."""
     times: dict[tuple[str, str], list[float]] = {}
     for index in range(-1, rounds):  # the first round warms up
-        for name, server in servers.items():
+        for name, server in in_turns(servers, index):
             chat = prompt_of(f"chat {index}", chat_tokens)
             first_s, answer = server.first_token_s(chat)
             second = [*chat, *answer, *prompt_of(f"question {index}", TURN_TOKENS)]
@@ -128,7 +133,7 @@ def measure_zipf(
             for number, rank in enumerate(ranks)
         ]
         num_tokens = sum(map(len, prompts))
-        for name, server in servers.items():
+        for name, server in in_turns(servers, index):
             before = server.count("cached_tokens"), server.count("loaded_tokens")
             seconds = server.time_all(prompts, TURN_TOKENS // 4, concurrency)
             cached, loaded = server.count("cached_tokens") - before[0], server.count("loaded_tokens") - before[1]
@@ -158,12 +163,11 @@ def measure_writing(servers: dict[str, Server], rounds: int, chat_tokens: int, c
         costs: dict[str, list[float]] = {name: [] for name in servers}
         for index in range(-1, rounds):
             prompts = [prompt_of(f"{work} {index} {number}", num_prompt) for number in range(2 * concurrency)]
-            order: Callable[[Sequence[str]], Iterator[str]] = iter if index % 2 else reversed  # type: ignore[assignment]
-            for name in order([*servers]):
-                pid, num_tokens = servers[name].cluster.pid_of("attn_worker"), len(prompts) * (num_prompt + max_tokens)
+            for name, server in in_turns(servers, index):
+                pid, num_tokens = server.cluster.pid_of("attn_worker"), len(prompts) * (num_prompt + max_tokens)
                 before_s = cpu_s(pid)
-                seconds = servers[name].time_all(prompts, max_tokens, concurrency)
-                servers[name].settle()
+                seconds = server.time_all(prompts, max_tokens, concurrency)
+                server.settle()
                 if index >= 0:
                     rates[name].append(num_tokens / seconds)
                     costs[name].append(1e6 * (cpu_s(pid) - before_s) / num_tokens)
