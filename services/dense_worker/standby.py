@@ -13,7 +13,9 @@ from services.dense_worker.model.weights import empty_weights
 
 log = structlog.get_logger()
 
-STEP_BYTES = 2**29  # beside the weights on a GPU: for the buffers and graphs of a step, and what libraries take
+# Beside the weights on a GPU: for the buffers of a step and what libraries take, and what must stay free for the worker
+# that serves, which may still capture graphs when steps first need them.
+STEP_BYTES, RESERVED_BYTES = 2**29, 2**31
 
 
 def holds_weights(asked: Standby, model: ResolvedModel) -> bool:
@@ -25,7 +27,7 @@ def holds_weights(asked: Standby, model: ResolvedModel) -> bool:
     if model.device.type == "cpu":
         free, need = host - STANDBY_BYTES, num_bytes
     else:
-        free, need = torch.cuda.mem_get_info(model.device)[0], num_bytes + STEP_BYTES
+        free, need = torch.cuda.mem_get_info(model.device)[0], num_bytes + STEP_BYTES + RESERVED_BYTES
     if host < STANDBY_BYTES:
         raise CapacityError(
             f"a standby of the dense worker needs {STANDBY_BYTES} bytes of host memory, {host} are available"
