@@ -132,6 +132,30 @@ class RequestAborted(TwostrokeError):
     code = "request_aborted"
 
 
+class KeyReused(TwostrokeError):
+    """The name of a resumable request came again, with another request."""
+
+    status_code = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 422
+    code = "idempotency_key_reused"
+
+
+class TakenOver(TwostrokeError):
+    """Another connection of the client reads the rest of this answer."""
+
+    status_code = grpc.StatusCode.ABORTED
+    http_status = 409
+    code = "taken_over"
+
+
+class NotResumable(TwostrokeError):
+    """The rest of an answer is no longer there, or would not continue what the client has."""
+
+    status_code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 410
+    code = "not_resumable"
+
+
 class StaleEpoch(TwostrokeError):
     """A handle or plan belongs to an attention worker or an attachment that no longer exists."""
 

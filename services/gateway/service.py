@@ -35,6 +35,11 @@ from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
+from services.gateway.resume.guarded_records import GuardedRecords
+from services.gateway.resume.recordings import Recordings
+from services.gateway.resume.resume_metrics import ResumeMetrics
+from services.gateway.resume.resume_peers import ResumePeers
+from services.gateway.resume.resumption import Resumption
 from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.grammar_trials import GrammarTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
@@ -110,11 +115,12 @@ class Gateway:
         peers = GatewayPeers(options.peer_addresses, section.max_message_bytes, options.change_lock)
         service = self._make_request_service(tokenizer, model_config, tracer, peers)
         triton = Triton(service, section.max_prompts, peers)
+        resumption = self._resumption = self._make_resumption() if section.resume else None
         if options.peer_address is not None:
-            await self._listen_to_peers(options.peer_address, PeerServicer(service, triton))
+            await self._listen_to_peers(options.peer_address, PeerServicer(service, triton, resumption))
         await service.adapters.load_configured(section.lora_modules)
         await service.adapters.load_recorded(self._access.key_names)
-        await self._listen(service, triton, peers)
+        await self._listen(service, triton, peers, resumption)
 
     async def run(self) -> None:
         """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
@@ -126,6 +132,7 @@ class Gateway:
             self._dense.run(),
             self._access.run(),
             progress.run(),
+            *([] if self._resumption is None else [self._resumption.run()]),
             Watchdog("gateway", progress.progress, self._note_stall, stall_timeout_s).run(),
             _measure_loop_delay(self._metrics),
             self._announce(),
@@ -142,10 +149,22 @@ class Gateway:
         await server.start()
         self._opened.push_async_callback(server.stop, 0.0)
 
-    async def _listen(self, service: RequestService, triton: Triton, peers: GatewayPeers) -> None:
+    def _make_resumption(self) -> Resumption:
+        section, metrics = self._section, ResumeMetrics(self._registry)
+        recordings = Recordings(self._memory, metrics, section.resume_timeout_s, section.max_resumable)
+        self._opened.push_async_callback(recordings.close)
+        guarded = GuardedRecords(self._memory, section.resume_timeout_s)
+        options = self._options
+        peers = ResumePeers(options.peer_address, options.peer_addresses, section.max_message_bytes)
+        self._opened.push_async_callback(peers.close)
+        return Resumption(recordings, guarded, peers, metrics, section.resume_timeout_s)
+
+    async def _listen(
+        self, service: RequestService, triton: Triton, peers: GatewayPeers, resumption: Resumption | None
+    ) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-        self._server = self._make_server(service, triton, peers, tls)
+        self._server = self._make_server(service, triton, peers, resumption, tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
@@ -154,7 +173,7 @@ class Gateway:
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, self._options.control_address)
-        app = build_app(service, section, self._registry, worker_load, triton, updates)
+        app = build_app(service, section, self._registry, worker_load, triton, updates, resumption)
         http_server = HttpServer(app, section, tls, DIALECTS, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
@@ -205,7 +224,12 @@ class Gateway:
         )
 
     def _make_server(
-        self, service: RequestService, triton: Triton, peers: GatewayPeers, tls: TlsFiles | None
+        self,
+        service: RequestService,
+        triton: Triton,
+        peers: GatewayPeers,
+        resumption: Resumption | None,
+        tls: TlsFiles | None,
     ) -> GrpcServer:
         section = self._section
         for exposed in filter(is_exposed, (section.address, section.http_address)):
@@ -237,7 +261,7 @@ class Gateway:
                 )
             ],
         )
-        servicer = GatewayServicer(service, section.slow_reader_timeout_s, peers)
+        servicer = GatewayServicer(service, section.slow_reader_timeout_s, peers, resumption)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
         triton_servicer = TritonServicer(triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
         triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)

@@ -44,6 +44,11 @@ class GatewayStub:
                 request_serializer=gateway__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=gateway__pb2.GenerateChunk.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/twostroke.v1.Gateway/Resume',
+                request_serializer=gateway__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=gateway__pb2.GenerateChunk.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/twostroke.v1.Gateway/Tokenize',
                 request_serializer=gateway__pb2.TokenizeRequest.SerializeToString,
@@ -88,6 +93,14 @@ class GatewayServicer:
 
     def GenerateStream(self, request, context):
         """Generates and streams the text as it appears. The last chunk carries `finish`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """The rest of a stream whose connection broke: that of a GenerateStream with `resumable`. An earlier call that still
+        reads it ends with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,6 +161,11 @@ def add_GatewayServicer_to_server(servicer, server):
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
                     request_deserializer=gateway__pb2.GenerateRequest.FromString,
+                    response_serializer=gateway__pb2.GenerateChunk.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=gateway__pb2.ResumeRequest.FromString,
                     response_serializer=gateway__pb2.GenerateChunk.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
@@ -234,6 +252,33 @@ class Gateway:
             target,
             '/twostroke.v1.Gateway/GenerateStream',
             gateway__pb2.GenerateRequest.SerializeToString,
+            gateway__pb2.GenerateChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twostroke.v1.Gateway/Resume',
+            gateway__pb2.ResumeRequest.SerializeToString,
             gateway__pb2.GenerateChunk.FromString,
             options,
             channel_credentials,

@@ -5,6 +5,8 @@ The details are google.rpc's own messages: https://cloud.google.com/apis/design/
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -35,6 +37,26 @@ def rich_status(error: TwostrokeError) -> grpc.Status:
         packed.Pack(detail)
         status.details.append(packed)
     return rpc_status.to_status(status)
+
+
+def error_of(error: grpc.aio.AioRpcError) -> TwostrokeError | None:
+    """The error behind a status that `rich_status` made in another process; None if it has no details."""
+    data = dict(error.trailing_metadata() or ()).get(rpc_status.GRPC_DETAILS_METADATA_KEY)
+    if data is None:
+        return None
+    for detail in status_pb2.Status.FromString(data).details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            kinds = {kind.code.upper(): kind for kind in _kinds(TwostrokeError)}
+            return kinds.get(info.reason, TwostrokeError)(error.details() or "")
+    return None
+
+
+def _kinds(kind: type[TwostrokeError]) -> Iterator[type[TwostrokeError]]:
+    """A class of errors and all classes below it. Of two with the same code, the upper one comes last."""
+    for each in kind.__subclasses__():
+        yield from _kinds(each)
+    yield kind
 
 
 def _shorten(text: str) -> str:

@@ -37,6 +37,8 @@ from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
 from services.gateway.link.weight_updates import WeightUpdates
 from services.gateway.link.worker_load import WorkerLoad
+from services.gateway.resume.http_calls import HttpResumption
+from services.gateway.resume.resumption import Resumption
 
 DIALECTS = (TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's
 
@@ -48,11 +50,17 @@ def build_app(
     worker_load: WorkerLoad,
     triton: Triton,
     weight_updates: WeightUpdates,
+    resumption: Resumption | None = None,
 ) -> FastAPI:
-    """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites."""
+    """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites.
+
+    `resumption`: None if requests cannot be resumed.
+    """
     app = FastAPI(
         title="Twostroke", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    if resumption is not None:
+        app.add_middleware(HttpResumption, resumption=resumption)
     app.add_middleware(Authorize, access=service.access, memory=service.memory)
     app.add_middleware(HeadRequests)
     add_error_handlers(app, service.metrics)

@@ -19,6 +19,7 @@ from services.gateway.core.chunks import NO_REPORTS, Chunk, Completion, Finish, 
 from services.gateway.core.parsed_text import ParsedText
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
+from services.gateway.link.stepwise import TurnQueue
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.deltas import ContentDelta, Delta
@@ -57,7 +58,7 @@ class Generation:
         self.request = request
         self._ticket = ticket
         self._span = span or NoSpan()
-        self._updates = UpdateQueue()
+        self._updates = TurnQueue(request.num_sequences) if request.is_stepwise else UpdateQueue()
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._answers = [
             _Answer(entry, self._prompt_text, tokenizer, journal, dense, metrics)
@@ -86,6 +87,7 @@ class Generation:
                 continue  # the answer ended at a stop string; these tokens come after it
             chunk = answer.next_chunk()
             if chunk.finish is not None:
+                self._updates.leave(entry)
                 self._num_running -= 1
                 if self.is_finished:
                     self._end()
@@ -158,8 +160,7 @@ class _Answer:
         """A chunk with the entry's new tokens. Raises the error that ended the entry."""
         entry, request = self.entry, self.entry.request
         is_first = self.num_output_tokens == 0
-        token_ids, logprobs = entry.take_new_tokens()
-        reason = entry.finish_reason  # set in the same step as the last token
+        token_ids, logprobs, reason = entry.take_new_tokens()
         stop_token_id = None
         if reason is FinishReason.STOP and token_ids[-1] in request.spec.stop_token_ids:
             stop_token_id = token_ids[-1]  # otherwise the grammar of the output is complete

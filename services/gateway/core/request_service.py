@@ -21,6 +21,7 @@ from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.link.served_model import ServedModel
+from services.gateway.link.stepwise import check_repeatable
 from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
 from services.gateway.request.generation_request import (
     GenerationRequest,
@@ -37,6 +38,7 @@ from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.resources.repeatable import current_run
 from services.gateway.text.answer_grammar import refusal
 from services.gateway.text.grammar_trials import GrammarTrials
 from services.gateway.text.read_chat import read_chat_in_turn
@@ -176,7 +178,10 @@ class RequestService:
                 await held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
             await self._reserve(request, held, num_messages)
             ticket.admit(request)
-            request = replace(request, queue_timeout_s=self._queue_timeout_s)
+            is_resumable = current_run() is not None
+            if is_resumable:
+                check_repeatable(request)
+            request = replace(request, queue_timeout_s=self._queue_timeout_s, is_stepwise=is_resumable)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
         except BaseException as error:
             if ticket is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
+from services.gateway.link.stepwise import StepwiseEntry
 from services.gateway.link.stream_sequences import StreamSequences
 from services.gateway.request.generation_request import GenerationRequest, Owner
 
@@ -50,8 +51,9 @@ class Journal:
             raise InvalidRequest(f"request_id {request.spec.request_id!r} is in use by a running request", "request_id")
         entries = []
         first = self._take_seq_ids(request.best_of)
+        new_entry = StepwiseEntry if request.is_stepwise else JournalEntry
         for index in range(request.num_sequences):
-            entries.append(JournalEntry(first + index, request, index, updates, self._count_started))
+            entries.append(new_entry(first + index, request, index, updates, self._count_started))
             self._entries[first + index] = entries[-1]
         if request.spec.beam_search is not None:
             entries[0].followers = entries[1:]

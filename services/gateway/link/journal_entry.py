@@ -53,6 +53,9 @@ class UpdateQueue:
             await self._waiter
         return self._entries.popleft()
 
+    def leave(self, entry: JournalEntry) -> None:
+        """Called when the last chunk of an answer has been made."""
+
 
 class JournalEntry:
     """One open sequence: answer `index` of its request. Ends with at most `request.max_tokens` tokens.
@@ -200,8 +203,8 @@ class JournalEntry:
             self.error = error
             self._put_in_updates()
 
-    def take_new_tokens(self) -> tuple[list[int], LogprobRows]:
-        """Takes all tokens not taken yet, with their log-probabilities if requested.
+    def take_new_tokens(self) -> tuple[list[int], LogprobRows, FinishReason | None]:
+        """Takes all tokens not taken yet, with their log-probabilities if requested, and why these are the last ones.
 
         Raises the error that ended the sequence when all its tokens are taken.
         """
@@ -216,7 +219,7 @@ class JournalEntry:
         logprobs = self.logprobs
         if logprobs:
             self.logprobs = LogprobRows()
-        return token_ids, logprobs
+        return token_ids, logprobs, self.finish_reason  # set in the same step as the last token
 
     def _put_in_updates(self) -> None:
         if not self._is_in_updates:

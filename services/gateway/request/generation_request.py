@@ -24,6 +24,7 @@ from services.gateway.request.context_length import check_prompt_length, num_kep
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.prompt_vectors import check_vectors, read_vectors, stand_in_front
+from services.gateway.resources.repeatable import draw_bits
 from services.gateway.text.answer_grammar import answer_ends, answer_grammar, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
@@ -84,6 +85,7 @@ class GenerationRequest:
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
     prompt_embeds: PromptEmbeds | None = None  # the vectors of `spec.prompt_embeds`
+    is_stepwise: bool = False  # whether each chunk has one token; see services/gateway/link/stepwise.py
 
     def spec_of(self, index: int) -> SequenceSpec:
         """What is asked for of an answer. They differ in their seeds; only the first one reports the prompt."""
@@ -395,7 +397,7 @@ def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int,
 async def _read_sampling(
     message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> SamplingParams:
-    sampling = decode_sampling(message.sampling, seed=secrets.randbits(64))
+    sampling = decode_sampling(message.sampling, seed=draw_bits(64))
     if message.bad_words:
         _check_strings("bad_words", message.bad_words)
         words = await tokenizer.word_token_ids(message.bad_words)

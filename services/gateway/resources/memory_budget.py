@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.common.errors import CapacityError, InvalidRequest
@@ -31,6 +32,7 @@ class MemoryBudget:
         self._max_waiting = max_waiting
         self._held_of = Counter[Client]()  # a client that holds nothing has no entry
         self._waiting: dict[Client, deque[Place]] = {}  # in the order of their turns; no deque is empty
+        self.reclaim: Callable[[int], None] | None = None  # frees about so many bytes of what is kept without need
 
     @property
     def num_waiting(self) -> int:
@@ -48,7 +50,7 @@ class MemoryBudget:
 
     async def take(self, client: Client, num_bytes: int, what: str) -> None:
         """Adds so many bytes for `what`, if need be after a while. Raises `CapacityError`."""
-        reason = self._refusal(client, num_bytes, what)
+        reason = self.refusal(client, num_bytes, what)
         if reason is None and client not in self._waiting:
             self.add(client, num_bytes)
             return
@@ -68,6 +70,14 @@ class MemoryBudget:
         if not place.done():
             self._leave(client, num_bytes, place)
             raise CapacityError(f"{reason}; waited for {self._max_wait_s:g} s, gateway.max_held_wait_s")
+
+    def refusal(self, client: Client, num_bytes: int, what: str) -> str | None:
+        """Why a client may not hold so much more for `what`, also after what nobody needs is freed; None if it may."""
+        reason = self._refusal(client, num_bytes, what)
+        if reason is not None and self.reclaim is not None:
+            self.reclaim(num_bytes)
+            reason = self._refusal(client, num_bytes, what)
+        return reason
 
     def _grant(self) -> None:
         """Lets those go on whose bytes fit now, one of each client at a time."""
@@ -134,6 +144,19 @@ class HeldMemory:
         """Holds more of what has been made already, so it is too late to refuse it."""
         self.budget.add(self.client, num_bytes)
         self.num_bytes += num_bytes
+
+    def try_reserve(self, num_bytes: int, what: str) -> str | None:
+        """Holds more if there is room now; otherwise returns why not."""
+        reason = self.budget.refusal(self.client, num_bytes, what)
+        if reason is None:
+            self.add(num_bytes)
+        return reason
+
+    def hand_over(self) -> HeldMemory:
+        """A new one that holds what this one held."""
+        other = HeldMemory(self.budget, self.client)
+        other.num_bytes, self.num_bytes = self.num_bytes, 0
+        return other
 
     def release(self) -> None:
         """Gives back all that the request holds."""

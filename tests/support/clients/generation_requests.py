@@ -46,5 +46,5 @@ def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
 async def take(entry: JournalEntry) -> list[int]:
     """Waits for updates of an entry, as its request's handler does, and returns its new tokens."""
     assert await entry.updates.next() is entry
-    token_ids, _ = entry.take_new_tokens()
+    token_ids, _, _ = entry.take_new_tokens()
     return token_ids

@@ -13,6 +13,7 @@ FLOORS = [
     {"access", "metrics"},
     {"adapters", "http"},
     {"core"},
+    {"resume"},
     {"apis"},
 ]
 DIALECTS = {"anthropic", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke"}

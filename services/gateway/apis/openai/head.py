@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container
 from typing import Any
 
 from services.gateway.apis.openai.answer_objects import UsageObject
 from services.gateway.core.chunks import Finish
 from services.gateway.core.request_service import RequestService
+from services.gateway.resources.repeatable import created_at
 
 
 def head(service: RequestService, kind: str, answer_id: str, model: str | None) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def head(service: RequestService, kind: str, answer_id: str, model: str | None) 
     return {
         "id": answer_id,
         "object": kind,
-        "created": int(time.time()),
+        "created": created_at(),
         "model": model or service.names.first,
         "system_fingerprint": f"fp_{service.model.weights_hash[:12]}",
     }

@@ -17,6 +17,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.resources.repeatable import created_at
 from services.gateway.text.deltas import Delta
 
 PARAM_NAMES = {
@@ -132,7 +133,7 @@ def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, i
     return {
         "id": f"resp_{request_id}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": created_at(),
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

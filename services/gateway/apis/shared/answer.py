@@ -21,6 +21,8 @@ from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, P
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.field_names import client_field_names
+from services.gateway.link.stepwise import check_one_prompt
+from services.gateway.resources.repeatable import note_failure
 from services.pb import gateway_pb2
 
 log = structlog.get_logger()
@@ -155,6 +157,7 @@ class Answer(Response):
         if self._is_stream:
             for message in self._messages:
                 _check_can_stream(message)
+            check_one_prompt(len(self._messages))
         with client_field_names(self._format.param_names):
             await generations.start(self._service, self._messages, caller)
         await self._format.begin([generation.request.spec.prompt_token_ids for generation in generations.running])
@@ -187,6 +190,7 @@ class Answer(Response):
             else:
                 end = self._events(form.closing()) + end
         except Exception as error:  # after any error the client must not take the stream for complete
+            note_failure()
             end = self._events(form.failure(error))
         await send({"type": "http.response.body", "body": body + end, "more_body": False})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,6 +20,9 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.resume.grpc_calls import STREAM, WHOLE, GrpcResumption, Way
+from services.gateway.resume.recording import Recording
+from services.gateway.resume.resumption import Resumption
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
 from services.lora.adapter import encode_adapter
@@ -39,11 +43,24 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     It raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`.
     """
 
-    def __init__(self, service: RequestService, slow_reader_timeout_s: float, peers: GatewayPeers) -> None:
-        """`peers`: the other gateways at the same port, which may run the request of an Abort."""
+    def __init__(
+        self,
+        service: RequestService,
+        slow_reader_timeout_s: float,
+        peers: GatewayPeers,
+        resumption: Resumption | None = None,
+    ) -> None:
+        """`peers`: the other gateways at the same port, which may run the request of an Abort.
+
+        `resumption`: None if requests cannot be resumed.
+        """
         self._service = service
         self._slow_readers = SlowReaders(slow_reader_timeout_s)
         self._peers = peers
+        self._resumption = GrpcResumption(resumption, service.memory, self._slow_readers)
+        self._stream_way = Way(STREAM, self._start_generation, self._record_stream, gateway_pb2.GenerateChunk)
+        start_whole = partial(self._start_generation, in_one_message=True)
+        self._whole_way = Way(WHOLE, start_whole, self._record_whole, gateway_pb2.GenerateResponse)
 
     async def GenerateStream(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -55,14 +72,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 "end, so this cannot be streamed",
                 "best_of",
             )
+        if request.resumable:
+            _trace(request, context)
+            async for message in self._resumption.answer(request, context, self._stream_way):
+                yield message
+            return
         generation = await self._start(request, context)
         with self._slow_readers.watching(context, generation.request_id) as call:
             while not generation.is_finished:
-                chunk = await generation.next_chunk()
-                if (chunk.logprobs or chunk.prompt or chunk.reports) and is_large([chunk], [chunk.prompt]):
-                    message = await self._encode_large_chunk(generation.request_id, chunk)
-                else:
-                    message = _encode_chunk(generation.request_id, chunk)
+                message = await self._encode(generation.request_id, await generation.next_chunk())
                 call.sending_since = time.monotonic()
                 yield message
                 call.sending_since = None
@@ -71,7 +89,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.GenerateResponse:
         """Sends all answers in one response."""
-        generation = await self._start(request, context, in_one_message=True)
+        if request.resumable:
+            _trace(request, context)
+            return await anext(self._resumption.answer(request, context, self._whole_way))
+        return await self._whole(await self._start(request, context, in_one_message=True))
+
+    async def Resume(
+        self, request: gateway_pb2.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
+        """Sends the rest of a resumable stream."""
+        async for message in self._resumption.rest(request, context, self._stream_way):
+            yield message
+
+    async def _whole(self, generation: Generation) -> gateway_pb2.GenerateResponse:
         completions, prompt = await generation.completions()
         response = gateway_pb2.GenerateResponse(request_id=generation.request_id)
         has_turns = is_large(completions, [prompt])
@@ -148,6 +178,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         await self._service.adapters.unload(caller, request.name)
         return gateway_pb2.UnloadAdapterResponse()
 
+    async def _record_stream(self, generation: Generation, recording: Recording) -> None:
+        while not generation.is_finished:
+            message = await self._encode(generation.request_id, await generation.next_chunk())
+            message.digest = recording.run.digest
+            await recording.add(message.SerializeToString())
+
+    async def _record_whole(self, generation: Generation, recording: Recording) -> None:
+        await recording.add((await self._whole(generation)).SerializeToString())
+
+    async def _encode(self, request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
+        if (chunk.logprobs or chunk.prompt or chunk.reports) and is_large([chunk], [chunk.prompt]):
+            return await self._encode_large_chunk(request_id, chunk)
+        return _encode_chunk(request_id, chunk)
+
     async def _encode_large_chunk(self, request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
         await self._service.heavy_work.turn()
         message = _encode_chunk(request_id, chunk, has_logprobs=False)
@@ -170,16 +214,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         *,
         in_one_message: bool = False,
     ) -> Generation:
-        if not message.traceparent:
-            message.traceparent = _traceparent(context)
+        _trace(message, context)
+        generation = await self._start_generation(message, in_one_message=in_one_message)
+        # Closed here, because a handler that is cancelled while it sends is only garbage collected.
+        context.add_done_callback(lambda _: generation.close())
+        return generation
+
+    async def _start_generation(
+        self, message: gateway_pb2.GenerateRequest, *, in_one_message: bool = False
+    ) -> Generation:
         for report in REPORTS.values():
             if not report.is_in_grpc and getattr(message, report.field):
                 field = report.field
                 raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
-        generation = await self._service.start(message, current_caller(), in_one_message=in_one_message)
-        # Closed here, because a handler that is cancelled while it sends is only garbage collected.
-        context.add_done_callback(lambda _: generation.close())
-        return generation
+        return await self._service.start(message, current_caller(), in_one_message=in_one_message)
 
 
 def _encode_chunk(request_id: str, chunk: Chunk, *, has_logprobs: bool = True) -> gateway_pb2.GenerateChunk:
@@ -270,6 +318,8 @@ def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
     )
 
 
-def _traceparent(context: grpc.aio.ServicerContext) -> str:
-    """The caller's W3C trace context; empty if it sent none."""
-    return next((str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"), "")
+def _trace(message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    """Sets the caller's W3C trace context, unless the message has one."""
+    if not message.traceparent:
+        metadata = context.invocation_metadata() or ()
+        message.traceparent = next((str(value) for key, value in metadata if key == "traceparent"), "")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 
+from services.gateway.resources.repeatable import draw_hex
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta
 
 
 def new_call_id() -> str:
     """An id like OpenAI's."""
-    return f"call_{secrets.token_hex(12)}"
+    return f"call_{draw_hex(12)}"
 
 
 class CallWriter:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from services.gateway.resources.repeatable import draw_bits
 from services.gateway.text.deltas import Parser
 from services.gateway.text.harmony.markers import HARMONY, MARKERS, is_harmony_template
 from services.gateway.text.tools.call_grammars import CALL_GRAMMARS, CallGrammar
@@ -46,7 +46,7 @@ class ToolFormat:
 
 def new_short_id() -> str:
     """An id like Mistral's."""
-    return _short_id(secrets.randbits(64))
+    return _short_id(draw_bits(64))
 
 
 def _short_id(number: int) -> str:

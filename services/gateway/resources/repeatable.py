@@ -1,0 +1,85 @@
+"""`Repeatable`: what a request leaves to chance. With the same one, a second run of a request gives the same answer.
+
+The functions here are for all code of the gateway that draws a number or reads the clock for an answer. For ordinary
+requests they ask the operating system. Within a resumable request they ask its `Repeatable`, which a peer also has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+import zlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from random import Random
+
+ENTROPY_BYTES = 16
+
+_current: ContextVar[Repeatable | None] = ContextVar("repeatable", default=None)  # of the request that this task runs
+
+
+@dataclass(slots=True)
+class Repeatable:
+    """One run of a resumable request. A further run needs one that `again` makes."""
+
+    request_id: str
+    entropy: bytes = field(default_factory=lambda: secrets.token_bytes(ENTROPY_BYTES))
+    created: float = field(default_factory=time.time)  # when the first run began, in seconds since 1970
+    has_failed: bool = False  # then what is sent is not part of the answer; a further run may succeed
+    digest: int = 0  # CRC-32 of all output tokens that have been given out, each as 4 bytes, little-endian
+    _random: Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.entropy)
+
+    def again(self) -> Repeatable:
+        """The same for a further run."""
+        return Repeatable(self.request_id, self.entropy, self.created)
+
+    def draw_bits(self, num_bits: int) -> int:
+        """The next number."""
+        return self._random.getrandbits(num_bits)
+
+    def note(self, token_id: int) -> None:
+        """Adds an output token to the digest."""
+        self.digest = zlib.crc32(token_id.to_bytes(4, "little"), self.digest)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in the task that runs the request."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+def current_run() -> Repeatable | None:
+    """That of the request which the current task runs; None if it is not resumable."""
+    return _current.get()
+
+
+def note_failure() -> None:
+    """Called before the events that end a stream with an error."""
+    run = _current.get()
+    if run is not None:
+        run.has_failed = True
+
+
+def draw_bits(num_bits: int) -> int:
+    """A random number of so many bits."""
+    run = _current.get()
+    return secrets.randbits(num_bits) if run is None else run.draw_bits(num_bits)
+
+
+def draw_hex(num_bytes: int) -> str:
+    """A random number of so many bytes in hexadecimal digits."""
+    return f"{draw_bits(8 * num_bytes):0{2 * num_bytes}x}"
+
+
+def created_at() -> int:
+    """When the request began, in seconds since 1970, as answers tell it."""
+    run = _current.get()
+    return int(time.time() if run is None else run.created)

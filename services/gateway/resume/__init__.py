@@ -1,0 +1,1 @@
+"""Requests that outlive their connections: a client that comes back gets the rest of its answer."""

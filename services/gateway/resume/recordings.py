@@ -1,0 +1,153 @@
+"""`Recordings`: the resumable requests that this process runs, and those that have ended a moment ago.
+
+Their number and the time of their clients' absence are limited here; their bytes count in the gateway's `MemoryBudget`,
+where those that have ended make room for everything else. Everything runs in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+
+import structlog
+
+from services.common.errors import CapacityError, RequestAborted, TwostrokeError
+from services.gateway.request.generation_request import Owner
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.resources.repeatable import Repeatable
+from services.gateway.resume.recording import Name, Recording
+from services.gateway.resume.resume_metrics import ResumeMetrics
+
+log = structlog.get_logger()
+
+Produce = Callable[[Recording], Awaitable[None]]
+
+
+class Recordings:
+    """By name. A recording without a reader is dropped after `timeout_s`, and its request cancelled."""
+
+    def __init__(self, memory: MemoryBudget, metrics: ResumeMetrics, timeout_s: float, max_number: int) -> None:
+        self._by_name: dict[Name, Recording] = {}  # oldest first
+        self._num_of = Counter[Owner]()
+        self._timers: dict[Name, asyncio.TimerHandle] = {}  # of those that nobody reads
+        self._memory = memory
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._max_number = max_number
+        self.on_drop: Callable[[Recording], None] = lambda recording: None
+        memory.reclaim = self._reclaim
+
+    def find(self, name: Name) -> Recording | None:
+        """The recording of a request; None if it is unknown here."""
+        return self._by_name.get(name)
+
+    def __iter__(self) -> Iterator[Recording]:
+        return iter(self._by_name.values())
+
+    def start(
+        self,
+        name: Name,
+        fingerprint: bytes,
+        run: Repeatable,
+        message: bytes,
+        held: HeldMemory,
+        produce: Produce,
+        *,
+        is_repeated: bool = False,
+    ) -> Recording:
+        """Runs a request whose name is new: `produce` adds its answer to the recording, which owns `held` from now on.
+
+        Raises `CapacityError` if there are too many, none of which has ended.
+        """
+        assert name not in self._by_name, "a name is given once"
+        if len(self._by_name) >= self._max_number:
+            self._drop_ended()
+        if len(self._by_name) >= self._max_number:
+            raise CapacityError(
+                f"{len(self._by_name)} resumable requests are running, the limit (gateway.max_resumable)"
+            )
+        recording = Recording(name, fingerprint, run, message, held, self._wait_for_reader, is_repeated=is_repeated)
+        self._by_name[name] = recording
+        self._num_of[name[0]] += 1
+        recording.task = asyncio.create_task(self._run(recording, produce))
+        return recording
+
+    def drop(self, recording: Recording) -> None:
+        """Forgets a recording and cancels its request. Does nothing the second time."""
+        if self._remove(recording):
+            if recording.task is not None and not recording.is_ended:
+                recording.task.cancel()
+            recording.release()
+
+    def _remove(self, recording: Recording) -> bool:
+        """Forgets the name of a recording; returns whether it was known."""
+        if self._by_name.get(recording.name) is not recording:
+            return False
+        del self._by_name[recording.name]
+        owner = recording.name[0]
+        self._num_of[owner] -= 1
+        if not self._num_of[owner]:
+            del self._num_of[owner]
+        if timer := self._timers.pop(recording.name, None):
+            timer.cancel()
+        self.on_drop(recording)
+        return True
+
+    async def close(self) -> None:
+        """Cancels all requests and waits for their ends."""
+        recordings = list(self._by_name.values())
+        for recording in recordings:
+            self.drop(recording)
+        await asyncio.gather(*[each.task for each in recordings if each.task is not None], return_exceptions=True)
+
+    async def _run(self, recording: Recording, produce: Produce) -> None:
+        try:
+            with recording.run.running():
+                await produce(recording)
+            recording.end(None)
+        except TwostrokeError as error:
+            recording.end(error)
+        except asyncio.CancelledError:
+            recording.end(RequestAborted("the request was dropped"))
+            raise
+        except Exception as error:
+            log.error("unexpected error in a resumable request", exc_info=error)
+            recording.end(TwostrokeError(f"internal error: {type(error).__name__}"))
+        if not recording.is_kept or not recording.num_items:  # an error that may not come again
+            self._remove(recording)
+            if not recording.has_readers:
+                recording.release()
+
+    def _wait_for_reader(self, recording: Recording) -> None:
+        """Called when a recording has no reader: gives its client some time to come back."""
+        if self._by_name.get(recording.name) is not recording:
+            recording.release()
+        else:
+            loop = asyncio.get_running_loop()
+            if timer := self._timers.get(recording.name):
+                timer.cancel()
+            self._timers[recording.name] = loop.call_later(self._timeout_s, self._expire, recording)
+
+    def _expire(self, recording: Recording) -> None:
+        del self._timers[recording.name]
+        if recording.has_readers:
+            return  # the last one to leave sets the timer again
+        if not recording.is_ended:
+            log.info("resumable request cancelled", request_id=recording.run.request_id, away_s=self._timeout_s)
+            self._metrics.on("expired")
+        self.drop(recording)
+
+    def _drop_ended(self) -> None:
+        """Drops the oldest one that has ended, of the owner with the most."""
+        ended = [each for each in self._by_name.values() if each.is_ended and not each.has_readers]
+        if ended:
+            self.drop(max(ended, key=lambda each: self._num_of[each.name[0]]))  # the first of equal ones
+
+    def _reclaim(self, num_bytes: int) -> None:
+        """Drops ended ones, oldest first, for memory that a request needs."""
+        goal = self._memory.num_held - num_bytes
+        for recording in [each for each in self._by_name.values() if each.is_ended and not each.has_readers]:
+            if self._memory.num_held <= goal:
+                return
+            self.drop(recording)
