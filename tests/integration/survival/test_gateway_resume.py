@@ -1,0 +1,178 @@
+"""A gateway process is killed under resumable streams: each client gets the rest from the other process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.pb import gateway_pb2, gateway_pb2_grpc
+from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
+
+NUM_CLIENTS = 4  # of each API
+MAX_TOKENS = 200
+WAIT_S = 120.0
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    overrides = {
+        "gateway.address": f"127.0.0.1:{free_port()}",
+        "gateway.http_address": f"127.0.0.1:{free_port()}",
+        "gateway.resume": "true",
+        "gateway.resume_timeout_s": "60",
+        "launch.gateway_processes": "2",
+        "launch.max_restarts": "20",
+    }
+    directory = tmp_path_factory.mktemp("resume")
+    with running_cluster(directory, *(f"{key}={value}" for key, value in overrides.items()), is_warm=True) as cluster:
+        yield cluster
+
+
+class HttpClient:
+    """Reads the events of one chat, and connects again until it has all of them."""
+
+    def __init__(self, cluster: Cluster, key: str | None, seed: int) -> None:
+        self._address = cluster.http_address
+        chat = [{"role": "user", "content": f"Count to {seed}"}]
+        self._body = {"messages": chat, "max_tokens": MAX_TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
+        self._key = key
+        self.datas: list[str] = []
+        self.num_connections = 0
+
+    def run(self) -> None:
+        last_id, deadline = "", time.monotonic() + WAIT_S
+        while not self.datas or self.datas[-1] != "[DONE]":
+            assert time.monotonic() < deadline, f"only {len(self.datas)} events"
+            try:
+                last_id = self._read(last_id)
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.05)
+
+    def _read(self, last_id: str) -> str:
+        host, _, port = self._address.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+        headers = {"content-type": "application/json"}
+        headers |= {} if self._key is None else {"Idempotency-Key": self._key}
+        headers |= {"Last-Event-ID": last_id} if last_id else {}
+        try:
+            connection.request("POST", "/v1/chat/completions", json.dumps(self._body), headers)
+            answer = connection.getresponse()
+            self.num_connections += 1
+            assert answer.status == 200, answer.read()
+            event_id = ""
+            while line := answer.readline().decode():
+                if line.startswith("id: "):
+                    event_id = line.removeprefix("id: ").strip()
+                elif line.startswith("data: "):
+                    assert '"error"' not in line, line
+                    self.datas.append(line.removeprefix("data: ").strip())
+                    last_id = event_id
+        except (OSError, http.client.HTTPException):
+            pass  # the caller connects again
+        finally:
+            connection.close()
+        return last_id
+
+    @property
+    def answer(self) -> tuple[str, Any]:
+        objects = [json.loads(data) for data in self.datas[:-1]]
+        assert len({(each["id"], each["created"]) for each in objects}) == 1
+        choices = [each["choices"][0] for each in objects]
+        return "".join(each["delta"].get("content") or "" for each in choices), choices[-1]["finish_reason"]
+
+
+class GrpcClient:
+    """The same over gRPC, with a seed that only the server knows."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._address = cluster.address
+        self.message = request("Once upon a", MAX_TOKENS, temperature=1.0, ignore_eos=True, request_id=name)
+        self.message.resumable = True
+        self.chunks: list[gateway_pb2.GenerateChunk] = []
+        self.num_connections = 0
+
+    def run(self) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not self.chunks or not self.chunks[-1].HasField("finish"):
+            assert time.monotonic() < deadline, f"only {len(self.chunks)} chunks"
+            with grpc.insecure_channel(self._address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+                stub = gateway_pb2_grpc.GatewayStub(channel)
+                if self.chunks:
+                    wish = gateway_pb2.ResumeRequest(
+                        request_id=self.message.request_id,
+                        num_received=len(self.chunks),
+                        digest=self.chunks[-1].digest,
+                    )
+                    call = stub.Resume(wish, timeout=WAIT_S)
+                else:
+                    call = stub.GenerateStream(self.message, timeout=WAIT_S)
+                try:
+                    for chunk in call:
+                        self.chunks.append(chunk)
+                    self.num_connections += 1
+                except grpc.RpcError as error:
+                    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED), error
+                    self.num_connections += 1
+                    time.sleep(0.05)
+
+    def undisturbed(self) -> gateway_pb2.GenerateRequest:
+        """An ordinary request for the same answer."""
+        message = gateway_pb2.GenerateRequest()
+        message.CopyFrom(self.message)
+        message.resumable, message.request_id = False, ""
+        message.sampling.seed = self.chunks[-1].finish.seed
+        return message
+
+
+def gateway_pids(cluster: Cluster) -> list[int]:
+    pids = []
+    for pid in children_of(cluster.process.pid):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+        if re.search(r"gateway-\d\.toml", command):
+            pids.append(pid)
+    return sorted(pids)
+
+
+@pytest.mark.parametrize("others", [(), ("dense_worker", "attn_worker")], ids=["alone", "with both workers"])
+def test_streams_survive_the_death_of_their_gateway(cluster: Cluster, others: tuple[str, ...]) -> None:
+    kind = len(others)
+    over_http = [HttpClient(cluster, f"{kind}-{i}", i) for i in range(NUM_CLIENTS)]
+    over_grpc = [GrpcClient(cluster, f"{kind}-{i}") for i in range(NUM_CLIENTS)]
+    clients = [*over_http, *over_grpc]
+    with ThreadPoolExecutor(len(clients)) as threads:
+        runs = [threads.submit(client.run) for client in clients]
+        deadline = time.monotonic() + WAIT_S
+        while not all(len(each.datas) > 20 for each in over_http) or not all(len(e.chunks) > 20 for e in over_grpc):
+            assert time.monotonic() < deadline, "the streams do not begin"
+            time.sleep(0.01)
+        pids = [gateway_pids(cluster)[0], *(cluster.pid_of(role) for role in others)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for each in runs:
+            each.result(WAIT_S)
+    assert any(client.num_connections > 1 for client in clients), "the killed process had none of the streams"
+    plain = [HttpClient(cluster, None, seed) for seed in range(NUM_CLIENTS)]
+    with ThreadPoolExecutor(len(clients)) as threads, grpc.insecure_channel(cluster.address) as channel:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        runs = [threads.submit(each.run) for each in plain]
+        expected = [threads.submit(stub.Generate, each.undisturbed(), timeout=WAIT_S) for each in over_grpc]
+        for each in runs:
+            each.result(WAIT_S)
+        for client, answer in zip(over_grpc, expected, strict=True):
+            [completion] = answer.result(WAIT_S).completions
+            assert [token_id for chunk in client.chunks for token_id in chunk.token_ids] == completion.token_ids
+            assert "".join(chunk.text for chunk in client.chunks) == completion.text
+    assert [each.answer for each in over_http] == [each.answer for each in plain]
