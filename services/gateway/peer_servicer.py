@@ -11,7 +11,8 @@ from services.gateway.apis.triton.inference import Triton
 from services.gateway.core.request_service import RequestService
 from services.gateway.link.gateway_peers import decode_owner
 from services.gateway.resume.guarded_records import decode_name, decode_record, encode_record
-from services.gateway.resume.resumption import Received, Resumption
+from services.gateway.resume.recording import Received
+from services.gateway.resume.resumption import Resumption
 from services.pb import gateway_peers_pb2, gateway_peers_pb2_grpc
 from services.rpc.server import until_over
 

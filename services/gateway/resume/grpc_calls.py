@@ -15,8 +15,8 @@ from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.core.generation import Generation
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
-from services.gateway.resume.recording import AnswerReader, Recording
-from services.gateway.resume.resumption import Call, Received, Resumption
+from services.gateway.resume.recording import AnswerReader, Received, Recording
+from services.gateway.resume.resumption import Call, Resumption
 from services.pb import gateway_pb2
 
 STREAM, WHOLE = "grpc.stream", "grpc.whole"

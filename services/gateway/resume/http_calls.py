@@ -21,8 +21,8 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.errors import describe, dialect_of, error_response
-from services.gateway.resume.recording import AnswerReader, Recording
-from services.gateway.resume.resumption import Call, Received, Resumption
+from services.gateway.resume.recording import AnswerReader, Received, Recording
+from services.gateway.resume.resumption import Call, Resumption
 
 log = structlog.get_logger()
 

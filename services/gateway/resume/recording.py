@@ -33,6 +33,14 @@ Name = tuple[Owner, str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Received:
+    """What a client has of its answer."""
+
+    num_items: int
+    digest: int | None = None  # with the last of them, if the client tells
+
+
+@dataclass(frozen=True, slots=True)
 class Beginning:
     """What a client gets before the items."""
 

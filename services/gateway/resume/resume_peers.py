@@ -11,7 +11,6 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -19,13 +18,10 @@ import structlog
 from services.common.config import MAX_MESSAGE_BYTES
 from services.common.errors import NotFound, PeerError
 from services.gateway.resume.guarded_records import Record, decode_record, encode_name, encode_record
-from services.gateway.resume.recording import Beginning, Name, Recording
+from services.gateway.resume.recording import Beginning, Name, Received, Recording
 from services.pb import gateway_peers_pb2, gateway_peers_pb2_grpc
 from services.rpc.client import open_channel
 from services.rpc.error_details import error_of
-
-if TYPE_CHECKING:
-    from services.gateway.resume.resumption import Received
 
 log = structlog.get_logger()
 

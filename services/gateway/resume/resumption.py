@@ -13,18 +13,10 @@ from services.common.errors import KeyReused, NotFound, TwostrokeError
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.repeatable import Repeatable
 from services.gateway.resume.guarded_records import GuardedRecords, Record, record_of
-from services.gateway.resume.recording import AnswerReader, Name, Recording
+from services.gateway.resume.recording import AnswerReader, Name, Received, Recording
 from services.gateway.resume.recordings import Produce, Recordings
 from services.gateway.resume.resume_metrics import ResumeMetrics
 from services.gateway.resume.resume_peers import ResumePeers
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """What a client has of its answer."""
-
-    num_items: int
-    digest: int | None = None  # with the last of them, if the client tells
 
 
 @dataclass(frozen=True, slots=True)
