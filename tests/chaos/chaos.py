@@ -59,7 +59,7 @@ class Size:
     stall_timeout_s: float | None = None  # None: no worker is stopped for good
 
 
-SHORT = Size(num_messages=12, num_streams=12, max_tokens=150, max_actions=3)
+SHORT = Size(num_messages=12, num_streams=12, max_tokens=100, max_actions=3)
 LONG = Size(num_messages=40, num_streams=36, max_tokens=300, max_actions=8, wait_timeout_s=3.0, stall_timeout_s=8.0)
 
 

@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 # A setting: of the embedded model only half the layers run. For tests that compare its answers with each other.
 TWO_LAYERS = "model.num_layers=2"
+# Only the first one runs. For tests that measure what requests cost the gateway.
+ONE_LAYER = "model.num_layers=1"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 

@@ -22,7 +22,7 @@ WAIT_TIMEOUT_S = 2.0  # a busy machine may stop a worker for a while, which must
 STOPPED_S = 2.5 * WAIT_TIMEOUT_S
 DEADLINE_S = 60.0
 MAX_ROUNDS = 5  # until the disturbance comes in the middle of a step
-NUM_PROMPT_TOKENS, MAX_TOKENS = 400, 200
+NUM_PROMPT_TOKENS, MAX_TOKENS = 400, 100
 MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE = 8  # an aborted step is computed again
 MESSAGES = [
     request(range(5 + seed, 5 + seed + NUM_PROMPT_TOKENS), MAX_TOKENS, temperature=0.9, seed=seed, ignore_eos=True)

@@ -21,7 +21,7 @@ from tests.support.reference import make_served_model, random_prompts, reference
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_TOKENS = 300
+NUM_TOKENS = 150
 MAX_ROUNDS = 20  # until the requests share steps, and run still at a kill: they do not come at once
 ADAPTERS = {"0": {"rank": 4, "alpha": 8}, "1": {"rank": 16, "modules": ("q_proj", "v_proj", "down_proj")}}
 NAMES = ("", *ADAPTERS)  # "" is the model itself

@@ -16,7 +16,7 @@ from tests.support.clients.http_clients import client, connect_socket, request_b
 from tests.support.clients.wire_format import field, repeated
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.expensive_bodies import COUNT, EXPENSIVE, GENERATE, INFER, MESSAGES, RESPONSES, encoded
-from tests.support.models import TWO_LAYERS
+from tests.support.models import ONE_LAYER
 from tests.support.undisturbed import assert_undisturbed
 
 PATH = "/v1/completions"
@@ -29,7 +29,7 @@ MAX_GROWTH_BYTES = 160 * 2**20  # the allocator keeps some memory of large answe
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # The gateway is under test. Steps are short, because a step with many prompt tokens would delay other clients, too.
     directory = tmp_path_factory.mktemp("expensive")
-    with running_cluster(directory, TWO_LAYERS, "scheduler.max_num_batched_tokens=128", is_warm=True) as cluster:
+    with running_cluster(directory, ONE_LAYER, "scheduler.max_num_batched_tokens=256", is_warm=True) as cluster:
         yield cluster
         cluster.wait_idle()
 

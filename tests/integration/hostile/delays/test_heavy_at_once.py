@@ -12,7 +12,7 @@ from tests.support.clients.crowd import Crowd
 from tests.support.clients.http_clients import client
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.expensive_bodies import CHATS, EXPENSIVE, HI, MODEL, TOOLS, encoded
-from tests.support.models import TWO_LAYERS
+from tests.support.models import ONE_LAYER
 from tests.support.process_memory import resident_bytes
 
 pytestmark = pytest.mark.timeout(600)
@@ -21,7 +21,7 @@ NUM_AT_ONCE = 8
 MAX_WAIT_S = 0.3  # of a bystander, beyond four times the longest wait of the quiet time: others use this machine, too
 MAX_GROWTH_BYTES = 96 * 2**20
 MAX_LEFT_BYTES = 48 * 2**20  # after the answers
-NUM_QUIET = 20
+NUM_QUIET = 10
 NUM_TRIES = 5
 ATTACKER, BYSTANDER = {"x-forwarded-for": "198.51.100.1"}, {"x-forwarded-for": "198.51.100.2"}
 SHORT = {"model": MODEL, "prompt": "San Francisco is a", "max_tokens": 1, "temperature": 0}
@@ -30,7 +30,7 @@ SHORT = {"model": MODEL, "prompt": "San Francisco is a", "max_tokens": 1, "tempe
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """All services on one core. Steps are short, because a step with many prompt tokens delays a bystander, too."""
-    overrides = (TWO_LAYERS, "scheduler.max_num_batched_tokens=128", 'gateway.trusted_proxies=["unix"]')
+    overrides = (ONE_LAYER, "scheduler.max_num_batched_tokens=256", 'gateway.trusted_proxies=["unix"]')
     wrapper = ("taskset", "--cpu-list", "0")
     with running_cluster(tmp_path_factory.mktemp("at-once"), *overrides, wrapper=wrapper, is_warm=True) as cluster:
         yield cluster
@@ -62,7 +62,7 @@ HEAVY: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, status
     "log-probabilities of SGLang": ("/generate", GENERATE_LOGPROBS, 200),
     "log-probabilities of prompts": (
         "/v1/completions",
-        {"prompt": [every(i, 1900) for i in range(16)], "prompt_logprobs": 20, "max_tokens": 1},
+        {"prompt": [every(i, 1900) for i in range(6)], "prompt_logprobs": 20, "max_tokens": 1},
         200,
     ),
     "log-probabilities of the vocabulary, streamed": (

@@ -73,7 +73,7 @@ def test_new_forms_one_after_the_other(cluster: Cluster) -> None:
     """Each is another one, so that no result is kept."""
 
     def attack() -> None:
-        bodies = [BODY | {"guided_regex": f"a{{100000}}b{{{i}}}"} for i in range(4)]
+        bodies = [BODY | {"guided_regex": f"a{{100000}}b{{{i}}}"} for i in range(2)]
         with client(cluster.http_address) as http:
             for body in bodies:
                 assert http.post(PATH, json=body).status_code in (200, 400, 429)
