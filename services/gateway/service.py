@@ -15,6 +15,7 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.reception import Reception
+from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.adapters.adapters import Adapters
 from services.gateway.apis.app import DIALECTS, build_app
 from services.gateway.apis.triton.inference import Triton
@@ -26,7 +27,6 @@ from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.dense_progress import DenseProgress
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal import Journal
-from services.gateway.link.weight_updates import WeightUpdates
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.gateway import __version__
+from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.anthropic.errors import ANTHROPIC
 from services.gateway.apis.anthropic.routes import messages_routes
 from services.gateway.apis.llama_cpp.errors import LLAMA_CPP
@@ -35,7 +36,6 @@ from services.gateway.apis.triton.routes import triton_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
-from services.gateway.link.weight_updates import WeightUpdates
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.resume.http_calls import HttpResumption
 from services.gateway.resume.resumption import Resumption

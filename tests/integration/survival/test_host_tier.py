@@ -46,7 +46,7 @@ class Tiered:
     def settle(self) -> None:
         """Waits until all full blocks have been copied."""
         deadline, last, since = time.monotonic() + TIMEOUT_S, -1.0, time.monotonic()
-        while time.monotonic() - since < 0.3:
+        while time.monotonic() - since < 0.6:
             assert time.monotonic() < deadline
             if (num_written := self.metric("host_kv_written_blocks_total")) != last:
                 last, since = num_written, time.monotonic()

@@ -9,11 +9,11 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from services.common.config import GatewaySection
+from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
-from services.gateway.link.weight_updates import WeightUpdates
 
 MAX_WAIT_S = 3600.0
 

@@ -43,6 +43,17 @@ def content_of(token_ids: Sequence[int], salt: bytes = b"") -> torch.Tensor:
     return torch.randn(NUM_LAYERS, BLOCK_SIZE, 2, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
 
 
+class WatchedTier(HostTier):
+    """A tier that says whether its thread is at work: before it takes what was offered, until that is written."""
+
+    is_working = False
+
+    def _work(self) -> None:
+        self.is_working = True
+        super()._work()
+        self.is_working = False
+
+
 class Worker:
     """An attention worker's cache with a tier, a memory, and calls in place of an engine thread."""
 
@@ -52,7 +63,7 @@ class Worker:
         self.storage = BlockStorage(spec, spec.token_major_block, CPU)
         self.copier = BlockCopier(self.storage, CPU, staging_bytes=3 * BLOCK_BYTES)
         self.region = TierRegion.open(path, 8192 + num_slots * BLOCK_BYTES, BLOCK_BYTES, {"test": 1})
-        self.tier = HostTier(self.region, self.copier, self.cache.pools["blocks"])
+        self.tier = WatchedTier(self.region, self.copier, self.cache.pools["blocks"])
         self.cache.use_tier(self.tier)
         self.cache.use_weights(weights)
         self.answered: list[OpenResult] = []
@@ -124,13 +135,9 @@ class Worker:
 
     def settle(self) -> None:
         """Waits until what has been offered is written."""
-        counts = self.tier.counts
-        last, since = -1, time.monotonic()
         deadline = time.monotonic() + TIMEOUT_S
-        while self.tier._offered or time.monotonic() - since < 0.03:
+        while self.tier._offered or self.tier.is_working:
             assert time.monotonic() < deadline
-            if counts.num_written_blocks + counts.num_skipped_blocks != last:
-                last, since = counts.num_written_blocks + counts.num_skipped_blocks, time.monotonic()
             time.sleep(0.001)
 
     def end(self) -> None:

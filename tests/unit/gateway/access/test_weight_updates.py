@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from services.common.errors import InvalidRequest, NotFound, PeerError, PermissionDenied
-from services.gateway.link.weight_updates import WeightUpdates, find_model
+from services.gateway.access.weight_updates import WeightUpdates, find_model
 
 
 @pytest.mark.parametrize("model", ["inside", "./inside", "{root}/inside", "link"])
