@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, launch_pb2
+from tests.chaos.monkey import launcher_stub
 from tests.support.clients.streams import Collected, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, ctl, free_port, running_cluster
+from tests.support.models import TWO_LAYERS
 from tests.support.scrape import Scrape
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
-MAX_TOKENS = 150
+MAX_TOKENS = 100
 WAIT_S = 60.0
 DENSE, ATTENTION = "dense_worker", "attn_worker"
 
@@ -33,7 +34,7 @@ def metrics_address() -> str:
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, metrics_address: str
 ) -> Iterator[Cluster]:
-    settings = [f"launch.standby_dense={request.param}", "launch.standby_attention=imports"]
+    settings = [TWO_LAYERS, f"launch.standby_dense={request.param}", "launch.standby_attention=imports"]
     limits = ["launch.max_restarts=100", f"launch.metrics_address={metrics_address}"]
     attention = f"attention.metrics_address=127.0.0.1:{free_port()}"
     directory = tmp_path_factory.mktemp("standby")
@@ -53,10 +54,11 @@ def undisturbed(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -
 
 def pids(cluster: Cluster) -> dict[str, int]:
     """The processes of the workers, and of standbys that are ready, by name."""
-    status = ctl(cluster, "status").stdout
-    found = {role: int(re.findall(rf"^{role} process (\d+)", status, re.MULTILINE)[0]) for role in (DENSE, ATTENTION)}
-    for role, pid in re.findall(r"^standby of (\w+): process (\d+) ready", status, re.MULTILINE):
-        found[f"standby of {role}"] = int(pid)
+    status = launcher_stub(cluster).GetStatus(launch_pb2.GetStatusRequest(), timeout=WAIT_S)
+    found = {service.role: service.pid for service in status.services if service.role in (DENSE, ATTENTION)}
+    for standby in status.standbys:
+        if standby.state == launch_pb2.StandbyStatus.READY:
+            found[f"standby of {standby.role}"] = standby.pid
     return found
 
 
@@ -139,7 +141,11 @@ def test_a_replacement_with_the_same_config_uses_a_standby_with_weights(
     cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
 ) -> None:
     before = ready_pids(cluster)
-    has_weights = "weights loaded" in ctl(cluster, "status").stdout
+    status = ctl(cluster, "status").stdout
+    assert f"{DENSE} process {before[DENSE]}" in status
+    for role in (DENSE, ATTENTION):
+        assert f"standby of {role}: process {before[f'standby of {role}']} ready" in status
+    has_weights = "weights loaded" in status
     result = ctl(cluster, "replace-dense")
     assert result.returncode == 0, result.stderr
     after = ready_pids(cluster)
