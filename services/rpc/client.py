@@ -13,6 +13,7 @@ from services.rpc.tls import TlsFiles, tls_files
 
 RECONNECT_MS = 20  # streams wait for a worker that is back
 MAX_RECONNECT_MS = 100
+CONNECT_TIMEOUT_MS = 1000  # of one attempt: a busy worker answers late
 # For workers on other machines: a worker that vanishes silently is noticed within the sum of the two.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
@@ -49,7 +50,7 @@ def open_channel(address: str, max_message_bytes: int, tls: PeerTls | None = Non
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
-        ("grpc.min_reconnect_backoff_ms", RECONNECT_MS),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # in fact the time limit of an attempt
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),  # every channel gets a connection of its own

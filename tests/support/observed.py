@@ -52,7 +52,7 @@ def running_observed(directory: Path) -> Iterator[Observed]:
     addresses = {service: free_address() for service in SERVICES}
     http_address, step_log = free_address(), directory / "steps.jsonl"
     settings = [f"{service}.metrics_address={address}" for service, address in addresses.items()]
-    settings += [f"gateway.http_address={http_address}", f"dense.step_log={step_log}"]
+    settings += [f"gateway.http_address={http_address}", f"dense.step_log={step_log}", "gateway.resume=true"]
     with (
         running_collector() as collector,
         running_cluster(directory, *settings, f"tracing.endpoint={collector.endpoint}", is_warm=True) as cluster,

@@ -36,6 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         f"scheduler.max_num_batched_tokens={STEP_TOKENS}",
         "scheduler.max_num_seqs=8",
         f"gateway.max_held_bytes={MAX_BYTES}",
+        "gateway.max_held_wait_s=0.1",
     )
     with running_cluster(tmp_path_factory.mktemp("logits"), *settings, is_warm=True) as cluster:
         yield cluster

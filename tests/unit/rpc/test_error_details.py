@@ -20,16 +20,16 @@ from tests.support.running_gateway import run
 
 DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
 HTTP_STATUS = {
-    "INVALID_ARGUMENT": {400},
+    "INVALID_ARGUMENT": {400, 422},  # 422: a key that came again with another request
     "UNAUTHENTICATED": {401},
     "PERMISSION_DENIED": {403},
     "NOT_FOUND": {404},
     "RESOURCE_EXHAUSTED": {429},
     "DEADLINE_EXCEEDED": {503, 504},
     "UNAVAILABLE": {503},
-    "ABORTED": {500},
+    "ABORTED": {409, 500},  # 409: another connection reads the rest of an answer
     "INTERNAL": {500},
-    "FAILED_PRECONDITION": {500},
+    "FAILED_PRECONDITION": {410, 500},  # 410: an answer that can be resumed no more
 }  # as in google/rpc/code.proto, except for codes that only other services see
 
 

@@ -98,8 +98,10 @@ def run(event: str, monkeypatch: pytest.MonkeyPatch, *, long_step_s: float) -> C
     attention = BusyAttention(runner)
     engine = started_engine(runner, attention, reports, TIMEOUT_S, LIMITS, num_blocks=400)
     runner.calls[COME_AT, event] = lambda: engine.submit(make_sequence(NEW, 2, NEW_TOKENS))
+    engine.drain(True)  # until all are there, so that they begin together
     for seq_id in range(1, MIN_STREAMS + 1):
         engine.submit(make_sequence(seq_id, 1, NUM_TOKENS))
+    engine.drain(False)
     num_tokens, ends = defaultdict[int, int](int), dict[int, FinishReason | None]()
     while len(ends) < MIN_STREAMS + 1:
         report = reports.get(timeout=TIMEOUT_S)
