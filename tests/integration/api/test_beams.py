@@ -29,7 +29,7 @@ STOPPING = {
     "never": sampling_pb2.EARLY_STOPPING_NEVER,
 }
 MAX_TOKENS = 12
-NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
+NUM_LONG_TOKENS = 200  # so many that a kill comes in the middle
 MAX_NUM_SEQS = 16
 MAX_ROUNDS = 5  # on a fast machine a search may end before the kill comes
 PROMPTS = random_prompts(3, 40, seed=9)

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import ElementNotInteractableException, WebDriverException
+from selenium.common.exceptions import (
+    ElementClickInterceptedException,
+    ElementNotInteractableException,
+    WebDriverException,
+)
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -142,7 +146,7 @@ def stop(page: Page, way: str) -> None:
     if way == "Escape":
         page.find("#prompt").send_keys(Keys.ESCAPE)
     else:
-        with contextlib.suppress(ElementNotInteractableException):
+        with contextlib.suppress(ElementNotInteractableException, ElementClickInterceptedException):
             page.find("#stop").click()
 
 
