@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +16,10 @@ from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
 from services.common.errors import ConfigError, PeerError
 from services.launch import standby
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
 from services.launch.ctl import describe_standby
+from services.launch.service import Launcher
 from services.launch.service_configs import with_address
 from services.launch.standby import Standby
 from services.launch.switched_address import SwitchedAddress
@@ -206,5 +211,46 @@ def test_a_worker_at_a_port_has_a_standby_only_by_mistake(tmp_path: Path) -> Non
             Standby("dense_worker", "loaded", Children(), address, FakeChild, section)
         status = Standby("dense_worker", "auto", Children(), address, FakeChild, section).status()
         assert status.state == launch_pb2.StandbyStatus.OFF and "TCP port" in status.reason
+
+    run(main)
+
+
+def test_in_a_launcher_a_ready_spare_is_the_worker_that_has_died_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Child, "module", "tests.support.workers.scripted_service")
+    keys = ("attention.address", "dense.address", "gateway.address", "gateway.http_address")
+    config = load_config(None, ["launch.stop_grace_s=5", *(f"{key}=unix:{tmp_path}/{key}" for key in keys)])
+    launcher = Launcher(config, argparse.Namespace(prompt=None, sample_prompt=None), asyncio.Event())
+
+    async def until(is_done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not is_done():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def are_ready() -> bool:
+        return all(each.status().state == launch_pb2.StandbyStatus.READY for each in launcher._standbys.values())
+
+    async def main() -> None:
+        await launcher.start()
+        running = asyncio.create_task(launcher.run())
+        standbys, children = launcher._standbys, launcher._children
+        try:
+            await until(are_ready)
+            for role in (DENSE_ROLE, ATTENTION_ROLE):
+                [present], spare = children.of_role(role), standbys[role].spare
+                assert spare is not None and present.pid is not None
+                os.kill(present.pid, signal.SIGKILL)
+                await until(lambda role=role, present=present: children.of_role(role) != [present])
+                assert children.of_role(role) == [spare] and spare.is_running and present.num_restarts == 0
+                assert standbys[role].status().num_take_overs == 1
+                link = tmp_path / f"{SECTIONS[role]}.address"
+                assert str(link.readlink()) == spare.address.removeprefix("unix:")
+            await until(are_ready)
+            assert not running.done()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await launcher.stop()
 
     run(main)
