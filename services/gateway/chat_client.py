@@ -9,11 +9,13 @@ unchanged text.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import readline  # noqa: F401  line editing and history for input()
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -40,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # a number too large for its field
         parser.error(str(error))
     credentials = read_credentials(parser, arguments)
-    with open_sync_channel(arguments.address, credentials, arguments.tls_server_name) as channel:
+    channel = open_sync_channel(arguments.address, credentials, arguments.tls_server_name)
+    with _freed_calls(), channel:
         api_key = arguments.api_key or api_key_of_environment()
         stub = gateway_pb2_grpc.GatewayStub(grpc.intercept_channel(channel, _ApiKey(api_key)) if api_key else channel)
         try:
@@ -133,6 +136,19 @@ def converse(
             messages.add(role="assistant", content=answer)
         else:
             del messages[-1]  # so that roles keep alternating
+
+
+@contextlib.contextmanager
+def _freed_calls() -> Iterator[None]:
+    """Frees the calls of the block at its end.
+
+    A failed call is its own exception, and so part of a cycle that only the garbage collector finds. Left to the end of
+    the interpreter it can wait forever for its lock: gRPC's thread may have been ended while it held it.
+    """
+    try:
+        yield
+    finally:
+        gc.collect()
 
 
 class _ApiKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):

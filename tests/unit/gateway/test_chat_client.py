@@ -82,6 +82,26 @@ def test_stop_after_ms_ends_the_request(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [(["--stop-after-ms", "300"], (0, 0)), (["--max-tokens", "0"], (1, 1))],  # status, lines on standard error
+    ids=["stop", "error"],
+)
+def test_the_process_ends_although_the_thread_of_grpc_is_slow(
+    tmp_path: Path, flags: list[str], expected: tuple[int, int]
+) -> None:
+    """The interpreter ends that thread, which then holds the lock of the ended call forever."""
+
+    async def test() -> None:
+        async with running_gateway(tmp_path, FakeDense(lambda submit: ids("begin"))) as gateway:
+            arguments = ["--address", gateway.address, "--prompt", "x", *flags]
+            client = ServiceProcess("tests.support.clients.slow_chat_client", *arguments)
+            status, _, stderr = await client.outcome()
+            assert (status, stderr.count("\n")) == expected
+
+    run(test())
+
+
 def test_a_refused_request_prints_one_line_and_ends_with_status_1(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_gateway(tmp_path, FakeDense(lambda submit: [])) as gateway:
