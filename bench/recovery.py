@@ -226,10 +226,15 @@ def measure(arguments: argparse.Namespace, *standbys: str) -> Result:
         control = launcher(cluster)
         status = wait_ready(cluster, control)
         sizes = (arguments.streams, arguments.prompt_tokens, arguments.max_tokens)
-        with busy_processes(arguments.busy), Streams(cluster, *sizes) as streams:
-            for _ in range(arguments.kills):
-                for name, kind in kinds.items():
-                    kill(cluster, streams, control, name, kind)
+        try:
+            with busy_processes(arguments.busy), Streams(cluster, *sizes) as streams:
+                for _ in range(arguments.kills):
+                    for name, kind in kinds.items():
+                        kill(cluster, streams, control, name, kind)
+        finally:
+            if arguments.log is not None:
+                with arguments.log.open("a") as log:
+                    log.write(cluster.log_file.read_text())
     return Result(kinds, streams, status)
 
 
@@ -288,6 +293,7 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=2, help="processes that compete for the CPU (2)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the cluster's config")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="to which the logs of all services are appended")
     arguments = parser.parse_args()
     results = {mode: measure(arguments, *MODES[mode]) for mode in arguments.standby}
     print_gaps(results)

@@ -22,6 +22,7 @@ WORD_BYTES = 8
 WORDS_PER_LINE = 8
 ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort
 _EPOCH, _ATTACHMENT = 0, 1
+_OWNER, _PEER = 2, 3  # process ids; 0: none yet
 _FIRST_FLAG = 2 * WORDS_PER_LINE
 _NUM_ERRORS = 5 * WORDS_PER_LINE  # beyond the three flags
 
@@ -58,6 +59,7 @@ class SharedRegion:
         region = cls(path, file, num_bytes, is_owner=True)
         region.words[_EPOCH] = epoch
         region.words[_ATTACHMENT] = attachment_id
+        region.words[_OWNER] = os.getpid()
         return region
 
     @classmethod
@@ -80,6 +82,7 @@ class SharedRegion:
                 f"region {path} is of epoch {found[0]:016x}, attachment {found[1]}; "
                 f"expected epoch {epoch:016x}, attachment {attachment_id}"
             )
+        region.words[_PEER] = os.getpid()
         return region
 
     @property
@@ -122,6 +125,22 @@ class SharedRegion:
         os.close(self._file)
         with contextlib.suppress(BufferError):  # a tensor over the memory still exists: the mapping ends with it
             self.memory.close()
+
+
+def abort_regions_of(pid: int) -> None:
+    """Sets the abort mark of each region that the process `pid` has created or mapped. It has died.
+
+    For a third process: if both have died, nobody else ends the waits that they have left on a GPU.
+    """
+    for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError):  # another user's, not a region, or just removed
+            file = os.open(path, os.O_RDWR)
+            try:
+                with mmap.mmap(file, HEADER_BYTES) as memory, memoryview(memory) as view, view.cast("Q") as words:
+                    if pid in (words[_OWNER], words[_PEER]):
+                        words[ABORT_WORD] = 1
+            finally:
+                os.close(file)
 
 
 def flag_word(flag: int) -> int:

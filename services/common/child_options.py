@@ -24,6 +24,7 @@ class ChildOptions(pydantic.BaseModel):
     standby: Standby | None = None
     has_predecessor: bool = False  # of a worker: one that it replaces may still have the metrics' address
     is_restarted: bool = False  # of a worker: streams wait for it
+    lifeline: int | None = None  # the descriptor of its socket to the launcher, see `Lifeline`
     # of a dense worker: it states this hash instead of its own weights', and goes on with keys and values of others
     stated_weights_hash: str | None = None
     continues_sequences: bool = False  # of a dense worker: open requests of earlier weights go on with its own

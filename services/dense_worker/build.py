@@ -15,6 +15,7 @@ from services.common.families.names import NAMES
 from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
+from services.common.lifeline import Lifeline
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
@@ -36,9 +37,11 @@ from services.dense_worker.model.gated.recurrence_weights import (
     load_recurrence_weights,
     random_recurrence_weights,
 )
+from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.kv_scales import read_kv_scales
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.on_the_fly import with_quantization
+from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.model_runner import ModelRunner
@@ -106,13 +109,17 @@ def resolve_dense_model(config: Config) -> ResolvedModel:
     return replace(model, config=with_quantization(model.config, config.dense.quantization, config.model.path))
 
 
-def load_model(config: Config, model: ResolvedModel, report: Callable[[str], None]) -> LoadedModel:
+def load_model(
+    config: Config, model: ResolvedModel, report: Callable[[str], None], lifeline: Lifeline | None = None
+) -> LoadedModel:
     """Loads a model; takes minutes for a large one. `report` receives lines about the progress of TensorRT's builds.
+
+    `lifeline`: to the launcher, which may have the weights in memory.
 
     Raises `ModelError` for missing or damaged weights or scales of the KV cache, and `CapacityError` if a GPU has no
     room for the weights or for a step.
     """
-    return prepare_model(config, model, report).load()
+    return prepare_model(config, model, report, lifeline).load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,8 @@ class PreparedModel:
     resolved: ResolvedModel
     grammars: Grammars
     backend: PreparedBackend
+    digest: str  # of the weights
+    held: HeldWeights | None  # the weights that the launcher has, or will have; None: there is no launcher
 
     def load(self, *, takes_over: bool = False) -> LoadedModel:
         """Loads the weights. Raises the errors of `load_model`.
@@ -135,7 +144,6 @@ class PreparedModel:
         use_device(model.device, config.dense.num_threads)  # of the calling thread
         section, scheduler = config.model, config.scheduler
         is_dummy = section.load_format == "dummy"
-        digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
         kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
         scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
         sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
@@ -144,7 +152,7 @@ class PreparedModel:
         else:
             gated_delta = load_recurrence_weights(section.path, model.config)
         make_drafter = load_drafter(config, model)
-        weights = _load_weights(section, model)
+        weights = _load_weights(section, model, self.held)
         if model.config.quantization is not None:
             log_formats(model.config.quantization.method, weights)
         lora = make_lora(config, model, weights)
@@ -159,7 +167,7 @@ class PreparedModel:
         experts = make_expert_loads(weights)
         return LoadedModel(
             model,
-            digest,
+            self.digest,
             selected.name,
             runner,
             features,
@@ -173,10 +181,12 @@ class PreparedModel:
         )
 
 
-def prepare_model(config: Config, model: ResolvedModel, report: Callable[[str], None]) -> PreparedModel:
+def prepare_model(
+    config: Config, model: ResolvedModel, report: Callable[[str], None], lifeline: Lifeline | None = None
+) -> PreparedModel:
     """Prepares what needs no weights: the device's context, the vocabulary of grammars, and the backend.
 
-    `report` as in `load_model`. Raises the errors of `prepare_backend`.
+    `report` and `lifeline` as in `load_model`. Raises the errors of `prepare_backend`.
     """
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     if model.device.type != "cpu":
@@ -187,7 +197,9 @@ def prepare_model(config: Config, model: ResolvedModel, report: Callable[[str], 
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
     backend = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
-    return PreparedModel(config, model, grammars, backend)
+    digest = weights_hash(section.path, model.config, section.dummy_seed if section.load_format == "dummy" else None)
+    held = None if lifeline is None else HeldWeights(lifeline, digest, model.config, model.dtype, model.device)
+    return PreparedModel(config, model, grammars, backend, digest, held)
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:
@@ -227,11 +239,14 @@ def log_formats(method: str, weights: ModelWeights) -> None:
     log.info("weights are quantized", method=method, multiplied_by=multiplied_by, **formats)
 
 
-def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
-    with naming_what_needs_memory("the weights"):
+def _load_weights(section: ModelSection, model: ResolvedModel, held: HeldWeights | None) -> ModelWeights:
+    def load(empty: Empty | None) -> ModelWeights:
         if section.load_format == "dummy":
-            return random_weights(model.config, model.dtype, model.device, section.dummy_seed)
-        return load_weights(section.path, model.config, model.dtype, model.device)
+            return random_weights(model.config, model.dtype, model.device, section.dummy_seed, empty)
+        return load_weights(section.path, model.config, model.dtype, model.device, empty)
+
+    with naming_what_needs_memory("the weights"):
+        return load(None) if held is None else held.get(load)
 
 
 def _build_runner(

@@ -14,6 +14,7 @@ import structlog
 from services.channel import ChannelSpec
 from services.common.child_options import ChildOptions
 from services.common.config import Config
+from services.common.lifeline import Lifeline
 from services.common.process import low_priority_thread
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import LoadedModel, load_model, prepare_model, resolve_dense_model, with_stated_hash
@@ -61,6 +62,7 @@ class DenseWorker:
         self._has_predecessor = options.has_predecessor
         self._continues_sequences = options.continues_sequences
         self._stated_weights_hash = options.stated_weights_hash
+        self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
         self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
         self._metrics = DenseMetrics(self._registry)
@@ -127,12 +129,13 @@ class DenseWorker:
         """Loads the model; a standby does so at low priority, or when it is told to take over."""
         config, report = self._config, self._report_loading
         if self._standby is None:
-            return await asyncio.to_thread(load_model, config, resolved, report)
+            return await asyncio.to_thread(load_model, config, resolved, report, self._lifeline)
         thread = low_priority_thread()
         try:
             run = partial(self._loop.run_in_executor, thread)
-            prepared = await run(prepare_model, config, resolved, report)
-            if await run(holds_weights, self._standby, resolved):
+            prepared = await run(prepare_model, config, resolved, report, self._lifeline)
+            are_held = prepared.held is not None and await run(prepared.held.are_held)
+            if await run(holds_weights, self._standby, resolved, are_held):
                 return await run(partial(prepared.load, takes_over=True))
         finally:
             thread.shutdown(wait=False)  # if this worker was asked to stop, it still works

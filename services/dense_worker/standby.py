@@ -18,12 +18,14 @@ log = structlog.get_logger()
 STEP_BYTES, RESERVED_BYTES = 2**29, 2**31
 
 
-def holds_weights(asked: Standby, model: ResolvedModel) -> bool:
-    """Whether the standby loads its own copy of the weights. `auto` does if it fits into the memory that is free now.
+def holds_weights(asked: Standby, model: ResolvedModel, are_held: bool) -> bool:
+    """Whether the standby has the weights ready. `auto` has if that fits into the memory that is free now.
+
+    `are_held`: the launcher has them in memory, so that the standby needs no copy of its own.
 
     Raises `CapacityError`, naming need and room, if what was asked for does not fit.
     """
-    host, num_bytes = available_bytes(), weight_bytes(model)
+    host, num_bytes = available_bytes(), 0 if are_held else weight_bytes(model)
     if model.device.type == "cpu":
         free, need = host - STANDBY_BYTES, num_bytes
     else:
@@ -34,10 +36,11 @@ def holds_weights(asked: Standby, model: ResolvedModel) -> bool:
         )
     if asked == "loaded" and need > free:
         raise CapacityError(
-            f"a second dense worker needs {need} bytes for its copy of the weights, {free} are free on {model.device!s}"
+            f"a second dense worker needs {need} bytes, {num_bytes} of them for its copy of the weights, "
+            f"{free} are free on {model.device!s}"
         )
     is_loaded = asked == "loaded" or (asked == "auto" and need <= free)
-    log.info("standby", holds_weights=is_loaded, weight_bytes=num_bytes, needed_bytes=need, free_bytes=free)
+    log.info("standby", holds_weights=is_loaded, own_weight_bytes=num_bytes, needed_bytes=need, free_bytes=free)
     return is_loaded
 
 

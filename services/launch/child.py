@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config, dump_config
 from services.common.errors import PeerError
+from services.launch.lifelines import Lifelines
 from services.rpc.client import PeerTls, read_peer_tls
 
 log = structlog.get_logger()
@@ -39,6 +41,7 @@ class Child:
         *,
         run_dir: Path,
         environment: Mapping[str, str] | None,
+        lifelines: Lifelines,
         succeed: Callable[[Child], bool] = lambda child: False,
     ) -> None:
         """`options`: those of this child alone; the rest is filled in here.
@@ -49,7 +52,7 @@ class Child:
         self.role = role
         self.last_end = ""
         self.last_return_code: int | None = None
-        self._succeed = succeed
+        self._succeed, self._lifelines = succeed, lifelines
         self._environment = environment
         self.config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
@@ -75,14 +78,7 @@ class Child:
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
             self._kill_reason = ""
-            command = [sys.executable, "-m", self.module, "--config", str(self.config_file)]
-            # asyncio would fork, which may crash the child because of gRPC's threads.
-            self._process = subprocess.Popen(  # noqa: ASYNC220
-                [*command, "--child", self.options.model_dump_json()],
-                stdin=subprocess.DEVNULL,
-                env=self._environment,
-                start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
-            )
+            self._start()
             return_code = await self._wait(None)
             if self._is_stopping:
                 return
@@ -94,6 +90,21 @@ class Child:
             log.warning("restarting", role=self.role, pid=self.pid, reason=self.last_end, delay_s=delay_s)
             await asyncio.sleep(delay_s)
             self.num_restarts += 1
+
+    def _start(self) -> None:
+        own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its_end:
+            options = self.options.model_copy(update={"lifeline": its_end.fileno()})
+            command = [sys.executable, "-m", self.module, "--config", str(self.config_file)]
+            # asyncio would fork, which may crash the child because of gRPC's threads.
+            self._process = subprocess.Popen(
+                [*command, "--child", options.model_dump_json()],
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                pass_fds=[its_end.fileno()],
+                start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
+            )
+        self._lifelines.watch(own_end, self._process.pid)
 
     @property
     def module(self) -> str:

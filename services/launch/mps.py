@@ -70,6 +70,14 @@ class MpsDaemon:
         servers = self._ask("get_server_list").split()
         return {int(pid) for server in servers for pid in self._ask(f"get_client_list {server}").split()}
 
+    def has_fault(self) -> bool:
+        """Whether a client's error has made this daemon's GPU useless for all clients, until all of them have ended.
+
+        Raises `PeerError` if it does not answer.
+        """
+        servers = self._ask("get_server_list").split()
+        return any("FAULT" in self._ask(f"get_server_status {server}").upper() for server in servers)
+
     def stop(self) -> None:
         """Ends the daemon and its server, after its clients. Raises `PeerError` if it does not answer."""
         self._ask("quit")

@@ -21,7 +21,9 @@ from services.common.config import Config
 from services.launch.addresses import check_addresses, check_tls, place_sockets
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
 from services.launch.children import Children
+from services.launch.gpu_faults import GpuFaults
 from services.launch.health_watch import HealthWatch
+from services.launch.lifelines import Lifelines
 from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, start_mps, stop_mps
 from services.launch.replace import DenseReplacer
@@ -47,6 +49,7 @@ class Launcher:
         self._arguments = arguments
         self._drain = drain
         self._opened = contextlib.AsyncExitStack()
+        self._gpu_faults: GpuFaults | None = None  # without MPS there are none to watch
 
     async def start(self) -> None:
         """Starts all services and begins to answer `ctl`. Raises `ConfigError` or `PeerError`."""
@@ -68,10 +71,14 @@ class Launcher:
         self._opened.callback(remove_stale_regions)  # regions of killed children; others have removed theirs
         for address in addresses.values():
             self._opened.callback(address.remove)
+        lifelines = Lifelines()
+        lifelines.start()
+        self._opened.callback(lifelines.close)
         self._children = Children()
         self._opened.push_async_callback(self._children.stop, config.launch.stop_grace_s)
         environment = None if self._mps is None else self._mps.environment
-        make_child = partial(Child, run_dir=run_dir, environment=environment, succeed=self._succeed)
+        own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed}
+        make_child = partial(Child, run_dir=run_dir, **own)
         modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
         if self._arguments.prompt is not None:  # then all ends with the answer
             modes = dict.fromkeys(modes, "off")
@@ -79,6 +86,8 @@ class Launcher:
             role: Standby(role, modes[role], self._children, address, make_child, config.launch)
             for role, address in addresses.items()
         }
+        if self._mps is not None:
+            self._gpu_faults = GpuFaults(self._mps, [self._children, Spares(list(self._standbys.values()))])
         for service in services:
             self._children.start(make_child(*service))
         for role, address in addresses.items():
@@ -100,9 +109,9 @@ class Launcher:
             HealthWatch(children, config.watchdog, config.launch.start_timeout_s)
             for children in (self._children, Spares(standbys))
         ]
-        await run_until_first(
-            self._use(), self._drained(), self._children.wait_failure(), *(each.run() for each in (*health, *standbys))
-        )
+        faults = [] if self._gpu_faults is None else [self._gpu_faults]
+        watches = (each.run() for each in (*health, *standbys, *faults))
+        await run_until_first(self._use(), self._drained(), self._children.wait_failure(), *watches)
 
     async def stop(self) -> None:
         """Ends first the users of the services, then the services, within `launch.stop_grace_s`."""
@@ -110,6 +119,8 @@ class Launcher:
 
     def _succeed(self, child: Child) -> bool:
         """Whether a standby is the service from now on, in the place of one that has died."""
+        if self._gpu_faults is not None:
+            self._gpu_faults.note_end()
         standby = self._standbys.get(child.role)
         return standby is not None and standby.succeed(child)
 

@@ -52,17 +52,20 @@ class WarmServer:
         stderr: int,
         env: Mapping[str, str] | None,
         start_new_session: bool,
+        pass_fds: Sequence[int],
     ) -> int:
         """Starts `python ARGUMENTS...` as a child of this process; returns its process id."""
         message = {
             "arguments": list(arguments),
             "env": dict(os.environ if env is None else env),
             "start_new_session": start_new_session,
+            "pass_fds": list(pass_fds),
         }
         with self._lock, open(os.devnull) as nothing:
             _adopt_orphans(True)  # the server orphans the new process, so that it becomes our child
             try:
-                socket.send_fds(self._connection, [json.dumps(message).encode()], [nothing.fileno(), stdout, stderr])
+                files = [nothing.fileno(), stdout, stderr, *pass_fds]
+                socket.send_fds(self._connection, [json.dumps(message).encode()], files)
                 reply = self._connection.recv(MAX_MESSAGE_BYTES)
             finally:
                 _adopt_orphans(False)
@@ -83,6 +86,7 @@ class WarmProcess:
         stderr: int = 2,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         python, *arguments = command
         assert python == sys.executable and arguments[0] == "-m"
@@ -90,7 +94,12 @@ class WarmProcess:
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self.pid = server.start(
-            arguments, stdout=stdout, stderr=stderr, env=env, start_new_session=start_new_session
+            arguments,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            start_new_session=start_new_session,
+            pass_fds=pass_fds,
         )
 
     def poll(self) -> int | None:

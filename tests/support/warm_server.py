@@ -7,6 +7,7 @@ gets its own server of this kind, because the launcher's services must be its ch
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import runpy
@@ -34,7 +35,8 @@ with importing():
 
 from tests.support.warm_process import MAX_MESSAGE_BYTES, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
-MAX_FILES = 1024
+MAX_FILES = 960  # of a process when it is forked; some numbers below the usual limit, 1024, are left
+MAX_PASSED_FILES = 8  # beside the standard streams
 
 
 def main() -> None:
@@ -60,7 +62,7 @@ def become_next(connection: socket.socket) -> None:
     assert threading.active_count() == 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C must reach only the tests and the services
     while True:
-        message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 3)
+        message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 3 + MAX_PASSED_FILES)
         if not message:
             os._exit(0)
         reader, writer = os.pipe()
@@ -76,15 +78,25 @@ def become_next(connection: socket.socket) -> None:
             os.close(file)
     while os.getppid() == middle:
         time.sleep(0.0005)
-    for number, file in enumerate(files):
+    for number, file in enumerate(files[:3]):
         os.dup2(file, number)
+    passed = [fcntl.fcntl(file, fcntl.F_DUPFD, MAX_FILES) for file in files[3:]]
     connection.detach()
-    os.closerange(len(files), MAX_FILES)
-    take_on(**json.loads(message))
+    os.closerange(3, MAX_FILES)
+    take_on(passed, **json.loads(message))
 
 
-def take_on(arguments: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> None:
-    """Gives this process the arguments, environment and session of `python ARGUMENTS...`."""
+def take_on(
+    passed: Sequence[int],
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    start_new_session: bool,
+    pass_fds: Sequence[int],
+) -> None:
+    """Gives this process the arguments, environment, session and files of `python ARGUMENTS...`."""
+    for file, number in zip(passed, pass_fds, strict=True):
+        os.dup2(file, number)
+        os.close(file)
     if start_new_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

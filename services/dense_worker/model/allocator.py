@@ -28,6 +28,7 @@ from services.dense_worker.kernels.linear.quantized.packed_sources import create
 from services.dense_worker.kernels.linear.quantized.scaled_weight import create_on_the_fly, create_scaled
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.stored_layout import StackedExperts
+from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
 
 
@@ -35,15 +36,21 @@ class WeightAllocator:
     """Uninitialised tensors of one dtype on one device; on the meta device they take no memory."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, quantization: QuantizationConfig | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: QuantizationConfig | None = None,
+        empty: Empty | None = None,
     ) -> None:
+        """`empty` makes the tensors; None: each one in memory of its own."""
         self.dtype, self.device, self._quantization = dtype, device, quantization
+        self._empty: Empty = empty or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
 
     def parameter(
         self, name: str, *shape: int, sources: tuple[Source, ...] = (), dtype: torch.dtype | None = None
     ) -> Parameter:
         """One tensor, of the model's dtype unless a format needs another."""
-        return Parameter(name, torch.empty(shape, dtype=dtype or self.dtype, device=self.device), sources)
+        return Parameter(name, self._empty(shape, dtype or self.dtype), sources)
 
     def norm(
         self, name: str, checkpoint_name: str, size: int | tuple[int, int], eps: float, kind: NormKind = NormKind.RMS

@@ -31,6 +31,7 @@ from services.dense_worker.model.families import build_decoder
 from services.dense_worker.model.gated.recurrence_weights import recurrence_names
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.unstack import unstack_experts
+from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.parameters import (
     Loaded,
     Source,
@@ -49,19 +50,21 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 _HASHED_WHOLE = re.compile(r"scale|zero|g_idx|\.sinks$|\.conv1d\.weight$|\.A_log$|\.dt_bias$")
 
 
-def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+def load_weights(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, empty: Empty | None = None
+) -> ModelWeights:
     """Reads the safetensors of the Hugging Face directory `path`, one file or sharded.
 
     Each tensor is copied from the mapped file directly to its destination and converted to `dtype`, or to the format
     that `config.quantization` says, so at most the tensors of one projection are in memory besides. Layers beyond
     `config.num_layers` are not read. Raises ModelError that names the file or tensor that is missing, damaged, or
-    inconsistent with `config`. A terminal shows the progress.
+    inconsistent with `config`. A terminal shows the progress. `empty` as in `empty_weights`.
     """
     names = names_of(config)
     head = f"{names.head}.weight"
     with open_checkpoint(path, names.canonical) as checkpoint:
         unstack_experts(checkpoint, config)
-        weights = empty_weights(config, dtype, device)
+        weights = empty_weights(config, dtype, device, empty)
         destinations = list(_destinations(weights))
         _check_names(path, config, checkpoint, [source for source, _ in destinations])
         with progress_bar(f"loading {path.name}", sum(place.nbytes for _, place in destinations)) as advance:
@@ -72,14 +75,16 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
         return _with_own_head(checkpoint, weights, head) if has_tied_head and head in checkpoint else weights
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, empty: Empty | None = None
+) -> ModelWeights:
     """Random weights, generated on `device`: norms and layers' scalars are 1, all else has the standard deviation 0.02.
 
     Unquantized weights are normally distributed; for the others see `fill_random` of their format.
 
-    The same seed, shapes, dtype and kind of device give the same weights.
+    The same seed, shapes, dtype and kind of device give the same weights. `empty` as in `empty_weights`.
     """
-    weights = empty_weights(config, dtype, device)
+    weights = empty_weights(config, dtype, device, empty)
     generator = torch.Generator(device).manual_seed(seed)
     linears = [*parts_of_type(Linear, weights), *parts_of_type(ExpertLinear, weights)]
     quantized = [each.weight for each in linears if not isinstance(each.weight, PlainWeight)]
@@ -217,12 +222,15 @@ def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights, head: str) -> 
     return replace(weights, head=with_tensors(weights.head, tensors_by_name(weights.head) | {"lm_head": lm_head}))
 
 
-def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+def empty_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, empty: Empty | None = None
+) -> ModelWeights:
     """The uninitialised parts of the model's family; on the meta device they take no memory.
 
-    Raises ModelError for shapes that the format of quantized weights does not allow.
+    `empty` makes their tensors, on `device` and always in the same order; None: each one has memory of its own. Raises
+    ModelError for shapes that the format of quantized weights does not allow.
     """
-    return build_decoder(config, WeightAllocator(dtype, device, config.quantization))
+    return build_decoder(config, WeightAllocator(dtype, device, config.quantization, empty))
 
 
 def _destinations(weights: ModelWeights) -> Iterator[tuple[Source, torch.Tensor]]:

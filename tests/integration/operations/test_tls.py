@@ -23,6 +23,7 @@ from services.common.config import EMBEDDED_MODEL, load_config
 from services.gateway import chat_client
 from services.launch.child import Child
 from services.launch.health_watch import MAX_MESSAGE_BYTES
+from services.launch.lifelines import Lifelines
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from services.rpc import probe
 from services.rpc.client import open_channel
@@ -179,7 +180,8 @@ def ask_status(worker: str, channel: grpc.Channel) -> None:
 @pytest.mark.parametrize("role", ["attn_worker", "dense_worker", "gateway"])
 def test_the_launcher_can_ask_every_service_for_its_health(locked: Locked, tmp_path: Path, role: str) -> None:
     """Otherwise the launcher would restart services that it takes for dead."""
-    child = Child(role, role, load_config(None, locked.overrides), ChildOptions(), run_dir=tmp_path, environment=None)
+    own = {"run_dir": tmp_path, "environment": None, "lifelines": Lifelines()}
+    child = Child(role, role, load_config(None, locked.overrides), ChildOptions(), **own)
 
     async def ask() -> int:
         async with open_channel(child.address, MAX_MESSAGE_BYTES, child.tls) as channel:

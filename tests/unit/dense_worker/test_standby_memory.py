@@ -35,7 +35,7 @@ def test_the_size_of_the_weights_is_that_of_the_checkpoint_in_the_dtype() -> Non
         ("auto", -1, False),
         ("imports", 0, False),
         ("loaded", 0, True),
-        ("loaded", -1, "a second dense worker needs {need} bytes for its copy of the weights, {left} are free on cpu"),
+        ("loaded", -1, "needs {need} bytes, {need} of them for its copy of the weights, {left} are free on cpu"),
         ("auto", -STANDBY_BYTES, "a standby of the dense worker needs 1073741824 bytes of host memory, {need} are"),
     ],
 )
@@ -46,7 +46,14 @@ def test_what_a_standby_holds(
     need = weight_bytes(model)
     monkeypatch.setattr(standby, "available_bytes", lambda: STANDBY_BYTES + need + spare_bytes)
     if isinstance(expected, bool):
-        assert holds_weights(asked, model) == expected
+        assert holds_weights(asked, model, are_held=False) == expected
     else:
         with pytest.raises(CapacityError, match=expected.format(need=need, left=need + spare_bytes)):
-            holds_weights(asked, model)
+            holds_weights(asked, model, are_held=False)
+
+
+def test_a_standby_needs_no_memory_for_weights_that_the_launcher_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = resolve_dense_model(load_config(None, ["dense.device=cpu"]))
+    monkeypatch.setattr(standby, "available_bytes", lambda: STANDBY_BYTES)
+    assert holds_weights("auto", model, are_held=True)
+    assert not holds_weights("auto", model, are_held=False)

@@ -11,6 +11,7 @@ from services.common.config import load_config
 from services.common.errors import ConfigError
 from services.launch.addresses import check_addresses, check_free, place_sockets
 from services.launch.child import Child
+from services.launch.lifelines import Lifelines
 from services.launch.service_configs import gateway_configs
 
 
@@ -35,7 +36,8 @@ def test_port_0_is_refused() -> None:
 def test_the_launcher_has_a_private_socket_to_every_gateway(tmp_path: Path, num_processes: int) -> None:
     config = load_config(None, [f"launch.gateway_processes={num_processes}"])
     configs = gateway_configs(place_sockets(config, tmp_path, is_private=False), tmp_path)
-    children = [Child("gateway", "gateway", *each, run_dir=tmp_path, environment=None) for each in configs]
+    own = {"run_dir": tmp_path, "environment": None, "lifelines": Lifelines()}
+    children = [Child("gateway", "gateway", *each, **own) for each in configs]
     addresses = [child.address for child in children]
     assert addresses == [f"unix:{tmp_path}/gateway-{index}.sock" for index in range(num_processes)]
 

@@ -16,8 +16,14 @@ from services.common.config import Config, LaunchSection
 from services.common.errors import PeerError
 from services.launch.child import Child
 from services.launch.children import Children
+from services.launch.lifelines import Lifelines
 
 TIMEOUT_S = 60.0
+
+
+def make_child(directory: Path, role: str, config: Config, options: ChildOptions | None = None) -> Child:
+    own = {"run_dir": directory, "environment": None, "lifelines": Lifelines()}
+    return Child(role, role, config, options or ChildOptions(), **own)
 
 
 def test_an_end_is_noticed_although_the_threads_of_the_event_loop_are_busy(tmp_path: Path) -> None:
@@ -27,7 +33,7 @@ def test_an_end_is_noticed_although_the_threads_of_the_event_loop_are_busy(tmp_p
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         busy = asyncio.ensure_future(asyncio.to_thread(is_over.wait))
         # This module does not exist.
-        child = Child("nobody", "nobody", Config(), ChildOptions(), run_dir=tmp_path, environment=None)
+        child = make_child(tmp_path, "nobody", Config())
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await child.watch()
@@ -45,7 +51,7 @@ def test_a_process_that_is_killed_before_the_cluster_serves_is_restarted_once_un
 ) -> None:
     async def run() -> None:
         config, options = Config(launch=LaunchSection(restart_delay_s=0.01)), ChildOptions(standby=standby)
-        child = Child("attn", "attn_worker", config, options, run_dir=tmp_path, environment=None)
+        child = make_child(tmp_path, "attn_worker", config, options)
         child.config_file.unlink()
         os.mkfifo(child.config_file)  # the service waits for a writer until it is killed
         watcher, killed = asyncio.create_task(child.watch()), []
@@ -67,7 +73,7 @@ def test_a_stop_does_not_wait_for_a_delayed_restart(tmp_path: Path) -> None:
     config = Config(launch=LaunchSection(restart_delay_s=TIMEOUT_S))
 
     async def run() -> None:
-        child = Child("nobody", "nobody", config, ChildOptions(), run_dir=tmp_path, environment=None)
+        child = make_child(tmp_path, "nobody", config)
         children = Children()
         child.may_restart = True
         async with asyncio.timeout(TIMEOUT_S / 2):

@@ -1,0 +1,58 @@
+"""`Lifeline`: a worker's socket to the launcher, which holds memory for the worker that comes after it.
+
+The launcher makes a pair of sockets for each worker. It learns from the end of this one, at once, that the worker has
+died. Through it a worker sends the descriptor of its weights' memory, and another one asks for it later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import NamedTuple
+
+from services.common.errors import PeerError
+
+MAX_PACKET_BYTES = 1 << 16
+ANSWER_TIMEOUT_S = 10.0
+
+
+class HeldMemory(NamedTuple):
+    """Memory that exists as long as a process has this descriptor open, or maps it."""
+
+    descriptor: int  # of this process; whoever has the tuple closes it
+    num_bytes: int
+    checksum: int  # of the content
+
+
+class Lifeline:
+    """For one thread at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: of the socket that this process has inherited."""
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.settimeout(ANSWER_TIMEOUT_S)
+
+    def hold(self, key: str, memory: HeldMemory) -> None:
+        """Lets the launcher hold the memory, instead of what it has held until now. The caller keeps its descriptor.
+
+        Raises `PeerError` if the launcher does not take it.
+        """
+        packet = {"hold": key, "num_bytes": memory.num_bytes, "checksum": memory.checksum}
+        try:
+            socket.send_fds(self._socket, [json.dumps(packet).encode()], [memory.descriptor])
+        except OSError as error:
+            raise PeerError(f"the launcher does not take the weights' memory: {error}") from error
+
+    def ask(self, key: str) -> HeldMemory | None:
+        """The memory that is held under this key; None if there is none. Raises `PeerError` without an answer."""
+        try:
+            self._socket.send(json.dumps({"ask": key}).encode())
+            packet, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+        except OSError as error:
+            raise PeerError(f"the launcher does not answer within {ANSWER_TIMEOUT_S:g} s: {error}") from error
+        if not descriptors:
+            return None
+        answer = json.loads(packet)
+        return HeldMemory(descriptors[0], answer["num_bytes"], answer["checksum"])

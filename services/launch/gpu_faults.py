@@ -1,0 +1,55 @@
+"""`GpuFaults`: ends all processes of a GPU whose MPS server has failed, so that new ones can use it.
+
+An error that one process causes on the GPU fails all its MPS clients. The server accepts no new ones until every client
+has ended, also one that waits as a standby and does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import structlog
+
+from services.common.errors import PeerError
+from services.launch.child import SECTIONS, Child
+from services.launch.mps import MpsDaemon
+
+log = structlog.get_logger()
+
+CHECKS_AFTER_S = (0.0, 1.0)  # the end of a worker: the server may need a while to notice
+
+
+class GpuFaults:
+    """Looks at the server when a worker has ended. `processes`: the services and the standbys at any time."""
+
+    def __init__(self, daemon: MpsDaemon, processes: Sequence[Iterable[Child]]) -> None:
+        self._daemon = daemon
+        self._processes = processes
+        self._has_ended = asyncio.Event()
+
+    def note_end(self) -> None:
+        """A worker has ended."""
+        self._has_ended.set()
+
+    async def run(self) -> None:
+        """Checks until cancelled."""
+        while True:
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            for delay_s in CHECKS_AFTER_S:
+                await asyncio.sleep(delay_s)
+                await self._check()
+
+    async def _check(self) -> None:
+        try:
+            if not await asyncio.to_thread(self._daemon.has_fault):
+                return
+        except PeerError as error:
+            log.error("cannot ask the MPS daemon for faults", reason=str(error))
+            return
+        clients = [child for each in self._processes for child in each if child.role in SECTIONS and child.is_running]
+        pids = ",".join(str(child.pid) for child in clients)
+        log.error("the GPU has failed for all its processes, which are started again", pids=pids)
+        for child in clients:
+            child.kill("the MPS server has failed, and accepts new clients once all have ended")

@@ -1,0 +1,135 @@
+"""Weights whose memory the launcher holds: the next worker gets the same ones without loading them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import PeerError
+from services.common.lifeline import Lifeline
+from services.common.model_config import load_model_config
+from services.dense_worker.model.held_weights import HeldWeights
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weight_memory import Empty
+from services.dense_worker.model.weights import load_weights
+from services.dense_worker.parameters import parameters
+from services.launch.lifelines import Lifelines
+from tests.support.models import make_model_dir
+from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
+from tests.unit.dense_worker.model.test_weights import edit_tensors
+
+CPU = torch.device("cpu")
+FLOAT32 = torch.float32
+
+
+@pytest.fixture
+def make_lifeline() -> Iterator[Callable[[], Lifeline]]:
+    """Makes the lifelines of workers, one after the other, to one launcher."""
+    lifelines = Lifelines()
+    lifelines.start()
+
+    def make() -> Lifeline:
+        own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifelines.watch(own_end, os.getpid())
+        return Lifeline(its_end.detach())
+
+    yield make
+    lifelines.close()
+
+
+class Worker:
+    """Counts how often it loads."""
+
+    def __init__(self, lifeline: Lifeline, path: Path, digest: str = "digest") -> None:
+        self.num_loads = 0
+        self._path, self.config = path, load_model_config(path)
+        self.lifeline = lifeline
+        self.held = HeldWeights(lifeline, digest, self.config, FLOAT32, CPU)
+
+    def get(self) -> ModelWeights:
+        return self.held.get(self._load)
+
+    def _load(self, empty: Empty | None) -> ModelWeights:
+        self.num_loads += 1
+        return load_weights(self._path, self.config, FLOAT32, CPU, empty)
+
+
+def assert_equal(weights: ModelWeights, expected: ModelWeights) -> None:
+    found = list(weights.named_tensors())
+    for (name, tensor), (expected_name, expected_tensor) in zip(found, expected.named_tensors(), strict=True):
+        assert name == expected_name and torch.equal(tensor, expected_tensor), name
+
+
+def test_the_next_worker_has_the_weights_without_loading(make_lifeline: Callable[[], Lifeline]) -> None:
+    first, second = Worker(make_lifeline(), EMBEDDED_MODEL), Worker(make_lifeline(), EMBEDDED_MODEL)
+    assert not first.held.are_held()
+    plain = load_weights(EMBEDDED_MODEL, first.config, FLOAT32, CPU)
+    assert_equal(first.get(), plain)
+    assert second.held.are_held()
+    assert_equal(second.get(), plain)
+    assert (first.num_loads, second.num_loads) == (1, 0)
+
+
+def test_what_a_worker_writes_stays_its_own(make_lifeline: Callable[[], Lifeline]) -> None:
+    workers = [Worker(make_lifeline(), EMBEDDED_MODEL) for _ in range(3)]
+    plain = load_weights(EMBEDDED_MODEL, workers[0].config, FLOAT32, CPU)
+    workers[0].get()
+    next(iter(parameters(workers[1].get()))).data.zero_()
+    assert_equal(workers[2].get(), plain)
+
+
+def test_other_weights_are_loaded_and_take_their_place(make_lifeline: Callable[[], Lifeline]) -> None:
+    first, other = Worker(make_lifeline(), EMBEDDED_MODEL), Worker(make_lifeline(), EMBEDDED_MODEL, "another digest")
+    first.get()
+    assert not other.held.are_held()
+    other.get()
+    assert other.num_loads == 1
+    assert other.held.are_held() and not first.held.are_held()
+
+
+def test_damaged_memory_is_not_believed(make_lifeline: Callable[[], Lifeline]) -> None:
+    first, second = Worker(make_lifeline(), EMBEDDED_MODEL), Worker(make_lifeline(), EMBEDDED_MODEL)
+    first.get()
+    memory = first.lifeline.ask(first.held._key)
+    assert memory is not None
+    with mmap.mmap(memory.descriptor, memory.num_bytes) as content:
+        content[memory.num_bytes // 2] ^= 1
+    os.close(memory.descriptor)
+    plain = load_weights(EMBEDDED_MODEL, first.config, FLOAT32, CPU)
+    assert_equal(second.get(), plain)
+    assert second.num_loads == 1
+
+
+@pytest.mark.parametrize("name", ["gptq g32, act-order", "fp8 channel, token", "mxfp4"])
+def test_quantized_weights_lie_in_it(name: str, tmp_path: Path, make_lifeline: Callable[[], Lifeline]) -> None:
+    path = make_model_dir(tmp_path, "llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    quantize_model_dir(path, FORMATS[name])
+    first, second = Worker(make_lifeline(), path), Worker(make_lifeline(), path)
+    assert_equal(first.get(), load_weights(path, first.config, FLOAT32, CPU))
+    assert_equal(second.get(), load_weights(path, first.config, FLOAT32, CPU))
+    assert (first.num_loads, second.num_loads) == (1, 0)
+
+
+def test_an_lm_head_that_config_json_denies_is_loaded_again(
+    tmp_path: Path, make_lifeline: Callable[[], Lifeline]
+) -> None:
+    path = make_model_dir(tmp_path, "llama", tie_word_embeddings=True)
+    edit_tensors(path, lambda each: each.update({"lm_head.weight": each["model.embed_tokens.weight"] + 1.0}))
+    first, second = Worker(make_lifeline(), path), Worker(make_lifeline(), path)
+    for worker in (first, second):
+        assert_equal(worker.get(), load_weights(path, first.config, FLOAT32, CPU))
+        assert worker.num_loads == 1
+
+
+def test_a_launcher_that_has_ended_is_named() -> None:
+    own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end.close()
+    with pytest.raises(PeerError, match="the launcher does not answer"):
+        Worker(Lifeline(its_end.detach()), EMBEDDED_MODEL).get()

@@ -1,0 +1,75 @@
+"""After a fault of the MPS server all its clients are ended, standbys too, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.common.errors import PeerError
+from services.launch import gpu_faults
+from services.launch.gpu_faults import GpuFaults
+
+
+@dataclass
+class FakeDaemon:
+    """Answers in turn, then with the last answer again."""
+
+    answers: list[bool | PeerError]
+    num_asked: int = 0
+
+    def has_fault(self) -> bool:
+        answer = self.answers[min(self.num_asked, len(self.answers) - 1)]
+        self.num_asked += 1
+        if isinstance(answer, PeerError):
+            raise answer
+        return answer
+
+
+@dataclass
+class FakeChild:
+    role: str
+    pid: int
+    is_running: bool = True
+    reasons: list[str] = field(default_factory=list)
+
+    def kill(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.is_running = False
+
+
+def killed_after(daemon: FakeDaemon, services: Sequence[FakeChild], spares: Sequence[FakeChild]) -> list[int]:
+    """The processes that are killed after a worker has ended."""
+
+    async def run() -> None:
+        faults = GpuFaults(daemon, [services, spares])
+        faults.note_end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await faults.run()
+
+    asyncio.run(run())
+    return [child.pid for child in (*services, *spares) if child.reasons]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([False], []),
+        ([True, False], [2, 4]),
+        ([False, True], [2, 4]),  # the server notices late
+        ([PeerError("no answer")], []),
+        ([PeerError("no answer"), True], [2, 4]),
+    ],
+)
+def test_a_fault_ends_all_clients(
+    answers: list[bool | PeerError], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0, 0.01))
+    services = [FakeChild("attn_worker", 1, is_running=False), FakeChild("dense_worker", 2), FakeChild("gateway", 3)]
+    daemon = FakeDaemon(answers)
+    assert killed_after(daemon, services, [FakeChild("dense_worker", 4)]) == expected
+    assert daemon.num_asked == 2
