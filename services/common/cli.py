@@ -9,6 +9,7 @@ from pathlib import Path
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
 from services.common.errors import ConfigError
+from services.common.lifeline import move_up
 from services.common.process import die_with_parent
 
 
@@ -30,6 +31,8 @@ def parse_service_args(prog: str, argv: Sequence[str]) -> tuple[Config, ChildOpt
     options: ChildOptions = arguments.child
     if options.launcher_pid is not None:
         die_with_parent(options.launcher_pid)
+    if options.lifeline is not None:
+        options = options.model_copy(update={"lifeline": move_up(options.lifeline)})
     try:
         return load_config(arguments.config, arguments.set), options
     except ConfigError as error:

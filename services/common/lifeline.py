@@ -6,8 +6,10 @@ died. Through it a worker sends the descriptor of its weights' memory, and anoth
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import socket
 from typing import NamedTuple
 
@@ -15,6 +17,19 @@ from services.common.errors import PeerError
 
 MAX_PACKET_BYTES = 1 << 16
 ANSWER_TIMEOUT_S = 10.0
+
+
+# Linux closes the files of a dead process from the highest number down. The lifeline must end before the connections to
+# the GPU do, which takes tens of milliseconds.
+HIGH_DESCRIPTOR = 1000
+
+
+def move_up(descriptor: int) -> int:
+    """Gives a worker's end of its lifeline a high number, and keeps it from processes that the worker starts."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1
+    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min(HIGH_DESCRIPTOR, most))
+    os.close(descriptor)
+    return high
 
 
 class HeldMemory(NamedTuple):
@@ -30,7 +45,6 @@ class Lifeline:
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: of the socket that this process has inherited."""
-        os.set_inheritable(descriptor, False)
         self._socket = socket.socket(fileno=descriptor)
         self._socket.settimeout(ANSWER_TIMEOUT_S)
 

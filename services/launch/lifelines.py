@@ -79,6 +79,7 @@ class Lifelines:
             packet, descriptors, _, _ = socket.recv_fds(line, MAX_PACKET_BYTES, 1)
         if not packet:
             abort_regions_of(pid)
+            log.debug("a service has ended", pid=pid)
             self._selector.unregister(line)
             line.close()
             return

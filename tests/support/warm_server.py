@@ -35,7 +35,7 @@ with importing():
 
 from tests.support.warm_process import MAX_MESSAGE_BYTES, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
-MAX_FILES = 960  # of a process when it is forked; some numbers below the usual limit, 1024, are left
+MAX_FILES = 960  # of a process when it is forked; a lifeline has a higher number
 MAX_PASSED_FILES = 8  # beside the standard streams
 
 
