@@ -295,7 +295,7 @@ class LaunchSection(Section):
     restart_delay_s: Seconds = 0.2  # wait before the first restart; doubles with each further restart in the window
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9103
     # second processes that take over when a worker dies. imports: with modules, device and kernels ready; loaded: with
-    # a copy of the weights, too; auto: the most for which there is memory, and none at a TCP address; see
+    # the weights, too; auto: the most for which there is memory, and none at a TCP address; see
     # docs/operations.md
     standby_dense: Literal["auto", "off", "imports", "loaded"] = "auto"
     standby_attention: Literal["auto", "off", "imports"] = "auto"  # its KV cache is allocated when it takes over
