@@ -1,8 +1,8 @@
 """Measures how long streams pause when workers die: `python bench/recovery.py`.
 
 It starts a cluster, keeps streams running, and kills workers: the dense one, the attention one, both at once, and the
-dense one that was stopped (SIGSTOP), where the pause counts from the moment when the launcher notices it. Between two
-kills the standbys become ready again. All of it runs with standbys and without, in turn. The result is the longest
+dense one that was stopped (SIGSTOP), where the pause counts from the moment when the launcher notices it. Before a
+kill the standbys of its workers are ready. All of it runs with standbys and without, in turn. The result is the longest
 pause in any stream of each kill by percentile, and for one kill of each kind what happened when. The tokens of every
 answer are compared with those of the same request without kills.
 
@@ -146,12 +146,15 @@ def launcher(cluster: Cluster) -> launch_pb2_grpc.LauncherStub:
     return launch_pb2_grpc.LauncherStub(grpc.insecure_channel(address))
 
 
-def wait_ready(cluster: Cluster, control: launch_pb2_grpc.LauncherStub) -> launch_pb2.LauncherStatus:
-    """Waits until the dense worker serves, and all standbys that are wanted are ready."""
+def wait_ready(
+    cluster: Cluster, control: launch_pb2_grpc.LauncherStub, roles: Sequence[str] = (DENSE, ATTENTION)
+) -> launch_pb2.LauncherStatus:
+    """Waits until the dense worker serves, and the standbys of these roles, if they are wanted, are ready."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         status = control.GetStatus(launch_pb2.GetStatusRequest())
-        is_ready = all(each.state != launch_pb2.StandbyStatus.STARTING for each in status.standbys)
+        standbys = [each for each in status.standbys if each.role in roles]
+        is_ready = all(each.state != launch_pb2.StandbyStatus.STARTING for each in standbys)
         if is_ready and cluster.dense_status().state == dense_pb2.DenseStatus.SERVING:
             return status
         assert time.monotonic() < deadline, f"not ready within {READY_TIMEOUT_S} s: {status}"
@@ -160,7 +163,7 @@ def wait_ready(cluster: Cluster, control: launch_pb2_grpc.LauncherStub) -> launc
 
 def kill(cluster: Cluster, streams: Streams, control: launch_pb2_grpc.LauncherStub, name: str, kind: Kind) -> None:
     """Kills workers once and measures the pause."""
-    status = wait_ready(cluster, control)
+    status = wait_ready(cluster, control, KINDS[name])
     time.sleep(SETTLED_S)
     pids = [service.pid for service in status.services if service.role in KINDS[name]]
     log_bytes, begin_s = cluster.log_file.stat().st_size, time.time()

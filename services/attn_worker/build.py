@@ -85,10 +85,10 @@ def build_engine(
     return engine
 
 
-def prepare_device(model: ResolvedModel) -> None:
-    """Makes the context of the model's GPU and imports its kernels, for a worker whose cache comes later.
+def prepare_device(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> None:
+    """Makes the context of the model's GPU and loads its kernels, for a worker whose cache comes later.
 
-    Raises `CapacityError` if there is too little memory.
+    `limits`: of the steps that are to be expected. Raises `CapacityError` if there is too little memory.
     """
     if (free := available_bytes()) < STANDBY_BYTES:
         raise CapacityError(
@@ -98,9 +98,18 @@ def prepare_device(model: ResolvedModel) -> None:
         return
     with naming_what_needs_memory("the context of a standby"):
         torch.zeros(1, device=model.device)
-    import services.attn_worker.runner.cuda_layer_runner  # noqa: F401
+    from services.attn_worker.runner.cuda_layer_runner import load_kernels
 
-    _capturable_backend(has_states=bool(model.config.gated_delta_layers))
+    make_backend = _capturable_backend(has_states=bool(model.config.gated_delta_layers))
+    if model.config.gated_delta_layers:
+        return  # states take much memory
+    arguments = (model.config, _one_block(section, model), model.dtype, model.device, model.max_model_len)
+    backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
+    rows = {"dtype": model.dtype, "device": model.device}
+    qkv = torch.zeros(limits.max_num_seqs, model.config.qkv_size, **rows)
+    load_kernels(backend, qkv, torch.empty(limits.max_num_seqs, model.config.attn_size, **rows))
+    del backend, qkv
+    torch.cuda.empty_cache()  # the cache of the worker that serves may need the memory
 
 
 def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:
@@ -109,17 +118,12 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
     `limits`: layers with a window get blocks of their own if that saves memory, except in latent attention.
     """
     device = model.device
-    dtype = _STORED_DTYPES.get(resolve_kv_cache_format(section, model), model.dtype)
-    one_block = replace(
-        KVCacheSpec.of_model(model.config, dtype, num_blocks=1, block_size=section.block_size),
-        exceptions=dict.fromkeys(section.kv_cache_skip_layers, model.dtype),
-    )
     if device.type == "cpu":
         room, source = section.kv_cache_bytes, "attention.kv_cache_bytes"
     else:
         room = int(torch.cuda.mem_get_info(device)[0] * section.kv_cache_memory_fraction)
         source = f"attention.kv_cache_memory_fraction {section.kv_cache_memory_fraction} of free memory"
-    spec = one_block
+    spec = _one_block(section, model)
     if spec.gated_delta:
         spec = _with_states(spec, limits, room, source)
     num_left = room - spec.num_state_slots * spec.state_bytes
@@ -151,6 +155,13 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         dtype=str(spec.dtype).removeprefix("torch."),
     )
     return spec
+
+
+def _one_block(section: AttentionSection, model: ResolvedModel) -> KVCacheSpec:
+    """The spec of a cache of one block."""
+    dtype = _STORED_DTYPES.get(resolve_kv_cache_format(section, model), model.dtype)
+    spec = KVCacheSpec.of_model(model.config, dtype, num_blocks=1, block_size=section.block_size)
+    return replace(spec, exceptions=dict.fromkeys(section.kv_cache_skip_layers, model.dtype))
 
 
 def _with_states(spec: KVCacheSpec, limits: StepLimits | None, room: int, source: str) -> KVCacheSpec:

@@ -8,7 +8,7 @@ import secrets
 
 import structlog
 
-from services.attn_worker.build import check_host_tier, prepare_device
+from services.attn_worker.build import StepLimits, check_host_tier, prepare_device
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
@@ -58,7 +58,8 @@ class AttentionWorker:
         if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
             section = section.model_copy(update={"captures_lazily": True})
         if options.standby is not None:
-            prepare_device(model)
+            scheduler = config.scheduler
+            prepare_device(section, model, StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
         self._servicer = servicer = AttentionServicer(

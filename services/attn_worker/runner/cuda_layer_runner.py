@@ -64,10 +64,8 @@ class CudaLayerRunner:
         backend, layers = self._backend, range(self._num_layers)
 
         def warm_up(bucket: int) -> None:
-            backend.begin_step(_empty_step(), bucket)
             # Does not write to the channel: the dense worker may still be reading the previous step.
-            for layer in backend.layers_to_compile:
-                backend.forward(layer, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
+            _run_empty_step(backend, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
 
         graphs = StepGraphs(self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket))
         if not self._captures_lazily:
@@ -111,6 +109,23 @@ class _Launched:
             return False
         self._channel.check()
         return True
+
+
+@torch.inference_mode()
+def load_kernels(backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor) -> None:
+    """Loads all kernels that decode steps of up to `len(qkv)` sequences launch. Waits for the device.
+
+    qkv: [max_num_seqs, qkv_size], attn_out: [max_num_seqs, attn_size], of any content; `attn_out` is written to.
+    """
+    for bucket in batch_buckets(len(qkv)):
+        _run_empty_step(backend, qkv[:bucket], attn_out[:bucket])
+    torch.cuda.synchronize()
+
+
+def _run_empty_step(backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor) -> None:
+    backend.begin_step(_empty_step(), len(qkv))
+    for layer in backend.layers_to_compile:
+        backend.forward(layer, qkv, attn_out)
 
 
 def _empty_step() -> StepMetadata:
