@@ -20,6 +20,7 @@ from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
+from services.channel.shm_cleanup import remove_stale_regions
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.config import AttentionSection
 from services.common.errors import (
@@ -151,7 +152,10 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
-        """Creates a channel. Waits for memory only for a short time, since it may never become free."""
+        """Creates a channel. Waits for memory only for a short time, since it may never become free.
+
+        A standby that takes over may find the memory of its dead predecessor in its place.
+        """
         config, model = self._model.config, self._model
         spec = ChannelSpec(request.max_num_batched_tokens, config.qkv_size, config.attn_size, model.dtype)
         deadline = time.monotonic() + _ROOM_TIMEOUT_S
@@ -170,6 +174,9 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             except CapacityError as error:
                 if time.monotonic() > deadline:
                     raise
+                if removed := remove_stale_regions():
+                    log.info("removed shared memory of dead processes", names=",".join(removed))
+                    continue
                 if not is_told:
                     log.warning("waiting for room", reason=str(error), timeout_s=_ROOM_TIMEOUT_S)
                 is_told = True
