@@ -152,8 +152,8 @@ class GatewaySection(Section):
     max_stored_response_bytes: Count = 32 * 2**20  # of one API key or address; each has its whole conversation
     max_all_stored_response_bytes: Count = 256 * 2**20  # of all together
     # whether a client that names its request may come back for the rest of its answer, also after the death of this
-    # process if there are several (launch.gateway_processes). Such a request goes on without its client and keeps what
-    # it has sent; docs/operations.md says what it costs
+    # process if the launcher has started it. Such a request goes on without its client and keeps what it has sent;
+    # docs/operations.md says what it costs
     resume: bool = False
     resume_timeout_s: Seconds = 30.0  # how long such a client may be away; then its request is cancelled
     # most resumable requests, those included that have ended within resume_timeout_s; these make room first

@@ -10,11 +10,10 @@ from services.common.errors import InvalidRequest
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.core.request_service import RequestService
 from services.gateway.link.gateway_peers import decode_owner
-from services.gateway.resume.guarded_records import decode_name, decode_record, encode_record
 from services.gateway.resume.recording import Received
+from services.gateway.resume.registry import decode_name
 from services.gateway.resume.resumption import Resumption
 from services.pb import gateway_peers_pb2, gateway_peers_pb2_grpc
-from services.rpc.server import until_over
 
 PEERS_SERVICE_NAME = gateway_peers_pb2.DESCRIPTOR.services_by_name["GatewayPeers"].full_name
 
@@ -64,51 +63,19 @@ class PeerServicer(gateway_peers_pb2_grpc.GatewayPeersServicer):
         self._service.adapters.forget(request.owner, request.name)
         return gateway_peers_pb2.ForgetAdapterResponse()
 
-    async def GuardResumables(
-        self, requests: AsyncIterator[gateway_peers_pb2.GuardChange], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[gateway_peers_pb2.GuardAck]:
-        guarded, peer = self._resumable.guarded, object()
-        try:
-            async for change in until_over(requests):
-                is_kept = True
-                if change.HasField("keep"):
-                    is_kept = guarded.keep(decode_record(change.keep), peer)
-                elif change.HasField("forget"):
-                    guarded.claim(decode_name(change.forget))
-                yield gateway_peers_pb2.GuardAck(is_kept=is_kept)
-        finally:
-            guarded.note_end(peer)
-
-    async def FindResumable(
-        self, request: gateway_peers_pb2.FindResumableRequest, context: grpc.aio.ServicerContext
-    ) -> gateway_peers_pb2.FindResumableResponse:
-        name, resumption = decode_name(request.name), self._resumable
-        return gateway_peers_pb2.FindResumableResponse(
-            is_running=resumption.recordings.find(name) is not None, is_guarded=name in resumption.guarded
-        )
-
-    async def ClaimResumable(
-        self, request: gateway_peers_pb2.ClaimResumableRequest, context: grpc.aio.ServicerContext
-    ) -> gateway_peers_pb2.ClaimResumableResponse:
-        record = self._resumable.guarded.claim(decode_name(request.name))
-        return gateway_peers_pb2.ClaimResumableResponse(record=None if record is None else encode_record(record))
-
     async def ReadResumable(
         self, request: gateway_peers_pb2.ReadResumableRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[gateway_peers_pb2.ResumablePiece]:
         received = Received(request.num_received, request.digest if request.HasField("digest") else None)
         fingerprint = request.fingerprint if request.HasField("fingerprint") else None
-        reader = self._resumable.read_here(decode_name(request.name), fingerprint, received)
+        if self._resumption is None:
+            raise InvalidRequest("requests cannot be resumed here: gateway.resume is off")
+        reader = await self._resumption.read_here(decode_name(request.name), fingerprint, received)
         context.add_done_callback(lambda _: reader.close())
+        await context.send_initial_metadata(())  # says that this process is awake; the answer may take its time
         beginning = await reader.begin()
         yield gateway_peers_pb2.ResumablePiece(
             head=beginning.head, is_stream=beginning.is_stream, is_at_end=beginning.is_at_end
         )
         while (item := await reader.next()) is not None:
             yield gateway_peers_pb2.ResumablePiece(item=item)
-
-    @property
-    def _resumable(self) -> Resumption:
-        if self._resumption is None:
-            raise InvalidRequest("requests cannot be resumed here: gateway.resume is off")
-        return self._resumption

@@ -9,7 +9,7 @@ import sys
 import structlog
 
 from services.common.child_options import ChildOptions
-from services.common.config import Config, api_keys_of_environment
+from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
 from services.common.errors import PeerError
 from services.common.model_config import ModelConfig, load_model_config
 from services.gateway.access.access import Access
@@ -35,8 +35,8 @@ from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
-from services.gateway.resume.guarded_records import GuardedRecords
 from services.gateway.resume.recordings import Recordings
+from services.gateway.resume.registry import Registry
 from services.gateway.resume.resume_metrics import ResumeMetrics
 from services.gateway.resume.resume_peers import ResumePeers
 from services.gateway.resume.resumption import Resumption
@@ -153,11 +153,12 @@ class Gateway:
         section, metrics = self._section, ResumeMetrics(self._registry)
         recordings = Recordings(self._memory, metrics, section.resume_timeout_s, section.max_resumable)
         self._opened.push_async_callback(recordings.close)
-        guarded = GuardedRecords(self._memory, section.resume_timeout_s)
-        options = self._options
-        peers = ResumePeers(options.peer_address, options.peer_addresses, section.max_message_bytes)
+        # Without peers nobody else has this name.
+        process = self._options.peer_address or "gateway"
+        registry = Registry(self._options.control_address, process, MAX_MESSAGE_BYTES)
+        peers = ResumePeers()
         self._opened.push_async_callback(peers.close)
-        return Resumption(recordings, guarded, peers, metrics, section.resume_timeout_s)
+        return Resumption(recordings, registry, peers, metrics, section.resume_timeout_s)
 
     async def _listen(
         self, service: RequestService, triton: Triton, peers: GatewayPeers, resumption: Resumption | None

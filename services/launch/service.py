@@ -125,7 +125,7 @@ class Launcher:
         return standby is not None and standby.succeed(child)
 
     async def _start_control(self, run_dir: Path, replacer: DenseReplacer) -> None:
-        control = make_control(run_dir, self._children, replacer, list(self._standbys.values()))
+        control = make_control(run_dir, self._children, replacer, list(self._standbys.values()), self._config)
         self._opened.push_async_callback(control.stop, 0.0)
         self._opened.push_async_callback(replacer.close)
         log.info("control", address=await control.start())

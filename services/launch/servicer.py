@@ -1,4 +1,4 @@
-"""The gRPC servicer of the launcher, for `ctl`, at a socket in the launcher's directory. Runs on the event loop."""
+"""The gRPC servicers of the launcher, for `ctl` and gateways, at a socket in its directory. Run on the event loop."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 
 import grpc
 
+from services.common.config import Config
 from services.launch.addresses import control_address
 from services.launch.children import Children
 from services.launch.replace import DenseReplacer
+from services.launch.resumables import SERVICE_NAME as RESUMABLES_SERVICE_NAME
+from services.launch.resumables import Resumables, ResumablesServicer
 from services.launch.standby import Standby
-from services.pb import launch_pb2, launch_pb2_grpc
+from services.pb import launch_pb2, launch_pb2_grpc, resumables_pb2_grpc
 from services.rpc.server import GrpcServer
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -19,11 +22,20 @@ SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
 
 
 def make_control(
-    run_dir: Path, children: Children, replacer: DenseReplacer, standbys: Sequence[Standby]
+    run_dir: Path, children: Children, replacer: DenseReplacer, standbys: Sequence[Standby], config: Config
 ) -> GrpcServer:
     """Creates the server, without starting it."""
-    server = GrpcServer(control_address(run_dir), [SERVICE_NAME], MAX_MESSAGE_BYTES)
+    gateway, names = config.gateway, [SERVICE_NAME]
+    max_message_bytes = MAX_MESSAGE_BYTES
+    if gateway.resume:
+        names.append(RESUMABLES_SERVICE_NAME)
+        max_message_bytes += gateway.max_message_bytes  # a record has the message of a client
+    server = GrpcServer(control_address(run_dir), names, max_message_bytes)
     launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer, standbys), server.server)
+    if gateway.resume:
+        max_number = gateway.max_resumable * config.launch.gateway_processes
+        resumables = Resumables(max_number, gateway.max_held_bytes, gateway.resume_timeout_s)
+        resumables_pb2_grpc.add_ResumablesServicer_to_server(ResumablesServicer(resumables), server.server)
     return server
 
 

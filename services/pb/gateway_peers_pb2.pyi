@@ -23,62 +23,6 @@ class ResumableName(_message.Message):
     name: str
     def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
-class ResumableRecord(_message.Message):
-    __slots__ = ("name", "fingerprint", "request_id", "entropy", "created", "message")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ENTROPY_FIELD_NUMBER: _ClassVar[int]
-    CREATED_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    name: ResumableName
-    fingerprint: bytes
-    request_id: str
-    entropy: bytes
-    created: float
-    message: bytes
-    def __init__(self, name: _Optional[_Union[ResumableName, _Mapping]] = ..., fingerprint: _Optional[bytes] = ..., request_id: _Optional[str] = ..., entropy: _Optional[bytes] = ..., created: _Optional[float] = ..., message: _Optional[bytes] = ...) -> None: ...
-
-class GuardChange(_message.Message):
-    __slots__ = ("keep", "forget")
-    KEEP_FIELD_NUMBER: _ClassVar[int]
-    FORGET_FIELD_NUMBER: _ClassVar[int]
-    keep: ResumableRecord
-    forget: ResumableName
-    def __init__(self, keep: _Optional[_Union[ResumableRecord, _Mapping]] = ..., forget: _Optional[_Union[ResumableName, _Mapping]] = ...) -> None: ...
-
-class GuardAck(_message.Message):
-    __slots__ = ("is_kept",)
-    IS_KEPT_FIELD_NUMBER: _ClassVar[int]
-    is_kept: bool
-    def __init__(self, is_kept: _Optional[bool] = ...) -> None: ...
-
-class FindResumableRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: ResumableName
-    def __init__(self, name: _Optional[_Union[ResumableName, _Mapping]] = ...) -> None: ...
-
-class FindResumableResponse(_message.Message):
-    __slots__ = ("is_running", "is_guarded")
-    IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    IS_GUARDED_FIELD_NUMBER: _ClassVar[int]
-    is_running: bool
-    is_guarded: bool
-    def __init__(self, is_running: _Optional[bool] = ..., is_guarded: _Optional[bool] = ...) -> None: ...
-
-class ClaimResumableRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: ResumableName
-    def __init__(self, name: _Optional[_Union[ResumableName, _Mapping]] = ...) -> None: ...
-
-class ClaimResumableResponse(_message.Message):
-    __slots__ = ("record",)
-    RECORD_FIELD_NUMBER: _ClassVar[int]
-    record: ResumableRecord
-    def __init__(self, record: _Optional[_Union[ResumableRecord, _Mapping]] = ...) -> None: ...
-
 class ReadResumableRequest(_message.Message):
     __slots__ = ("name", "fingerprint", "num_received", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]

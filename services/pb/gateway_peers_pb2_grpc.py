@@ -64,21 +64,6 @@ class GatewayPeersStub:
                 request_serializer=gateway__peers__pb2.ForgetAdapterRequest.SerializeToString,
                 response_deserializer=gateway__peers__pb2.ForgetAdapterResponse.FromString,
                 _registered_method=True)
-        self.GuardResumables = channel.stream_stream(
-                '/twostroke.v1.GatewayPeers/GuardResumables',
-                request_serializer=gateway__peers__pb2.GuardChange.SerializeToString,
-                response_deserializer=gateway__peers__pb2.GuardAck.FromString,
-                _registered_method=True)
-        self.FindResumable = channel.unary_unary(
-                '/twostroke.v1.GatewayPeers/FindResumable',
-                request_serializer=gateway__peers__pb2.FindResumableRequest.SerializeToString,
-                response_deserializer=gateway__peers__pb2.FindResumableResponse.FromString,
-                _registered_method=True)
-        self.ClaimResumable = channel.unary_unary(
-                '/twostroke.v1.GatewayPeers/ClaimResumable',
-                request_serializer=gateway__peers__pb2.ClaimResumableRequest.SerializeToString,
-                response_deserializer=gateway__peers__pb2.ClaimResumableResponse.FromString,
-                _registered_method=True)
         self.ReadResumable = channel.unary_stream(
                 '/twostroke.v1.GatewayPeers/ReadResumable',
                 request_serializer=gateway__peers__pb2.ReadResumableRequest.SerializeToString,
@@ -133,30 +118,9 @@ class GatewayPeersServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GuardResumables(self, request_iterator, context):
-        """Keeps what it takes to run resumable requests of the caller again. When the stream ends, because the caller has
-        died, it is kept for gateway.resume_timeout_s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FindResumable(self, request, context):
-        """What this process knows of a resumable request.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ClaimResumable(self, request, context):
-        """Gives away what it takes to run a request again, whose process is gone.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ReadResumable(self, request, context):
-        """Reads the answer to a request that this process runs.
+        """Reads the answer to a request that this process runs. It sends its metadata at once, so that the caller knows that
+        this process is awake.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,21 +158,6 @@ def add_GatewayPeersServicer_to_server(servicer, server):
                     servicer.ForgetAdapter,
                     request_deserializer=gateway__peers__pb2.ForgetAdapterRequest.FromString,
                     response_serializer=gateway__peers__pb2.ForgetAdapterResponse.SerializeToString,
-            ),
-            'GuardResumables': grpc.stream_stream_rpc_method_handler(
-                    servicer.GuardResumables,
-                    request_deserializer=gateway__peers__pb2.GuardChange.FromString,
-                    response_serializer=gateway__peers__pb2.GuardAck.SerializeToString,
-            ),
-            'FindResumable': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindResumable,
-                    request_deserializer=gateway__peers__pb2.FindResumableRequest.FromString,
-                    response_serializer=gateway__peers__pb2.FindResumableResponse.SerializeToString,
-            ),
-            'ClaimResumable': grpc.unary_unary_rpc_method_handler(
-                    servicer.ClaimResumable,
-                    request_deserializer=gateway__peers__pb2.ClaimResumableRequest.FromString,
-                    response_serializer=gateway__peers__pb2.ClaimResumableResponse.SerializeToString,
             ),
             'ReadResumable': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadResumable,
@@ -378,87 +327,6 @@ class GatewayPeers:
             '/twostroke.v1.GatewayPeers/ForgetAdapter',
             gateway__peers__pb2.ForgetAdapterRequest.SerializeToString,
             gateway__peers__pb2.ForgetAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GuardResumables(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/twostroke.v1.GatewayPeers/GuardResumables',
-            gateway__peers__pb2.GuardChange.SerializeToString,
-            gateway__peers__pb2.GuardAck.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindResumable(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/twostroke.v1.GatewayPeers/FindResumable',
-            gateway__peers__pb2.FindResumableRequest.SerializeToString,
-            gateway__peers__pb2.FindResumableResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ClaimResumable(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/twostroke.v1.GatewayPeers/ClaimResumable',
-            gateway__peers__pb2.ClaimResumableRequest.SerializeToString,
-            gateway__peers__pb2.ClaimResumableResponse.FromString,
             options,
             channel_credentials,
             insecure,

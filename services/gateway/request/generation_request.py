@@ -161,8 +161,8 @@ async def read_request(
     """
     check_counts(message)
     limits.names.check(message.model)
-    _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
-    _check_name("user", message.user, MAX_USER_CHARACTERS)
+    check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
+    check_name("user", message.user, MAX_USER_CHARACTERS)
     _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARACTERS)
     has_beams = message.HasField("beam_search")
     n, best_of = read_widths(message, limits.max_beam_width) if has_beams else _read_counts(message, limits.max_n)
@@ -355,7 +355,8 @@ def _check_length(field: str, text: str, most: int) -> None:
         raise InvalidRequest(f"{field} has {len(text)} characters, at most {most} allowed", field)
 
 
-def _check_name(field: str, name: str, most: int) -> None:
+def check_name(field: str, name: str, most: int) -> None:
+    """Raises `InvalidRequest` for a name of more than `most` characters, or with some that cannot be printed."""
     _check_length(field, name, most)
     if not name.isprintable():  # it appears in the logs of three services
         raise InvalidRequest(f"{field} is {quote(name)}, must be printable characters", field)

@@ -14,6 +14,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.core.generation import Generation
+from services.gateway.request.generation_request import MAX_REQUEST_ID_CHARACTERS, check_name
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 from services.gateway.resume.recording import AnswerReader, Received, Recording
 from services.gateway.resume.resumption import Call, Resumption
@@ -70,10 +71,11 @@ class GrpcResumption:
     ) -> AsyncIterator[Any]:
         if self._resumption is None:
             raise InvalidRequest("requests cannot be resumed here: gateway.resume is off", "resumable")
+        check_name("request_id", request_id, MAX_REQUEST_ID_CHARACTERS)  # before others are asked for it
 
         async def produce(recording: Recording) -> None:
             recording.begin(b"", is_stream=way.kind == STREAM)
-            generation = await way.start(gateway_pb2.GenerateRequest.FromString(recording.message))
+            generation = await way.start(gateway_pb2.GenerateRequest.FromString(recording.record.message))
             try:
                 await way.encode(generation, recording)
             finally:
@@ -82,7 +84,7 @@ class GrpcResumption:
         held = HeldMemory(self._memory, current_caller().number)
         fingerprint, data = None, b""
         if request is not None:
-            fingerprint, data = _fingerprint(request), request.SerializeToString()
+            fingerprint, data = fingerprint_of(request), request.SerializeToString()
         try:
             await held.reserve(BYTES_PER_BODY_BYTE * len(data), "its message")
             name = (current_caller().owner, way.kind, request_id)
@@ -106,7 +108,7 @@ class GrpcResumption:
                 call.sending_since = None
 
 
-def _fingerprint(request: gateway_pb2.GenerateRequest) -> bytes:
+def fingerprint_of(request: gateway_pb2.GenerateRequest) -> bytes:
     """A hash of a request, without its trace, which differs from call to call."""
     copy = gateway_pb2.GenerateRequest()
     copy.CopyFrom(request)

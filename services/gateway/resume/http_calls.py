@@ -30,6 +30,10 @@ KIND = "http"
 PATHS = frozenset(
     {
         "/chat/completions",
+        "/completion",
+        "/completions",
+        "/generate",
+        "/infill",
         "/invocations",
         "/v1/chat/completions",
         "/v1/completions",
@@ -37,6 +41,8 @@ PATHS = frozenset(
         "/v1/responses",
     }
 )
+# Of Triton's protocol, whose requests have an id of their own; other routes do no work that is worth keeping.
+REFUSED = re.compile(r"/v2/models/.*/(infer|generate|generate_stream)")
 KEY_HEADER, LAST_EVENT_HEADER = b"idempotency-key", b"last-event-id"
 MAX_KEY_CHARACTERS = 255
 END_OF_EVENT = b"\n\n"
@@ -52,10 +58,13 @@ class HttpResumption:
         self._resumption = resumption
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST" or scope["path"] not in PATHS or not _is_resumable(scope):
+        is_meant = scope["method"] == "POST" and _is_resumable(scope)
+        if not is_meant or (scope["path"] not in PATHS and not REFUSED.fullmatch(scope["path"])):
             await self._app(scope, receive, send)
             return
         try:
+            if scope["path"] not in PATHS:
+                raise InvalidRequest(f"requests to {quote(scope['path'])} cannot be resumed", "Idempotency-Key")
             key, received = _read_key(scope), _read_last_event(scope)
             body = await _read_body(receive)
             if body is not None:
@@ -100,7 +109,7 @@ class HttpResumption:
         """Has the application answer the request, whoever reads the answer."""
         sink = _Sink(recording)
         # What it changes in the state is of this run alone; only the connection may end before it.
-        state = {**scope["state"], "request_id": recording.run.request_id, "send_body": sink.send}
+        state = {**scope["state"], "request_id": recording.record.run.request_id, "send_body": sink.send}
         await self._app({**scope, "state": state}, _Body(body).receive, sink.send)
         await sink.close()
 
@@ -137,7 +146,7 @@ class _Sink:
             return
         *whole, self._rest = (self._rest + body).split(END_OF_EVENT)
         for event in whole:
-            number, run = self._recording.num_items + 1, self._recording.run
+            number, run = self._recording.num_items + 1, self._recording.record.run
             # An error has no id: it does not come again when the request runs again.
             line = b"" if run.has_failed else b"id: %d-%08x\n" % (number, run.digest)
             await self._recording.add(line + event + END_OF_EVENT)

@@ -33,6 +33,15 @@ Name = tuple[Owner, str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """What it takes to run a request again, so that the answer is the same."""
+
+    fingerprint: bytes  # a hash of the request
+    run: Repeatable
+    message: bytes = b""  # over gRPC: the request; over HTTP the client sends it again
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """What a client has of its answer."""
 
@@ -68,23 +77,18 @@ class Recording:
     def __init__(
         self,
         name: Name,
-        fingerprint: bytes,
-        run: Repeatable,
-        message: bytes,
+        record: Record,
         held: HeldMemory,
         on_alone: Callable[[Recording], None],
         *,
         is_repeated: bool = False,
     ) -> None:
-        """Owns `held`, which counts its items. `fingerprint`: a hash of the request; `message`: over gRPC, the request.
+        """Owns `held`, which counts its items. `on_alone` is called when nobody reads any longer.
 
-        `on_alone` is called when nobody reads any longer.
         `is_repeated`: it is run again, so its client may already have more items than there are.
         """
         self.name = name
-        self.fingerprint = fingerprint
-        self.run = run
-        self.message = message
+        self.record = record
         self.task: asyncio.Task[None] | None = None
         self.error: TwostrokeError | None = None
         self.is_ended = False
@@ -120,7 +124,7 @@ class Recording:
                 raise NotResumable(self.lost)
             await self.wait_changed()
         self._items.append(item)
-        self._digests.append(self.run.digest)
+        self._digests.append(self.record.run.digest)
         self.num_items += 1
         self._notify()
 
@@ -130,10 +134,10 @@ class Recording:
             self.is_ended, self.error = True, error
             self._notify()
 
-    def release(self) -> None:
+    def release(self, reason: TwostrokeError | None = None) -> None:
         """Forgets all items and gives their memory back. Readers get an error."""
         self.end(None)
-        self._fail(self._readers, RequestAborted("the request was dropped"))
+        self._fail(self._readers, reason or RequestAborted("the request was dropped"))
         self.lost = self.lost or "the request was dropped"
         self._items.clear()
         self._held.release()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import structlog
 
 from services.common.errors import CapacityError, RequestAborted, TwostrokeError
+from services.common.fairness.kept_room import may_wait, refusal
 from services.gateway.request.generation_request import Owner
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
-from services.gateway.resources.repeatable import Repeatable
-from services.gateway.resume.recording import Name, Recording
+from services.gateway.resume.recording import Name, Record, Recording
 from services.gateway.resume.resume_metrics import ResumeMetrics
 
 log = structlog.get_logger()
@@ -42,43 +42,43 @@ class Recordings:
         """The recording of a request; None if it is unknown here."""
         return self._by_name.get(name)
 
-    def __iter__(self) -> Iterator[Recording]:
-        return iter(self._by_name.values())
-
     def start(
         self,
         name: Name,
-        fingerprint: bytes,
-        run: Repeatable,
-        message: bytes,
+        record: Record,
         held: HeldMemory,
         produce: Produce,
         *,
         is_repeated: bool = False,
     ) -> Recording:
-        """Runs a request whose name is new: `produce` adds its answer to the recording, which owns `held` from now on.
+        """Runs a request whose name is new: `produce` adds its answer to the recording, which takes what `held` holds.
 
-        Raises `CapacityError` if there are too many, none of which has ended.
+        Raises `CapacityError`; see `make_room`.
         """
         assert name not in self._by_name, "a name is given once"
-        if len(self._by_name) >= self._max_number:
-            self._drop_ended()
-        if len(self._by_name) >= self._max_number:
-            raise CapacityError(
-                f"{len(self._by_name)} resumable requests are running, the limit (gateway.max_resumable)"
-            )
-        recording = Recording(name, fingerprint, run, message, held, self._wait_for_reader, is_repeated=is_repeated)
+        self.make_room(name[0])
+        recording = Recording(name, record, held.hand_over(), self._wait_for_reader, is_repeated=is_repeated)
         self._by_name[name] = recording
         self._num_of[name[0]] += 1
         recording.task = asyncio.create_task(self._run(recording, produce))
         return recording
 
-    def drop(self, recording: Recording) -> None:
-        """Forgets a recording and cancels its request. Does nothing the second time."""
+    def make_room(self, owner: Owner) -> None:
+        """Drops one that has ended if there are too many for a further one of an owner.
+
+        Raises `CapacityError` if none has ended, or if the rest of the room is kept for others.
+        """
+        if self._refusal(owner) is not None:
+            self._drop_ended()
+        if (reason := self._refusal(owner)) is not None:
+            raise CapacityError(reason)
+
+    def drop(self, recording: Recording, reason: TwostrokeError | None = None) -> None:
+        """Forgets a recording and cancels its request; `reason` is for its readers. Does nothing the second time."""
         if self._remove(recording):
             if recording.task is not None and not recording.is_ended:
                 recording.task.cancel()
-            recording.release()
+            recording.release(reason)
 
     def _remove(self, recording: Recording) -> bool:
         """Forgets the name of a recording; returns whether it was known."""
@@ -103,7 +103,7 @@ class Recordings:
 
     async def _run(self, recording: Recording, produce: Produce) -> None:
         try:
-            with recording.run.running():
+            with recording.record.run.running():
                 await produce(recording)
             recording.end(None)
         except TwostrokeError as error:
@@ -134,9 +134,18 @@ class Recordings:
         if recording.has_readers:
             return  # the last one to leave sets the timer again
         if not recording.is_ended:
-            log.info("resumable request cancelled", request_id=recording.run.request_id, away_s=self._timeout_s)
+            log.info("resumable request cancelled", request_id=recording.record.run.request_id, away_s=self._timeout_s)
             self._metrics.on("expired")
         self.drop(recording)
+
+    def _refusal(self, owner: Owner) -> str | None:
+        number, num_own = len(self._by_name), self._num_of[owner]
+        if number >= self._max_number:
+            return f"{number} resumable requests are running, the limit (gateway.max_resumable)"
+        if not may_wait(self._max_number, number, num_own, 1):
+            held = f"{num_own} of {number} resumable requests (gateway.max_resumable)"
+            return refusal(held, 1, self._max_number)
+        return None
 
     def _drop_ended(self) -> None:
         """Drops the oldest one that has ended, of the owner with the most."""

@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 # begun: a new request; resumed: a client got the rest of a stream, or an answer that was computed before; repeated: a
 # request was run again because its process is gone; expired: a request was cancelled because its client stayed away;
-# refused: a client asked in vain; unguarded: a request began without a peer that could run it again
+# refused: a client asked in vain; unguarded: a request began that ends with its process, because there is no launcher,
+# or it has no room or does not answer
 EVENTS = ("begun", "resumed", "repeated", "expired", "refused", "unguarded")
 
 

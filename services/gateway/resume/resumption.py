@@ -1,20 +1,22 @@
 """`Resumption`: finds or starts the resumable request that a client names, and reads its answer. For all APIs.
 
 What is promised: while the client is away for at most `gateway.resume_timeout_s`, its request goes on, and it gets the
-rest of its answer from exactly behind what it has received. With several gateway processes, any of them serves the
-client: one that runs the request sends the answer through it, and if that process is gone, the request is run again.
+rest of its answer from exactly behind what it has received. Any gateway process of the server serves the client: one
+that runs the request sends the answer through it, and if that process is gone, the request is run again.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
-from services.common.errors import KeyReused, NotFound, TwostrokeError
+from services.common.errors import CapacityError, NotFound, PeerError, TakenOver, TwostrokeError
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.repeatable import Repeatable
-from services.gateway.resume.guarded_records import GuardedRecords, Record, record_of
-from services.gateway.resume.recording import AnswerReader, Name, Received, Recording
+from services.gateway.resume.recording import AnswerReader, Name, Received, Record, Recording
 from services.gateway.resume.recordings import Produce, Recordings
+from services.gateway.resume.registry import Claim, Registry, key_reused
 from services.gateway.resume.resume_metrics import ResumeMetrics
 from services.gateway.resume.resume_peers import ResumePeers
 
@@ -31,6 +33,12 @@ class Call:
     request_id: str = ""  # of a new request
     message: bytes = b""  # over gRPC: the request, if the call repeats it
 
+    def new_record(self) -> Record | None:
+        """The record if the request is new; None if it may not be."""
+        if self.received is not None or self.fingerprint is None:
+            return None
+        return Record(self.fingerprint, Repeatable(self.request_id), self.message)
+
 
 class Resumption:
     """One for a gateway. Runs in the event loop."""
@@ -38,27 +46,28 @@ class Resumption:
     def __init__(
         self,
         recordings: Recordings,
-        guarded: GuardedRecords,
+        registry: Registry,
         peers: ResumePeers,
         metrics: ResumeMetrics,
         timeout_s: float,
     ) -> None:
-        """`guarded`: what peers have left here."""
-        self.recordings = recordings
-        self.guarded = guarded
+        self._recordings = recordings
+        self._registry = registry
         self._peers = peers
         self._metrics = metrics
         self._timeout_s = timeout_s
-        recordings.on_drop = peers.forget
+        self._starting = WeakValueDictionary[Name, asyncio.Lock]()  # held from a claim to the start
+        recordings.on_drop = lambda recording: registry.forget(recording.name)
 
     async def run(self) -> None:
-        """Keeps a peer informed, until cancelled."""
-        await self._peers.run(lambda: map(record_of, self.recordings))
+        """Stays in touch with the launcher, until cancelled."""
+        await self._registry.run(self._lose)
 
     async def read(self, call: Call) -> AnswerReader:
         """A reader of the answer; the caller closes it. Runs the request if need be.
 
-        Raises `KeyReused` if the name belongs to another request, `NotFound`, and what `Recording.read` raises.
+        Raises `KeyReused` if the name belongs to another request, `NotFound`, `PeerError` if the request may run in
+        a process that does not answer, and what `Recording.read` raises.
         """
         try:
             return await self._read(call)
@@ -66,53 +75,64 @@ class Resumption:
             self._metrics.on("refused")
             raise
 
-    def read_here(self, name: Name, fingerprint: bytes | None, received: Received | None) -> AnswerReader:
-        """The same of a request that is known to run here, for a peer."""
-        recording = self.recordings.find(name)
-        if recording is None:
-            raise self._unknown(name)
-        return self._resume(recording, fingerprint, received)
+    async def read_here(self, name: Name, fingerprint: bytes | None, received: Received | None) -> AnswerReader:
+        """The same of a request that should run here, for a peer. Raises `NotFound` if it does not."""
+        async with self._lock(name):
+            recording = self._recordings.find(name)
+            if recording is None:
+                raise self._unknown(name)
+            return self._resume(recording, fingerprint, received)
 
     async def _read(self, call: Call) -> AnswerReader:
-        recording = self.recordings.find(call.name)
-        if recording is None:
-            found = await self._peers.find(call.name)
-            if found.running_at is not None and self.recordings.find(call.name) is None:
+        silent = ""  # a process that should run the request and does not send it
+        while True:
+            async with self._lock(call.name):
+                recording = self._recordings.find(call.name)
+                if recording is not None:
+                    return self._resume(recording, call.fingerprint, call.received)
+                self._recordings.make_room(call.name[0])  # before the launcher takes this process for the one to ask
+                claim = await self._registry.claim(call.name, call.fingerprint, call.new_record(), silent)
+                if claim.running_at is None:
+                    return self._start(call, claim)
+            reader = await self._peers.open(claim.running_at, call.name, call.fingerprint, call.received)
+            if reader is not None:
                 self._metrics.on("resumed")
-                return self._peers.reader(found.running_at, call.name, call.fingerprint, call.received)
-            record = self.guarded.claim(call.name) or await self._peers.claim(call.name, found)
-            recording = self.recordings.find(call.name)  # another call may have started it meanwhile
-        if recording is not None:
-            return self._resume(recording, call.fingerprint, call.received)
-        if record is None and call.received is not None:
-            raise self._unknown(call.name)
-        return await self._start(call, record)
+                return reader
+            if silent:
+                raise PeerError("two gateway processes in turn do not send the answer: try again")
+            silent = claim.running_at
 
-    async def _start(self, call: Call, record: Record | None) -> AnswerReader:
+    def _start(self, call: Call, claim: Claim) -> AnswerReader:
         """Runs a new request, or one whose process is gone again."""
-        run, message, fingerprint = Repeatable(call.request_id), call.message, call.fingerprint or b""
-        if record is not None:
-            if call.fingerprint not in (None, record.fingerprint):
-                self.guarded.keep(record, None)
-                raise _reused(call.name)
-            run, message, fingerprint = record.run.again(), record.message, record.fingerprint
-        recording = self.recordings.start(
-            call.name, fingerprint, run, message, call.held.hand_over(), call.produce, is_repeated=record is not None
-        )
-        received = call.received or Received(0)
-        reader = recording.read(received.num_items, received.digest)
-        self._metrics.on("begun" if record is None else "repeated")
-        if not await self._peers.keep(record_of(recording)):
+        if claim.record is None:
+            raise self._unknown(call.name)
+        try:
+            recording = self._recordings.start(
+                call.name, claim.record, call.held, call.produce, is_repeated=claim.is_repeated
+            )
+        except CapacityError:
+            self._registry.release(call.name)
+            raise
+        self._metrics.on("repeated" if claim.is_repeated else "begun")
+        if not claim.is_kept:
             self._metrics.on("unguarded")
-        return reader
+        return _reader(recording, call.received)
 
     def _resume(self, recording: Recording, fingerprint: bytes | None, received: Received | None) -> AnswerReader:
-        if fingerprint not in (None, recording.fingerprint):
-            raise _reused(recording.name)
-        received = received or Received(0)
-        reader = recording.read(received.num_items, received.digest)
+        if fingerprint not in (None, recording.record.fingerprint):
+            raise key_reused(recording.name)
+        reader = _reader(recording, received)
         self._metrics.on("resumed")
         return reader
+
+    def _lose(self, name: Name) -> None:
+        """Another process runs the request, because this one has not answered."""
+        recording = self._recordings.find(name)
+        if recording is not None:
+            self._recordings.drop(recording, TakenOver("another gateway process has taken this request over"))
+
+    def _lock(self, name: Name) -> asyncio.Lock:
+        return self._starting.setdefault(name, asyncio.Lock())
 
     def _unknown(self, name: Name) -> NotFound:
         return NotFound(
@@ -121,5 +141,6 @@ class Resumption:
         )
 
 
-def _reused(name: Name) -> KeyReused:
-    return KeyReused(f"{name[2]!r} is the name of another request of this client")
+def _reader(recording: Recording, received: Received | None) -> AnswerReader:
+    received = received or Received(0)
+    return recording.read(received.num_items, received.digest)

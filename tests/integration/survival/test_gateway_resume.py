@@ -1,7 +1,8 @@
-"""A gateway process is killed under resumable streams: each client gets the rest from the other process."""
+"""Gateway processes are killed or stopped under resumable streams: each client gets the rest from another process."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -22,6 +23,7 @@ from tests.support.cluster import Cluster, children_of, free_port, request, runn
 NUM_CLIENTS = 4  # of each API
 MAX_TOKENS = 200
 WAIT_S = 120.0
+RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -44,8 +46,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class HttpClient:
     """Reads the events of one chat, and connects again until it has all of them."""
 
-    def __init__(self, cluster: Cluster, key: str | None, seed: int) -> None:
+    def __init__(self, cluster: Cluster, key: str | None, seed: int, patience_s: float = WAIT_S) -> None:
+        """`patience_s`: how long it waits for the next bytes before it connects again."""
         self._address = cluster.http_address
+        self._patience_s = patience_s
         chat = [{"role": "user", "content": f"Count to {seed}"}]
         self._body = {"messages": chat, "max_tokens": MAX_TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
         self._key = key
@@ -63,7 +67,7 @@ class HttpClient:
 
     def _read(self, last_id: str) -> str:
         host, _, port = self._address.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+        connection = http.client.HTTPConnection(host, int(port), timeout=self._patience_s)
         headers = {"content-type": "application/json"}
         headers |= {} if self._key is None else {"Idempotency-Key": self._key}
         headers |= {"Last-Event-ID": last_id} if last_id else {}
@@ -97,8 +101,10 @@ class HttpClient:
 class GrpcClient:
     """The same over gRPC, with a seed that only the server knows."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, patience_s: float = WAIT_S) -> None:
+        """`patience_s`: how long one call may take."""
         self._address = cluster.address
+        self._patience_s = patience_s
         self.message = request("Once upon a", MAX_TOKENS, temperature=1.0, ignore_eos=True, request_id=name)
         self.message.resumable = True
         self.chunks: list[gateway_pb2.GenerateChunk] = []
@@ -116,15 +122,15 @@ class GrpcClient:
                         num_received=len(self.chunks),
                         digest=self.chunks[-1].digest,
                     )
-                    call = stub.Resume(wish, timeout=WAIT_S)
+                    call = stub.Resume(wish, timeout=self._patience_s)
                 else:
-                    call = stub.GenerateStream(self.message, timeout=WAIT_S)
+                    call = stub.GenerateStream(self.message, timeout=self._patience_s)
                 try:
                     for chunk in call:
                         self.chunks.append(chunk)
                     self.num_connections += 1
                 except grpc.RpcError as error:
-                    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED), error
+                    assert error.code() in RETRIED, error
                     self.num_connections += 1
                     time.sleep(0.05)
 
@@ -146,11 +152,16 @@ def gateway_pids(cluster: Cluster) -> list[int]:
     return sorted(pids)
 
 
-@pytest.mark.parametrize("others", [(), ("dense_worker", "attn_worker")], ids=["alone", "with both workers"])
-def test_streams_survive_the_death_of_their_gateway(cluster: Cluster, others: tuple[str, ...]) -> None:
-    kind = len(others)
-    over_http = [HttpClient(cluster, f"{kind}-{i}", i) for i in range(NUM_CLIENTS)]
-    over_grpc = [GrpcClient(cluster, f"{kind}-{i}") for i in range(NUM_CLIENTS)]
+def clients_of(
+    cluster: Cluster, kind: str, patience_s: float = WAIT_S
+) -> tuple[list[HttpClient], list[GrpcClient]]:
+    over_http = [HttpClient(cluster, f"{kind}-{i}", i, patience_s) for i in range(NUM_CLIENTS)]
+    return over_http, [GrpcClient(cluster, f"{kind}-{i}", patience_s) for i in range(NUM_CLIENTS)]
+
+
+@contextlib.contextmanager
+def running(over_http: list[HttpClient], over_grpc: list[GrpcClient]) -> Iterator[None]:
+    """Runs the clients. The block begins when all have something; after it, waits until all have everything."""
     clients = [*over_http, *over_grpc]
     with ThreadPoolExecutor(len(clients)) as threads:
         runs = [threads.submit(client.run) for client in clients]
@@ -158,14 +169,15 @@ def test_streams_survive_the_death_of_their_gateway(cluster: Cluster, others: tu
         while not all(len(each.datas) > 20 for each in over_http) or not all(len(e.chunks) > 20 for e in over_grpc):
             assert time.monotonic() < deadline, "the streams do not begin"
             time.sleep(0.01)
-        pids = [gateway_pids(cluster)[0], *(cluster.pid_of(role) for role in others)]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        yield
         for each in runs:
             each.result(WAIT_S)
-    assert any(client.num_connections > 1 for client in clients), "the killed process had none of the streams"
+
+
+def check_answers(cluster: Cluster, over_http: list[HttpClient], over_grpc: list[GrpcClient]) -> None:
+    """They are those of requests that nothing disturbs."""
     plain = [HttpClient(cluster, None, seed) for seed in range(NUM_CLIENTS)]
-    with ThreadPoolExecutor(len(clients)) as threads, grpc.insecure_channel(cluster.address) as channel:
+    with ThreadPoolExecutor(2 * NUM_CLIENTS) as threads, grpc.insecure_channel(cluster.address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         runs = [threads.submit(each.run) for each in plain]
         expected = [threads.submit(stub.Generate, each.undisturbed(), timeout=WAIT_S) for each in over_grpc]
@@ -176,3 +188,37 @@ def test_streams_survive_the_death_of_their_gateway(cluster: Cluster, others: tu
             assert [token_id for chunk in client.chunks for token_id in chunk.token_ids] == completion.token_ids
             assert "".join(chunk.text for chunk in client.chunks) == completion.text
     assert [each.answer for each in over_http] == [each.answer for each in plain]
+
+
+@pytest.mark.parametrize(
+    ("num_gateways", "others"),
+    [(1, ()), (1, ("dense_worker", "attn_worker")), (2, ())],
+    ids=["alone", "with both workers", "both at once"],
+)
+def test_streams_survive_the_death_of_their_gateway(
+    cluster: Cluster, num_gateways: int, others: tuple[str, ...]
+) -> None:
+    over_http, over_grpc = clients_of(cluster, f"{num_gateways}-{len(others)}")
+    with running(over_http, over_grpc):
+        pids = [*gateway_pids(cluster)[:num_gateways], *(cluster.pid_of(role) for role in others)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    assert any(each.num_connections > 1 for each in (*over_http, *over_grpc)), "the killed process had no stream"
+    check_answers(cluster, over_http, over_grpc)
+
+
+def test_streams_leave_a_gateway_that_hangs(cluster: Cluster) -> None:
+    """Half of all new connections reach the stopped process, until a client gives up and tries again."""
+    deadline = time.monotonic() + WAIT_S
+    while len(gateway_pids(cluster)) < 2:
+        assert time.monotonic() < deadline, "the gateways do not start again"
+        time.sleep(0.1)
+    over_http, over_grpc = clients_of(cluster, "hung", patience_s=3.0)
+    with running(over_http, over_grpc):
+        hung = gateway_pids(cluster)[0]
+        os.kill(hung, signal.SIGSTOP)
+    os.kill(hung, signal.SIGCONT)
+    assert any(each.num_connections > 1 for each in (*over_http, *over_grpc)), "the stopped process had no stream"
+    assert hung in gateway_pids(cluster), "it was not restarted"
+    check_answers(cluster, over_http, over_grpc)
+    cluster.wait_idle()

@@ -181,7 +181,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def _record_stream(self, generation: Generation, recording: Recording) -> None:
         while not generation.is_finished:
             message = await self._encode(generation.request_id, await generation.next_chunk())
-            message.digest = recording.run.digest
+            message.digest = recording.record.run.digest
             await recording.add(message.SerializeToString())
 
     async def _record_whole(self, generation: Generation, recording: Recording) -> None:

@@ -31,9 +31,7 @@ def by_seed(submit: dense_pb2.Submit) -> list[int]:
     return [token_id for _ in range(60) for token_id in random.choice(WORDS)]
 
 
-def with_gateway(
-    directory: Path, test: Test, script: Any = by_seed, step_s: float = 0.0, **options: Any
-) -> None:
+def with_gateway(directory: Path, test: Test, script: Any = by_seed, step_s: float = 0.0, **options: Any) -> None:
     async def body() -> None:
         dense = FakeDense(script, step_s=step_s)
         async with running_gateway(directory, dense, **{"resume": True, **options}) as gateway:
@@ -212,6 +210,8 @@ def test_wrong_wishes_are_refused(tmp_path: Path) -> None:
         assert (code, "'r' is the name of another request" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
         nameless = await status(receive(stub.GenerateStream(resumable(""), metadata=ann)))
         assert nameless == (grpc.StatusCode.INVALID_ARGUMENT, "a resumable request needs a request_id")
+        long = await outcome(ann, request_id="x" * 129)
+        assert (long[0], "129 characters" in long[1]) == (grpc.StatusCode.INVALID_ARGUMENT, True)
         assert len(await receive(stub.GenerateStream(resumable(max_tokens=9), metadata=bob))) == 9
 
     with_gateway(tmp_path, test, api_keys_file=keys)

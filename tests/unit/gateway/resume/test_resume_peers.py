@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,36 @@ import grpc
 
 from services.common.child_options import ChildOptions
 from services.gateway.access.client_address import number_of
-from services.pb import gateway_peers_pb2
-from services.pb.gateway_peers_pb2_grpc import GatewayPeersStub
+from services.gateway.resources.repeatable import Repeatable
+from services.gateway.resume.grpc_calls import fingerprint_of
+from services.gateway.resume.recording import Name, Record
+from services.gateway.resume.registry import Registry
+from services.launch.resumables import SERVICE_NAME, Resumables, ResumablesServicer
+from services.pb import gateway_pb2, resumables_pb2_grpc
+from services.rpc.server import GrpcServer
+from tests.support.chats.chat_models import WEATHER, make_chat_model, writes
 from tests.support.clients.gateway_calls import ids
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 from tests.unit.gateway.resume.test_grpc_resume import by_seed, joined, receive, resumable, resume, status, undisturbed
-from tests.unit.gateway.resume.test_http_resume import COMPLETION, EventSource, post, source, text_of
+from tests.unit.gateway.resume.test_http_resume import COMPLETION, STREAMS, EventSource, post, source, text_of
 
-Ends = list[contextlib.AsyncExitStack]
-Test = Callable[[list[RunningGateway], list[FakeDense], Ends], Awaitable[None]]
+
+@dataclass
+class Server:
+    """Three gateways, each with a dense worker of its own and an end of its own, and what the launcher keeps."""
+
+    gateways: list[RunningGateway]
+    workers: list[FakeDense]
+    ends: list[contextlib.AsyncExitStack]
+    resumables: Resumables
+    control: GrpcServer
+
+
+Test = Callable[[Server], Awaitable[None]]
 
 
 def with_gateways(directory: Path, test: Test, script: Any = by_seed, step_s: float = 0.005, **options: Any) -> None:
-    """Runs `test` against three gateways, each with a dense worker of its own and an end of its own."""
     addresses = [f"unix:{directory}/peer-{index}.sock" for index in range(3)]
 
     @contextlib.asynccontextmanager
@@ -33,63 +51,57 @@ def with_gateways(directory: Path, test: Test, script: Any = by_seed, step_s: fl
         own = directory / str(index)
         own.mkdir(exist_ok=True)
         child = ChildOptions(
-            peer_address=addresses[index], peer_addresses=tuple(each for each in addresses if each != addresses[index])
+            peer_address=addresses[index],
+            peer_addresses=tuple(each for each in addresses if each != addresses[index]),
+            control_address=f"unix:{directory}/control.sock",
         )
         async with running_gateway(own, dense, options=child, **{"resume": True, **options}) as gateway:
             yield gateway
 
     async def body() -> None:
+        resumables = Resumables(1000, 10_000_000, options.get("resume_timeout_s", 30.0))
+        control = GrpcServer(f"unix:{directory}/control.sock", [SERVICE_NAME], 1 << 20)
+        resumables_pb2_grpc.add_ResumablesServicer_to_server(ResumablesServicer(resumables), control.server)
         workers = [FakeDense(script, step_s=step_s) for _ in range(3)]
         ends = [contextlib.AsyncExitStack() for _ in range(3)]
         async with contextlib.AsyncExitStack() as all_ends:
+            await control.start()
+            all_ends.push_async_callback(control.stop, 0.0)
             gateways = []
             for index, (end, dense) in enumerate(zip(ends, workers, strict=True)):
                 await all_ends.enter_async_context(end)
                 gateways.append(await end.enter_async_context(gateway_of(index, dense)))
-            await test(gateways, workers, ends)
+            await test(Server(gateways, workers, ends, resumables, control))
 
     run(body())
 
 
-async def guarded(directory: Path, kind: str = "grpc.stream", name: str = "r") -> None:
-    """Returns once a peer keeps a record of the request."""
-    owner = {"client": number_of("address", "unix")}
-    request = gateway_peers_pb2.FindResumableRequest(name={"owner": owner, "kind": kind, "name": name})
-    while True:
-        for index in range(3):
-            async with grpc.aio.insecure_channel(f"unix:{directory}/peer-{index}.sock") as channel:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    if (await GatewayPeersStub(channel).FindResumable(request)).is_guarded:
-                        return
-        await asyncio.sleep(0.01)
-
-
 def test_any_process_sends_the_rest_of_a_stream_that_another_runs(tmp_path: Path) -> None:
-    async def test(gateways: list[RunningGateway], workers: list[FakeDense], ends: Ends) -> None:
+    async def test(server: Server) -> None:
         message = resumable(n=2)
-        chunks = await receive(gateways[0].stub.GenerateStream(message), 5)
-        for gateway in (gateways[1], gateways[2], gateways[1]):
+        chunks = await receive(server.gateways[0].stub.GenerateStream(message), 5)
+        for gateway in (server.gateways[1], server.gateways[2], server.gateways[1]):
             chunks += await resume(gateway, chunks, 7)
-        chunks += await resume(gateways[2], chunks)
-        assert [len(each.submits) for each in workers] == [2, 0, 0]
+        chunks += await resume(server.gateways[2], chunks)
+        assert [len(each.submits) for each in server.workers] == [2, 0, 0]
         seed = next(chunk.finish.seed for chunk in chunks if chunk.HasField("finish") and not chunk.index)
-        assert joined(chunks) == await undisturbed(gateways[1], message, seed)
-        code, details = await status(resume(gateways[1], chunks, digest=chunks[-1].digest ^ 1))
+        assert joined(chunks) == await undisturbed(server.gateways[1], message, seed)
+        code, details = await status(resume(server.gateways[1], chunks, digest=chunks[-1].digest ^ 1))
         assert (code, "another one" in details) == (grpc.StatusCode.FAILED_PRECONDITION, True)
-        code, _ = await status(receive(gateways[2].stub.GenerateStream(resumable(n=3))))
+        code, _ = await status(receive(server.gateways[2].stub.GenerateStream(resumable(n=3))))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
 
     with_gateways(tmp_path, test)
 
 
 def test_a_whole_answer_is_computed_once_by_all_processes(tmp_path: Path) -> None:
-    async def test(gateways: list[RunningGateway], workers: list[FakeDense], ends: Ends) -> None:
-        first = asyncio.create_task(post(gateways[0], "k"))
-        await until(lambda: bool(workers[0].running))
-        others = await asyncio.gather(*[post(gateway, "k") for gateway in gateways])
+    async def test(server: Server) -> None:
+        first = asyncio.create_task(post(server.gateways[0], "k"))
+        await until(lambda: bool(server.workers[0].running))
+        others = await asyncio.gather(*[post(gateway, "k") for gateway in server.gateways])
         assert {each.text for each in others} == {(await first).text}
-        assert [len(each.submits) for each in workers] == [1, 0, 0]
-        refused = await post(gateways[1], "k", {**COMPLETION, "max_tokens": 3})
+        assert [len(each.submits) for each in server.workers] == [1, 0, 0]
+        refused = await post(server.gateways[1], "k", {**COMPLETION, "max_tokens": 3})
         assert (refused.status_code, refused.json()["error"]["code"]) == (422, "idempotency_key_reused")
 
     with_gateways(tmp_path, test)
@@ -98,42 +110,112 @@ def test_a_whole_answer_is_computed_once_by_all_processes(tmp_path: Path) -> Non
 def test_a_stream_goes_on_where_another_process_has_ended(tmp_path: Path) -> None:
     """The seed is not the client's: the record must have it."""
 
-    async def test(gateways: list[RunningGateway], workers: list[FakeDense], ends: Ends) -> None:
-        await until_guarded_at_start(gateways)
+    async def test(server: Server) -> None:
         message = resumable(n=2, logprobs=1)
-        call = gateways[0].stub.GenerateStream(message)
+        call = server.gateways[0].stub.GenerateStream(message)
         chunks = [await call.read() for _ in range(9)]
-        await guarded(tmp_path)
-        await ends[0].aclose()
-        chunks += await resume(gateways[2], chunks, 11)
-        assert [len(each.submits) for each in workers] == [2, 0, 2]
-        chunks += await resume(gateways[1], chunks)  # which gets it from the other
+        await server.ends[0].aclose()
+        chunks += await resume(server.gateways[2], chunks, 11)
+        assert [len(each.submits) for each in server.workers] == [2, 0, 2]
+        chunks += await resume(server.gateways[1], chunks)  # which gets it from the other
         seed = next(chunk.finish.seed for chunk in chunks if chunk.HasField("finish") and not chunk.index)
-        assert joined(chunks) == await undisturbed(gateways[1], message, seed)
+        assert joined(chunks) == await undisturbed(server.gateways[1], message, seed)
 
     with_gateways(tmp_path, test)
 
 
-async def until_guarded_at_start(gateways: list[RunningGateway]) -> None:
-    """Waits for the connections between the gateways, which are made in the background."""
-    await asyncio.sleep(0.5)
+def check_two_deaths(
+    directory: Path,
+    make_sources: Callable[[RunningGateway, str], dict[str, EventSource]],
+    cuts: tuple[int, int],
+    **options: Any,
+) -> None:
+    """Each stream goes on in a second and a third process; its events are those of a stream that goes on in one."""
+
+    async def test(server: Server) -> None:
+        broken = make_sources(server.gateways[0], "k")
+        for index, cut in enumerate(cuts):
+            await asyncio.gather(*[each.connect(cut) for each in broken.values()])
+            await server.ends[index].aclose()
+            for each in broken.values():
+                each.address = server.gateways[index + 1].http_address
+        await asyncio.gather(*[each.connect() for each in broken.values()])
+        whole = make_sources(server.gateways[2], "other")
+        await asyncio.gather(*[each.connect() for each in whole.values()])
+        for kind, stream in broken.items():
+            assert stream.objects == whole[kind].objects, kind
+            assert len(stream.received) > sum(cuts), f"{kind}: it has ended before the second death"
+            assert len(own_values(stream)) == len(own_values(whole[kind])), f"{kind}: another run has other ids"
+
+    with_gateways(directory, test, **options)
+
+
+def own_values(source: EventSource) -> set[str]:
+    """All ids in a stream, and its time of creation."""
+    text = "".join(data for _, data in source.received)
+    return set(re.findall(r'"(?:id|item_id|call_id|created|created_at)":"?([^",}]+)', text))
+
+
+def test_every_kind_of_stream_goes_on_event_for_event(tmp_path: Path) -> None:
+    def make(gateway: RunningGateway, key: str) -> dict[str, EventSource]:
+        sources = {kind: source(gateway, kind, f"{key}-{kind.replace(' ', '-')}") for kind in STREAMS}
+        for each in sources.values():
+            each.body = {name: value for name, value in each.body.items() if name != "stop"}
+        return sources
+
+    words = ids(" Łódź and 東京 🙂, the city\n\n and the rest of it") * 6
+    check_two_deaths(tmp_path, make, (5, 9), script=lambda _: words)
+
+
+THOUGHTS = "<think>They want the weather in two cities, so I call twice.</think>Let me see.\n"
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}", "days": 3}}}}\n</tool_call>\n'
+    for city in ("Łódź", "東京")
+)
+
+
+def test_reasoning_and_calls_go_on_event_for_event(tmp_path: Path) -> None:
+    """Ids of calls are random numbers, which the second run must draw again."""
+    function = WEATHER["function"]
+    chat = {"messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 1000}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {**chat, "tools": [WEATHER], "n": 2, "logprobs": True, "top_logprobs": 1},
+        "/v1/responses": {"input": "Weather?", "tools": [{"type": "function", **function}]},
+        "/v1/messages": {
+            **chat,
+            "model": "model",
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "max_tokens": 2000,
+            "tools": [{"name": function["name"], "input_schema": function["parameters"]}],
+        },
+    }
+
+    def make(gateway: RunningGateway, key: str) -> dict[str, EventSource]:
+        return {
+            path: EventSource(
+                gateway.http_address, path, {**body, "stream": True}, {"Idempotency-Key": key + path.replace("/", "-")}
+            )
+            for path, body in bodies.items()
+        }
+
+    model = make_chat_model(tmp_path / "model", "qwen3")
+    options = {"model": model, "reasoning_parser": "qwen3", "tool_parser": "hermes"}
+    check_two_deaths(tmp_path, make, (9, 90), script=writes(THOUGHTS + CALLS), **options)
 
 
 def test_two_deaths_one_after_the_other_are_survived(tmp_path: Path) -> None:
-    async def test(gateways: list[RunningGateway], workers: list[FakeDense], ends: Ends) -> None:
-        await until_guarded_at_start(gateways)
-        streams = [source(gateways[0], kind, f"k{i}") for i, kind in enumerate(("chat", "completion", "completions"))]
+    async def test(server: Server) -> None:
+        kinds = ("chat", "completion", "completions")
+        streams = [source(server.gateways[0], kind, f"k{number}") for number, kind in enumerate(kinds)]
         await asyncio.gather(*[each.connect(6) for each in streams])
         for index in (0, 1):
-            for number in range(3):
-                await guarded(tmp_path, "http", f"k{number}")
-            await ends[index].aclose()
+            await server.ends[index].aclose()
             for each in streams:
-                each.address = gateways[index + 1].http_address
+                each.address = server.gateways[index + 1].http_address
             await asyncio.gather(*[each.connect(6) for each in streams])
         await asyncio.gather(*[each.connect() for each in streams if each.status != 204])
-        for number, kind in enumerate(("chat", "completion", "completions")):
-            plain = source(gateways[2], kind, None)
+        for number, kind in enumerate(kinds):
+            plain = source(server.gateways[2], kind, None)
             await plain.connect()
             assert text_of(streams[number]) == text_of(plain)
 
@@ -141,48 +223,147 @@ def test_two_deaths_one_after_the_other_are_survived(tmp_path: Path) -> None:
 
 
 def test_a_client_that_comes_too_late_after_a_death_finds_nothing(tmp_path: Path) -> None:
-    async def test(gateways: list[RunningGateway], workers: list[FakeDense], ends: Ends) -> None:
-        await until_guarded_at_start(gateways)
-        call = gateways[0].stub.GenerateStream(resumable(max_tokens=1000))
+    async def test(server: Server) -> None:
+        call = server.gateways[0].stub.GenerateStream(resumable(max_tokens=1000))
         chunks = [await call.read() for _ in range(3)]
-        await guarded(tmp_path)
-        await ends[0].aclose()
+        await server.ends[0].aclose()
         await asyncio.sleep(0.3)
-        code, _ = await status(resume(gateways[1], chunks))
+        code, _ = await status(resume(server.gateways[1], chunks))
         assert code is grpc.StatusCode.NOT_FOUND
 
     with_gateways(tmp_path, test, lambda _: ids(" a") * 1000, resume_timeout_s=0.1)
 
 
 def test_nothing_is_kept_of_a_request_whose_answer_is_forgotten(tmp_path: Path) -> None:
-    async def test(gateways: list[RunningGateway], workers: list[FakeDense], ends: Ends) -> None:
-        await until_guarded_at_start(gateways)
-        await gateways[0].stub.Generate(resumable())
-        await guarded(tmp_path, "grpc.whole")
-        await asyncio.sleep(0.4)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(guarded(tmp_path, "grpc.whole"), 0.2)
-            raise AssertionError("a record is left")
+    async def test(server: Server) -> None:
+        await server.gateways[0].stub.Generate(resumable())
+        assert len(server.resumables) == 1
+        await until(lambda: not server.resumables)
 
     with_gateways(tmp_path, test, resume_timeout_s=0.2)
+
+
+def test_the_death_of_all_processes_but_one_at_once_is_survived(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        message = resumable(n=2)
+        chunks = await receive(server.gateways[0].stub.GenerateStream(message), 9)
+        stream = source(server.gateways[1], "chat")
+        await stream.connect(6)
+        await asyncio.gather(*[end.aclose() for end in server.ends[:2]])
+        stream.address = server.gateways[2].http_address
+        rest, _ = await asyncio.gather(resume(server.gateways[2], chunks), stream.connect())
+        seed = next(chunk.finish.seed for chunk in chunks + rest if chunk.HasField("finish") and not chunk.index)
+        assert joined(chunks + rest) == await undisturbed(server.gateways[2], message, seed)
+        plain = source(server.gateways[2], "chat", None)
+        await plain.connect()
+        assert text_of(stream) == text_of(plain)
+
+    with_gateways(tmp_path, test)
+
+
+def test_one_new_key_at_all_processes_at_once_is_computed_once(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        for number in range(10):
+            posts = [post(gateway, f"k{number}") for gateway in server.gateways * 2]
+            answers = await asyncio.gather(*posts)
+            assert len({each.text for each in answers}) == 1
+        assert sum(len(each.submits) for each in server.workers) == 10
+
+    with_gateways(tmp_path, test, step_s=0.0)
+
+
+def test_a_process_that_hangs_loses_its_request_and_is_told(tmp_path: Path) -> None:
+    """It is hung as far as others see: it holds the request, and its address does not answer."""
+
+    async def test(server: Server) -> None:
+        deaf = await asyncio.start_unix_server(lambda reader, writer: None, f"{tmp_path}/deaf.sock")
+        lost: list[Name] = []
+        hung = Registry(f"unix:{tmp_path}/control.sock", f"unix:{tmp_path}/deaf.sock", 1 << 20)
+        running = asyncio.create_task(hung.run(lost.append))
+        try:
+            name = (("", number_of("address", "unix")), "grpc.stream", "r")
+            message = resumable()
+            record = Record(fingerprint_of(message), Repeatable("r"), message.SerializeToString())
+            assert (await hung.claim(name, record.fingerprint, record)).record is record
+            [first] = await receive(server.gateways[1].stub.GenerateStream(message), 1)
+            await until(lambda: lost == [name])
+            rest = await resume(server.gateways[2], [first])
+            assert [len(each.submits) for each in server.workers] == [0, 1, 0]
+            hung.forget(name)  # what it says of the request now has no effect
+            hung.release(name)
+            again = await receive(server.gateways[0].stub.GenerateStream(message))
+            assert again == [first, *rest]
+        finally:
+            running.cancel()
+            deaf.close()
+
+    with_gateways(tmp_path, test)
+
+
+def test_a_process_that_wakes_up_stops_what_another_one_runs_now(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        message = resumable(max_tokens=1000)
+        call = server.gateways[0].stub.GenerateStream(message)
+        [*_, last] = [await call.read() for _ in range(3)]
+        other = Registry(f"unix:{tmp_path}/control.sock", f"unix:{tmp_path}/other.sock", 1 << 20)
+        running = asyncio.create_task(other.run(lambda name: None))
+        try:
+            name = (("", number_of("address", "unix")), "grpc.stream", "r")
+            claim = await other.claim(name, None, None)
+            assert claim.running_at == f"unix:{tmp_path}/peer-0.sock"
+            claim = await other.claim(name, None, None, claim.running_at)
+            assert claim.record.message == message.SerializeToString()
+            code, details = await status(receive(call))
+            assert (code, "another gateway process" in details) == (grpc.StatusCode.ABORTED, True)
+            await until(lambda: len(server.workers[0].cancelled_seq_ids) == 1)
+            assert len(server.resumables) == 1  # the other one has it
+        finally:
+            running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        rest = await resume(server.gateways[0], [last] * 3, 4)  # it may run here again
+        assert len(rest) == 4
+
+    with_gateways(tmp_path, test, lambda _: ids(" a") * 1000)
+
+
+def test_a_client_that_leaves_while_its_request_is_claimed_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        for index in range(60):
+            call = server.gateways[0].stub.GenerateStream(resumable(f"r{index}"))
+            await asyncio.sleep(index / 10_000)
+            call.cancel()
+        await until(lambda: not server.resumables)
+        assert not any(each.running for each in server.workers)
+
+    with_gateways(tmp_path, test, resume_timeout_s=0.1)
+
+
+def test_without_the_launchers_answer_new_requests_run_and_others_are_refused(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        await server.control.stop(0.0)
+        assert len(await receive(server.gateways[0].stub.GenerateStream(resumable()))) == 40
+        code, details = await status(resume(server.gateways[1], [gateway_pb2.GenerateChunk()]))
+        assert (code, "try again" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+
+    with_gateways(tmp_path, test)
 
 
 def test_a_clients_stream_that_ends_with_its_process_has_no_further_id(tmp_path: Path) -> None:
     """The error that a stopping process sends is no part of the answer: nothing is missing after it."""
 
-    async def test(gateways: list[RunningGateway], workers: list[FakeDense], ends: Ends) -> None:
-        await until_guarded_at_start(gateways)
-        stream = source(gateways[0], "chat")
+    async def test(server: Server) -> None:
+        stream = source(server.gateways[0], "chat")
         reading = asyncio.create_task(stream.connect())
         await until(lambda: len(stream.received) > 5)
-        await guarded(tmp_path, "http", "k")
-        await ends[0].aclose()
+        await server.ends[0].aclose()
         with contextlib.suppress(Exception):
             await reading
-        rest = EventSource(gateways[1].http_address, stream.path, stream.body, stream.headers, stream.last_event_id)
+        rest = EventSource(
+            server.gateways[1].http_address, stream.path, stream.body, stream.headers, stream.last_event_id
+        )
         rest.received = [each for each in stream.received if '"error"' not in each[1]]
         await rest.connect()
-        plain = source(gateways[1], "chat", None)
+        plain = source(server.gateways[1], "chat", None)
         await plain.connect()
         assert text_of(rest) == text_of(plain)
 
