@@ -38,7 +38,8 @@ POLICIES = {
 }
 BLOCK_SIZE, NUM_BLOCKS = 16, 320  # too few for all sequences that may run at once
 MAX_NUM_SEQS = 12
-HOST_KV_BYTES = 32 * 2**20  # of the host tier: more blocks than on the device, but not all
+HOST_KV_BYTES = 8 * 2**20  # of the host tier, for each layer: more blocks than on the device, but not all
+NUM_LAYERS = 4  # of the embedded model
 ROLES = ("attn_worker", "dense_worker", "gateway")
 STEP_LOG = "steps.jsonl"
 IDLE_TIMEOUT_S = 60.0
@@ -57,6 +58,7 @@ class Size:
     max_actions: int
     wait_timeout_s: float | None = None  # of a step; some actions take longer
     stall_timeout_s: float | None = None  # None: no worker is stopped for good
+    num_layers: int | None = None  # of the embedded model; None: all
 
 
 SHORT = Size(num_messages=12, num_streams=12, max_tokens=100, max_actions=3)
@@ -94,7 +96,7 @@ def arena(
     metrics_address = f"127.0.0.1:{free_port()}"
     settings = [
         f"scheduler.policy={POLICIES[speculation]}",
-        *speculation_settings(speculation, directory),
+        *speculation_settings(speculation, directory, size.num_layers),
         f"dense.metrics_address={metrics_address}",
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
         f"attention.num_blocks={NUM_BLOCKS}",
@@ -109,7 +111,10 @@ def arena(
         settings += ["launch.standby_dense=auto", "launch.standby_attention=auto"]
     tier = directory / "host-kv" if has_tier else None
     if tier is not None:
-        settings += [f"attention.host_kv_bytes={HOST_KV_BYTES}", f"attention.host_kv_path={tier}"]
+        num_bytes = HOST_KV_BYTES * (size.num_layers or NUM_LAYERS)
+        settings += [f"attention.host_kv_bytes={num_bytes}", f"attention.host_kv_path={tier}"]
+    if size.num_layers is not None:
+        settings.append(f"model.num_layers={size.num_layers}")
     if size.stall_timeout_s is not None:
         settings.append(f"watchdog.stall_timeout_s={size.stall_timeout_s}")
     if size.wait_timeout_s is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -20,11 +21,14 @@ NUM_KNOWN_TOKENS = 60
 NUM_DRAFTS = 3
 
 
-def speculation_settings(speculation: str, directory: Path) -> list[str]:
-    """The settings for one kind of speculation; its weights are made in `directory`."""
+def speculation_settings(speculation: str, directory: Path, num_layers: int | None) -> list[str]:
+    """The settings for one kind of speculation; its weights are made in `directory`.
+
+    num_layers: of the served model and of a draft model; none: all
+    """
     settings = [f"scheduler.speculation={speculation}"]
     if speculation == "draft_model":
-        settings.append(f"scheduler.draft_model={make_noisy_model(directory / 'draft')}")
+        settings.append(f"scheduler.draft_model={make_noisy_model(directory / 'draft', num_layers)}")
     elif speculation in ("medusa", "eagle3"):
         make = heads_that_know if speculation == "medusa" else head_that_knows
         path = make(directory / "heads", KNOWN_PROMPT, known_answer(), NUM_DRAFTS)
@@ -33,12 +37,16 @@ def speculation_settings(speculation: str, directory: Path) -> list[str]:
     return settings
 
 
-def make_noisy_model(path: Path) -> Path:
-    """A copy of the embedded model with noise on its weights, so that it is sometimes wrong."""
+def make_noisy_model(path: Path, num_layers: int | None = None) -> Path:
+    """A copy of the embedded model or its first layers, with noise on the weights, so that it is sometimes wrong."""
     shutil.copytree(EMBEDDED_MODEL, path)
+    config = json.loads((path / "config.json").read_text())
+    num_layers = num_layers or config["num_hidden_layers"]
+    left_out = tuple(f"model.layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"]))
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
     generator = torch.Generator().manual_seed(0)
     for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
+        tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(left_out)}
         for name, tensor in tensors.items():
             noise = torch.randn(tensor.shape, generator=generator)
             tensors[name] = tensor + (NOISE * tensor.float().std() * noise).to(tensor.dtype)

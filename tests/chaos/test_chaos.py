@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ SEED = 1
 def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(
     speculation: str, options: dict[str, bool], tmp_path: Path
 ) -> None:
-    with arena(tmp_path, speculation, SHORT, is_warm=True, **{"has_standbys": False} | options) as where:
+    size = replace(SHORT, num_layers=2)
+    with arena(tmp_path, speculation, size, is_warm=True, **{"has_standbys": False} | options) as where:
         try:
             actions = run(where, SEED)
         except AssertionError as error:

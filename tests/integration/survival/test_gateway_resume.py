@@ -19,9 +19,10 @@ import pytest
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
+from tests.support.models import TWO_LAYERS
 
 NUM_CLIENTS = 4  # of each API
-MAX_TOKENS = 200
+MAX_TOKENS = 120
 WAIT_S = 120.0
 RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
@@ -39,7 +40,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "launch.max_restarts": "20",
     }
     directory = tmp_path_factory.mktemp("resume")
-    with running_cluster(directory, *(f"{key}={value}" for key, value in overrides.items()), is_warm=True) as cluster:
+    settings = (TWO_LAYERS, *(f"{key}={value}" for key, value in overrides.items()))
+    with running_cluster(directory, *settings, is_warm=True) as cluster:
         yield cluster
 
 

@@ -18,7 +18,7 @@ from tests.support.models import TWO_LAYERS
 from tests.support.scrape import Scrape
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
-MAX_TOKENS = 200
+MAX_TOKENS = 100
 WAIT_S = 60.0
 DENSE, ATTENTION = "dense_worker", "attn_worker"
 
@@ -66,7 +66,7 @@ def until(is_done: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not is_done():
         assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def ready_pids(cluster: Cluster) -> dict[str, int]:

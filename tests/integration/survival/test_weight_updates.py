@@ -55,7 +55,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Iterat
         yield cluster
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def weights_a(cluster: Cluster) -> None:
     reply = change(cluster, "a", "abort")
     assert reply.status_code == 200, reply.text
@@ -109,6 +109,7 @@ def is_predicted(model: PreTrainedModel, prompt: list[int], token_ids: list[int]
     return [predicted == token for predicted, token in zip(logits.argmax(-1).tolist(), token_ids, strict=True)]
 
 
+@pytest.mark.usefixtures("weights_a")
 def test_kept_requests_go_on_with_the_new_weights(cluster: Cluster, references: dict[str, PreTrainedModel]) -> None:
     for _ in range(ATTEMPTS):
         reply, answers, errors = change_under_streams(cluster, "keep")
@@ -126,6 +127,7 @@ def test_kept_requests_go_on_with_the_new_weights(cluster: Cluster, references: 
     raise AssertionError(f"in {ATTEMPTS} changes the weights changed in the middle of no answer")
 
 
+@pytest.mark.usefixtures("weights_a")
 def test_running_requests_end_with_the_old_weights_if_the_change_waits(
     cluster: Cluster, references: dict[str, PreTrainedModel]
 ) -> None:
@@ -138,6 +140,7 @@ def test_running_requests_end_with_the_old_weights_if_the_change_waits(
     assert all(is_predicted(references["b"], PROMPTS[0], later))
 
 
+@pytest.mark.usefixtures("weights_a")
 def test_a_change_that_waits_too_long_is_undone(cluster: Cluster, references: dict[str, PreTrainedModel]) -> None:
     reply, answers, errors = change_under_streams(cluster, "wait", 1000, wait_timeout_s=0.01)
     assert reply.status_code == 409 and "requests still run after 0.01 s" in reply.text, reply.text
@@ -148,6 +151,7 @@ def test_a_change_that_waits_too_long_is_undone(cluster: Cluster, references: di
     assert all(is_predicted(references["a"], PROMPTS[0], later)), "new requests are started again"
 
 
+@pytest.mark.usefixtures("weights_a")
 def test_aborted_requests_end_with_an_error(cluster: Cluster, references: dict[str, PreTrainedModel]) -> None:
     reply, answers, errors = change_under_streams(cluster, "abort")
     assert reply.status_code == 200, reply.text
