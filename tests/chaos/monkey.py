@@ -112,7 +112,7 @@ class Monkey:
         If few sequences run, there is no second kill: a sequence that runs alone in two crashes may be failed.
         """
         pid, status = self._pid_of(ATTENTION), self._cluster.dense_status()
-        self._signal(signal.SIGKILL, ATTENTION)
+        self._kill(pid)
         if status.num_running < MIN_RUNNING_FOR_TWO_CRASHES:
             return True
         self._await_end(ATTENTION, pid)
