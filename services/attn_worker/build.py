@@ -115,7 +115,8 @@ def prepare_device(section: AttentionSection, model: ResolvedModel, limits: Step
 def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:
     """The configured number of blocks, or as many as fit: into `kv_cache_bytes` on a CPU, into free memory on a GPU.
 
-    `limits`: layers with a window get blocks of their own if that saves memory, except in latent attention.
+    `limits`: layers with a window get blocks of their own if that saves memory, except in latent attention, and with a
+    host tier, whose copies of a block are of all layers.
     """
     device = model.device
     if device.type == "cpu":
@@ -128,7 +129,7 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         spec = _with_states(spec, limits, room, source)
     num_left = room - spec.num_state_slots * spec.state_bytes
     spec = replace(spec, num_blocks=section.num_blocks or num_left // spec.block_bytes)
-    if limits is not None and model.config.attention.value_dim is None:
+    if limits is not None and model.config.attention.value_dim is None and not section.host_kv_bytes:
         spec = _with_window_group(spec, limits, None if section.num_blocks else room)
     if spec.num_blocks < 1:
         raise CapacityError(
@@ -211,9 +212,7 @@ def check_host_tier(section: AttentionSection, model: ResolvedModel) -> None:
     obstacle = None
     if config.gated_delta_layers:
         obstacle = "has gated delta layers, whose states have no copies there"
-    elif len({window is None for window in windows}) > 1:
-        obstacle = "has layers with a window among others"
-    elif window < model.max_model_len:
+    elif None not in windows and window < model.max_model_len:
         obstacle = f"has windows of {window} tokens in all layers"
     if obstacle is not None:
         raise ConfigError(

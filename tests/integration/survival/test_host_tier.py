@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import time
@@ -16,7 +17,7 @@ from tests.chaos.drafts import make_noisy_model
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, free_port, request, running_cluster
 from tests.support.plain_services import plain_services
-from tests.support.reference import VOCAB_SIZE, reference_tokens
+from tests.support.reference import VOCAB_SIZE, make_served_model, reference_tokens
 from tests.support.scrape import Scrape
 from tests.support.warm_process import run_warm
 
@@ -224,3 +225,22 @@ def test_too_little_shared_memory_ends_the_start_and_says_how_much_is_missing(tm
     ended = run_warm("services.launch", *arguments, timeout_s=TIMEOUT_S)
     assert ended.returncode == 1
     assert re.search(r"the host tier needs \d+ bytes in /dev/shm/\S+, \d+ are available \(No space left", ended.stderr)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_model_with_windows_in_some_layers_finds_its_blocks_again(tmp_path: Path, family: str) -> None:
+    model = make_served_model(tmp_path / "model", family, sliding_window=40, max_position_embeddings=2048)
+    settings = (f"model.path={model}", "model.dtype=float32")
+    with contextlib.contextmanager(tiered)(tmp_path / "cluster", *settings) as server:
+        prompt = prompt_of(31, 400)
+        expected = reference_tokens(model, prompt, 8)
+        assert server.ask(prompt)[0] == expected
+        server.settle()
+        server.cluster.kill("attn_worker")
+        answer, num_computed, num_cached = server.ask(prompt)
+        assert answer == expected and num_cached >= 384 and num_computed <= 16 + 8
+        for number in range(32, 36):  # which together need all blocks
+            server.ask(prompt_of(number, 800))
+        loaded = server.metric("loaded_tokens_total")
+        assert server.ask(prompt)[0] == expected
+        assert server.metric("loaded_tokens_total") > loaded
