@@ -35,7 +35,7 @@ with importing():
 
 from tests.support.warm_process import MAX_MESSAGE_BYTES, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
-MAX_FILES = 960  # of a process when it is forked; a lifeline has a higher number
+MAX_FILES = 1024
 MAX_PASSED_FILES = 8  # beside the standard streams
 
 
@@ -80,10 +80,13 @@ def become_next(connection: socket.socket) -> None:
         time.sleep(0.0005)
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
-    passed = [fcntl.fcntl(file, fcntl.F_DUPFD, MAX_FILES) for file in files[3:]]
+    request = json.loads(message)
+    first_free = max(*files, reader, writer, *request["pass_fds"]) + 1
+    passed = [fcntl.fcntl(file, fcntl.F_DUPFD, first_free) for file in files[3:]]
     connection.detach()
-    os.closerange(3, MAX_FILES)
-    take_on(passed, **json.loads(message))
+    os.closerange(3, min([*passed, MAX_FILES]))
+    os.closerange(max([*passed, 2]) + 1, MAX_FILES)
+    take_on(passed, **request)
 
 
 def take_on(

@@ -152,3 +152,11 @@ def test_a_replacement_with_the_same_config_uses_a_standby_with_weights(
     assert (after[DENSE] == before[f"standby of {DENSE}"]) == has_weights
     for answer, expected in zip(collect_all(cluster.gateway, messages), undisturbed, strict=True):
         answer.assert_equals(expected)
+
+
+def test_only_the_first_dense_worker_has_loaded_the_weights(cluster: Cluster) -> None:
+    ready_pids(cluster)
+    os.kill(pids(cluster)[DENSE], signal.SIGKILL)
+    ready_pids(cluster)
+    log = cluster.log_file.read_text()
+    assert log.count("weights found in memory") >= log.count("service=dense_worker event=loaded ") - 1 > 0

@@ -28,7 +28,7 @@ def test_the_progress_of_a_build_is_in_the_status_while_it_loads(
 ) -> None:
     is_seen = threading.Event()
 
-    def load(config: Any, resolved: Any, report: Callable[[str], None]) -> None:
+    def load(config: Any, resolved: Any, report: Callable[[str], None], lifeline: None) -> None:
         report(LINE)
         assert is_seen.wait(60.0)
         raise ConfigError("it cannot be built")
@@ -60,7 +60,7 @@ def test_only_a_worker_that_replaces_another_starts_while_its_metrics_address_is
 ) -> None:
     """The worker that it replaces still serves metrics there while it stops."""
 
-    def load(config: Any, resolved: Any, report: Callable[[str], None]) -> None:
+    def load(config: Any, resolved: Any, report: Callable[[str], None], lifeline: None) -> None:
         raise ConfigError("it begins to load")
 
     monkeypatch.setattr(service, "load_model", load)
