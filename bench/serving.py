@@ -42,9 +42,9 @@ MAX_CLIENT_LOAD = 0.7  # fraction of one core; a busier client process adds dela
 TABLE_WIDTH = 50
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if anything failed, 130 after Ctrl-C."""
-    parser = _parser()
+def main(argv: Sequence[str] | None = None, program: str = "bench/serving.py") -> int:
+    """Returns the exit status: 0, 1 if anything failed, 130 after Ctrl-C. `program` is its name in its usage."""
+    parser = _parser(program)
     arguments = parser.parse_args(argv)
     _check(arguments, parser)
     try:
@@ -226,9 +226,9 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         arguments.ignore_eos = arguments.dataset is None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bench/serving.py",
+        prog=program,
         description="Sends load to a running gateway; prints TTFT, TPOT, ITL and throughput at the clients.",
         epilog="ITL is counted per chunk: one value for each chunk after the first, also where a chunk carries "
         "several tokens. Requests wait in the client where --max-concurrency is reached; their times count from "

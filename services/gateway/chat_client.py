@@ -31,9 +31,12 @@ MAX_STOP_AFTER_MS = 1e9
 BROKEN_PIPE_STATUS = 141  # as shells report SIGPIPE
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C, 141 for a closed pipe."""
-    parser = _parser()
+def main(argv: Sequence[str] | None = None, program: str = "services.gateway.chat_client") -> int:
+    """Returns the exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C, 141 for a closed pipe.
+
+    `program` is the name of the command in its usage.
+    """
+    parser = _parser(program)
     arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
     if arguments.system is not None and arguments.prompt is not None and not arguments.chat:
         parser.error("--system belongs to a chat: add --chat, or leave --prompt out")
@@ -201,9 +204,9 @@ def _print_error(address: str, error: grpc.RpcError) -> None:
     print(f"chat_client: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="services.gateway.chat_client",
+        prog=program,
         description="Streams the answer to --prompt; without it, an interactive chat.",
     )
     address = GatewaySection().address

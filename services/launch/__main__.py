@@ -13,11 +13,11 @@ else:
     end_at_signals()
 
 import asyncio
+from collections.abc import Sequence
 
 from services.common.logs import configure_logs
 from services.launch import ctl
 from services.launch.arguments import parse_args
-from services.launch.service import Launcher
 from services.rpc.server import run_service, serve
 
 
@@ -25,10 +25,24 @@ def main() -> None:
     """Runs the launcher, or with `ctl` as its first argument a command for a running one."""
     if sys.argv[1:2] == ["ctl"]:
         sys.exit(ctl.main(sys.argv[2:]))
-    config, arguments = parse_args(sys.argv[1:])
+    serve_all(sys.argv[1:])
+
+
+def serve_all(
+    argv: Sequence[str],
+    program: str = "services.launch",
+    chat_command: str = f"{sys.executable} -m services.gateway.chat_client",
+) -> None:
+    """Runs all services until SIGINT or SIGTERM. Ends the process.
+
+    The user called this command `program`, and can talk to the server by `chat_command`.
+    """
+    config, arguments = parse_args(argv, program)
+    from services.launch.service import Launcher  # it takes most of a second, and --help does not need it
+
     configure_logs(config.log, "launch")
     drain = asyncio.Event()
-    run_service(serve(lambda: Launcher(config, arguments, drain)), drain)
+    run_service(serve(lambda: Launcher(config, arguments, drain, chat_command)), drain)
 
 
 if __name__ == "__main__":

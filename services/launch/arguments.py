@@ -27,10 +27,10 @@ METHODS = tuple(_KEYS)
 _NGRAM_MODEL = "[ngram]"  # how older versions of vLLM name the method
 
 
-def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
+def parse_args(argv: Sequence[str], program: str = "services.launch") -> tuple[Config, argparse.Namespace]:
     """Flags are short forms of config keys. An invalid config ends the process with one line and status 1."""
     parser = argparse.ArgumentParser(
-        prog="services.launch", description="Starts, watches and stops all services on one machine."
+        prog=program, description="Starts, watches and stops all services on one machine."
     )
     add_config_arguments(parser)
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
         overrides = [f"{key}={toml_value(value)}" for key, value in flags.items() if value is not None]
         return load_config(arguments.config, [*overrides, *arguments.set]), arguments
     except ConfigError as error:
-        parser.exit(1, f"services.launch: {error}\n")
+        parser.exit(1, f"{program}: {error}\n")
 
 
 def read_speculative_config(text: str) -> dict[str, object]:

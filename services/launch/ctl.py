@@ -26,9 +26,9 @@ MIB = 2**20
 PATHS = ("model.path", "dense.plan_dir", "dense.step_log")  # relative to where `ctl` is called
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="services.launch ctl", description="Calls a running launcher.")
+def main(argv: Sequence[str], program: str = "services.launch ctl") -> int:
+    """Returns the exit status. `program` is the name of the command in its usage."""
+    parser = argparse.ArgumentParser(prog=program, description="Calls a running launcher.")
     parser.add_argument("--launcher", metavar="unix:PATH", help="the launcher's socket, if several run; see its log")
     commands = parser.add_subparsers(dest="command", required=True)
     replace = commands.add_parser("replace-dense", help="replace the dense worker by a new one")
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         address = arguments.launcher or find_launcher()
     except PeerError as error:
-        return _fail(str(error), NO_LAUNCHER)
+        return _fail(program, str(error), NO_LAUNCHER)
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = launch_pb2_grpc.LauncherStub(channel)
         try:
@@ -73,10 +73,10 @@ def main(argv: Sequence[str]) -> int:
             return replace_dense(stub, arguments)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                return _fail(f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
+                return _fail(program, f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return _fail(_describe_timeout(arguments), FAILED)
-            return _fail(error.details() or error.code().name, FAILED)
+                return _fail(program, _describe_timeout(arguments), FAILED)
+            return _fail(program, error.details() or error.code().name, FAILED)
 
 
 def find_launcher() -> str:
@@ -151,6 +151,6 @@ def _absolute(override: str) -> str:
     return f"{key}={os.path.abspath(path)}"
 
 
-def _fail(message: str, status: int) -> int:
-    print(f"services.launch ctl: {message}", file=sys.stderr)
+def _fail(program: str, message: str, status: int) -> int:
+    print(f"{program}: {message}", file=sys.stderr)
     return status

@@ -43,11 +43,12 @@ log = structlog.get_logger()
 class Launcher:
     """A `Service`. After `drain` is set, the gateways finish their requests, and `run` returns."""
 
-    def __init__(self, config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
-        """`arguments`: the command line, see `services.launch.arguments`."""
+    def __init__(self, config: Config, arguments: argparse.Namespace, drain: asyncio.Event, chat_command: str) -> None:
+        """`arguments`: the command line, see `services.launch.arguments`. `chat_command`: by which users can chat."""
         self._config = config
         self._arguments = arguments
         self._drain = drain
+        self._chat_command = chat_command
         self._opened = contextlib.AsyncExitStack()
         self._gpu_faults: GpuFaults | None = None  # without MPS there are none to watch
 
@@ -155,7 +156,7 @@ class Launcher:
         if prompt is not None:
             await answer_prompt(gateways[0].address, prompt, arguments.max_tokens, self._api_key)
         if arguments.prompt is None:
-            print_addresses(config)
+            print_addresses(config, self._chat_command)
             await asyncio.Event().wait()
 
     async def _check_mps(self, mps: MpsDaemon) -> None:

@@ -54,8 +54,8 @@ def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None
     return flags if api_key is None else [*flags, f"--api-key={api_key}"]
 
 
-def print_addresses(config: Config) -> None:
-    """Prints the gateway's addresses and commands to call it; with logs in JSON, logs the addresses instead."""
+def print_addresses(config: Config, chat_command: str) -> None:
+    """Prints the gateway's addresses and calls of `chat_command`; with logs in JSON, logs the addresses instead."""
     address, http_address = config.gateway.address, config.gateway.http_address
     if config.log.format == "json":  # for a program, which reads every line of standard error as JSON
         log.info("serving", model=config.model.path.name, address=address, http_address=http_address)
@@ -67,7 +67,7 @@ def print_addresses(config: Config) -> None:
     print_to_stderr(
         f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
         f"{http_address}. Stop with Ctrl-C.\n{page}"
-        f"  one answer: {sys.executable} -m services.gateway.chat_client --address {chat_address} "
+        f"  one answer: {chat_command} --address {chat_address} "
         "--prompt 'San Francisco is a' --max-tokens 32\n"
-        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {chat_address}"
+        f"  a chat:     {chat_command} --address {chat_address}"
     )

@@ -11,6 +11,6 @@ from services.launch.serving import client_flags
 
 @pytest.mark.parametrize("text", ["-x", "--stop_at", "-Kd_f8"])
 def test_a_prompt_and_a_key_that_begin_with_a_dash_reach_the_client(text: str) -> None:
-    arguments = _parser().parse_args(dashed(client_flags("127.0.0.1:1", text, 7, text)))
+    arguments = _parser("chat").parse_args(dashed(client_flags("127.0.0.1:1", text, 7, text)))
     assert (arguments.address, arguments.max_tokens) == ("127.0.0.1:1", 7)
     assert (arguments.prompt, arguments.api_key) == (text, text)
