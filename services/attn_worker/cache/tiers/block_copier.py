@@ -67,7 +67,7 @@ class BlockCopier:
         """
         staging, num_blocks = self._take_staging(), len(block_ids)
         for place, row in zip(staging.on_host, rows, strict=False):
-            place.copy_(row)
+            copy_row(place, row)
         with self._on_stream():
             words = staging.on_device[:num_blocks]
             if staging.is_free is not None:
@@ -116,6 +116,11 @@ class BlockCopier:
         on_host = torch.zeros(size, dtype=torch.int64, pin_memory=True)
         on_device = torch.zeros(size, dtype=torch.int64, device=self._device)
         return _Staging(on_host, on_device, torch.cuda.Event(blocking=True))
+
+
+def copy_row(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies within host memory on this thread alone: threads of torch would poll for its next copy for a while."""
+    np.copyto(target.numpy(), source.numpy())
 
 
 def _odd_weights(count: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from services.attn_worker.cache.tiers.block_copier import BlockCopier
+from services.attn_worker.cache.tiers.block_copier import BlockCopier, copy_row
 from services.attn_worker.cache.tiers.region import Entry, TierRegion
 from services.attn_worker.cache.tiers.tier import MissingBlock, TierCounts
 from services.common.errors import DeviceError
@@ -178,7 +178,7 @@ class HostTier:
                 continue
             slot = self._take_slot()
             self._region.invalidate(slot)
-            self._rows[slot].copy_(row)
+            copy_row(self._rows[slot], row)
             self._region.publish(slot, Entry(digest, checksum))
             self._slots[digest] = slot
             self.counts.num_written_blocks += 1
