@@ -8,12 +8,14 @@ from __future__ import annotations
 import ast
 import sys
 import tokenize
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from services.common import config
 from services.common.config import Config, Section, toml_value
+from services.launch.flags import FLAGS, Flag
 
 SOURCE = Path(config.__file__)
 PAGE = Path(__file__).with_name("configuration.md")
@@ -21,7 +23,7 @@ EMBEDDED_MODEL = "deploy/models/tiny-llama"
 
 INTRODUCTION = """# Configuration
 
-This page is written by `make docs` from `services/common/config.py`: change the comments there.
+This page is written by `make docs` from `services/common/config.py` and `services/launch/flags.py`: change it there.
 
 One TOML file configures all services; each service reads it once, at its start, with `--config FILE`. `--set` replaces
 one value of the file and may be repeated:
@@ -42,6 +44,15 @@ Two environment variables hold secrets. `TWOSTROKE_API_KEYS` (`NAME=KEY,NAME=KEY
 file, and `TWOSTROKE_API_KEY` is the key that the chat client sends. The default "none" in the tables means that the
 key is left out of the file.
 """
+
+FLAGS_INTRODUCTION = """## Flags
+
+Short forms of keys, for `twostroke serve` and `python -m services.launch`, most of them by the names that vLLM has. In
+brackets stands what a word of vLLM is called here. Of a key that is set twice, `--set` wins over a flag, and a flag
+over the file. An unknown flag is an error that names the nearest one.
+
+| flag | values | key | |
+|---|---|---|---|"""
 
 TYPE_NAMES = {
     "str": "string",
@@ -83,7 +94,7 @@ def generate() -> str:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 lines.append(_row(f"{name}.{field.target.id}", field, section, comments))
         parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, FLAGS_INTRODUCTION, *map(_flag_row, FLAGS)]) + "\n"
 
 
 def _row(name: str, field: ast.AnnAssign, section: Section, comments: dict[int, tuple[bool, str]]) -> str:
@@ -92,6 +103,16 @@ def _row(name: str, field: ast.AnnAssign, section: Section, comments: dict[int, 
     if not cells[-1]:
         raise ValueError(f"{name} has no comment in {SOURCE.name}")
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _flag_row(flag: Flag) -> str:
+    values = f"`{flag.metavar}`" + (" ..." if flag.is_list else "")
+    if isinstance(flag.values, Mapping):
+        values = ", ".join(
+            f"`{word}`" + ("" if word == value else f" (`{value}`)") for word, value in flag.values.items() if word
+        )
+    cells = [f"`{flag.name}`", values, ", ".join(f"`{key}`" for key in flag.keys), flag.help]
+    return f"| {' | '.join(cells)} |"
 
 
 def _comments(text: str) -> dict[int, tuple[bool, str]]:

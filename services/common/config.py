@@ -128,6 +128,9 @@ class GatewaySection(Section):
     )
     # how the model marks its reasoning. auto: as its chat template says; none: reasoning is part of the content
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "harmony", "qwen3"] = "auto"
+    # a file with a chat template in Jinja, in place of the model's own; read at start. tool_parser and reasoning_parser
+    # look at it, too
+    chat_template: Path | None = None
     # adapters (LoRA, prompt tuning) served from the start, each as "NAME=DIRECTORY"; they need dense.max_loras
     lora_modules: tuple[LoraModule, ...] = ()
     # directory below which clients may load adapters by /v1/load_lora_adapter; none: they may not

@@ -22,6 +22,7 @@ commands:
   chat           send one prompt to a server that runs, or talk to it
   bench          send load to a server that runs, and measure latencies and throughput
   ctl            ask or change the server that runs on this machine: status, replace-dense
+  doctor         say whether this machine can serve, and how to mend it; takes the options of serve
 
 options:
   -h, --help     show this text; after a COMMAND, its options
@@ -85,7 +86,13 @@ def _ctl(argv: list[str], program: str) -> int:
     return ctl.main(argv, program)
 
 
-COMMANDS = {"serve": _serve, "chat": _chat, "bench": _bench, "ctl": _ctl}
+def _doctor(argv: list[str], program: str) -> int:
+    from services.console import doctor
+
+    return doctor.main(argv, program)
+
+
+COMMANDS = {"serve": _serve, "chat": _chat, "bench": _bench, "ctl": _ctl, "doctor": _doctor}
 
 
 def _find_services() -> None:

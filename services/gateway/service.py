@@ -89,6 +89,7 @@ class Gateway:
             tool_parser=config.gateway.tool_parser,
             reasoning_parser=config.gateway.reasoning_parser,
             client_templates=client_templates,
+            chat_template=config.gateway.chat_template,
         )
         self._opened.callback(tokenizer.close)
         self._grammar_trials = GrammarTrials(

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
-from services.common.config import Config
+from services.common.config import Config, add_api_key
 from services.launch.addresses import check_addresses, check_tls, place_sockets
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
 from services.launch.children import Children
@@ -58,6 +58,8 @@ class Launcher:
         config = self._config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
         check_addresses(config)
         check_tls(config)
+        for number, key in enumerate(self._arguments.api_key or (), start=1):
+            add_api_key(f"flag-{number}", key)
         self._api_key = make_own_key(config)
         if config.attention.host_kv_bytes and config.attention.host_kv_path is None:
             config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))

@@ -101,9 +101,7 @@ class Tokenizer:
             text = await self._render_for_client(chat, marked)
         except InvalidRequest as error:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
-        return await self._in_thread(
-            size, self._encode_rendered, chat, text, nonce, add_special_tokens, first_table_id
-        )
+        return await self._in_thread(size, self._encode_rendered, chat, text, nonce, add_special_tokens, first_table_id)
 
     async def render_chat(self, chat: Chat, num_bytes: int = 0) -> str:
         """The text of a chat as its template writes it. Raises `InvalidRequest` if the template refuses or fails."""
@@ -230,8 +228,21 @@ def load_tokenizer(
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     client_templates: ClientTemplates | None = None,
+    chat_template: Path | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory, as `load_hf_tokenizer` reads it, with the configured parsers."""
+    """The tokenizer of a Hugging Face directory, as `load_hf_tokenizer` reads it, with the configured parsers.
+
+    `chat_template`: a file with a template in place of the model's. Raises `ConfigError` if it cannot be read.
+    """
     hf_tokenizer = load_hf_tokenizer(path, is_optional)
+    if chat_template is not None:
+        try:
+            hf_tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"gateway.chat_template {str(chat_template)!r} cannot be read: {error.strerror}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"gateway.chat_template {str(chat_template)!r} is not UTF-8: {error}") from error
     chat_formats = ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template)
     return Tokenizer(hf_tokenizer, chat_formats, client_templates)

@@ -1,0 +1,235 @@
+"""`twostroke doctor`: whether this machine can serve, in one line for each thing, with a mend where something is wrong.
+
+It takes the options of `twostroke serve`, to look at the same ports, directories and model. It starts nothing and
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import resource
+import runpy
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from services.channel.shm_cleanup import SHM_DIR
+from services.common.config import Config
+from services.common.errors import ConfigError, TwostrokeError
+from services.common.process import available_bytes, importing
+from services.gateway.resources.open_files import RESERVE
+from services.launch.addresses import check_free
+from services.launch.arguments import parse_args
+from services.launch.mps import CONTROL, has_gpu
+
+GIB = 2**30
+LEAST_SHM_BYTES = 16 * 2**20  # the embedded model needs a fifth of it
+GOOD_SHM_BYTES = GIB  # as the compose files set it; a model of 7 billion parameters and its standby need 70 MB
+LEAST_DISK_BYTES = 2**28
+GOOD_PLAN_BYTES = 2 * GIB  # plans of TensorRT, compiled kernels
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+LEAST_DRIVERS = {12: 525, 13: 580}  # major version of CUDA, and the oldest driver whose branch runs it
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found about one subject. `mend` says what to do, unless the state is `ok`."""
+
+    state: Literal["ok", "warning", "failure"]
+    subject: str
+    text: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state:8} {self.subject}: {self.text}" + (f"; {self.mend}" if self.mend else "")
+
+
+def main(argv: list[str], program: str = "twostroke doctor") -> int:
+    """Prints all findings. Returns the exit status: 1 if something will fail, else 0, also with warnings."""
+    config, _ = parse_args(argv, program)
+    states = []
+    for finding in examine(config):
+        print(finding)
+        states.append(finding.state)
+    num_failures, num_warnings = states.count("failure"), states.count("warning")
+    print(f"{len(states)} checks, {num_failures} failures, {num_warnings} warnings")
+    return 1 if num_failures else 0
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """All findings, in the order in which a start would meet them."""
+    yield check_python()
+    yield check_packages(installed_requirements())
+    yield from check_gpu(config)
+    yield check_shared_memory(shutil.disk_usage(SHM_DIR).free if SHM_DIR.is_dir() else None)
+    yield check_open_files(config, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    for key in ("address", "http_address"):
+        yield check_port(f"gateway.{key}", getattr(config.gateway, key))
+    yield check_directory("temporary directory", Path(tempfile.gettempdir()), LEAST_DISK_BYTES, "set TMPDIR")
+    if has_gpu() and config.dense.device != "cpu":
+        plans = config.dense.plan_dir.expanduser()
+        yield check_directory("directory of TensorRT plans", plans, GOOD_PLAN_BYTES, "set dense.plan_dir")
+    yield check_model(config, available_bytes())
+
+
+def check_python() -> Finding:
+    """Which Python runs this."""
+    return Finding("ok", "Python", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def installed_requirements() -> list[str]:
+    """What the installed package requires, or in a checkout requirements.txt, each as `NAME==VERSION`."""
+    file = ROOT / "requirements.txt"
+    if file.is_file():
+        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        return [line for line in lines if line]
+    return [each for each in importlib.metadata.requires("twostroke") or () if ";" not in each]
+
+
+def check_packages(requirements: list[str]) -> Finding:
+    """Whether the pinned packages are installed, each in its version. A build (`2.13.0+cpu`) counts as its version."""
+    wrong = []
+    for requirement in requirements:
+        name, _, wanted = requirement.partition("==")
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append((requirement, f"{name} is not installed, {wanted} is needed"))
+            continue
+        if found.partition("+")[0] != wanted:
+            wrong.append((requirement, f"{name} is {found}, tested with {wanted}"))
+    if not wrong:
+        return Finding("ok", "packages", f"{len(requirements)} have the versions that were tested")
+    state = "failure" if any("not installed" in text for _, text in wrong) else "warning"
+    mend = f"{sys.executable} -m pip install {' '.join(requirement for requirement, _ in wrong)}"
+    return Finding(state, "packages", ", ".join(text for _, text in wrong), mend)
+
+
+def check_gpu(config: Config) -> Iterator[Finding]:
+    """The driver against the CUDA version of torch, and the program of MPS."""
+    if "cpu" in (config.dense.device, config.attention.device):
+        yield Finding("ok", "GPU", "not used: a device of the config is 'cpu'")
+        return
+    cuda = torch_cuda()
+    if not has_gpu():
+        if config.dense.device.startswith("cuda") or config.attention.device.startswith("cuda"):
+            yield Finding("failure", "GPU", "the config asks for one, and there is none", "set both devices to auto")
+        else:
+            yield Finding("ok", "GPU", "none: everything runs on the CPU")
+        return
+    if cuda is None:
+        mend = "install the build for CUDA, which is the one at PyPI: set no extra index"
+        yield Finding("warning", "GPU", "torch is built for CPUs, the GPU is not used", mend)
+        return
+    yield check_driver(driver_version(), cuda)
+    if shutil.which(CONTROL) is None:
+        mend = "install it with the driver (nvidia-compute-utils), or give each worker its own GPU"
+        yield Finding("warning", "MPS", f"no {CONTROL}: every handoff is about 20 times slower", mend)
+    else:
+        yield Finding("ok", "MPS", f"{CONTROL} at {shutil.which(CONTROL)}")
+
+
+def check_driver(driver: str | None, cuda: str) -> Finding:
+    """Whether the driver is new enough for `cuda`, such as "13.0"."""
+    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0]))
+    if driver is None or least is None:
+        text = f"driver {driver or 'unknown'}, torch has CUDA {cuda}: not known whether they fit"
+        return Finding("warning", "GPU", text, "nvidia-smi shows the newest CUDA that the driver runs")
+    if int(driver.partition(".")[0]) < least:
+        mend = f"update the driver to {least} or newer"
+        return Finding("failure", "GPU", f"driver {driver} is too old for torch's CUDA {cuda}", mend)
+    return Finding("ok", "GPU", f"driver {driver}, torch has CUDA {cuda}")
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver; None if the kernel does not say it."""
+    try:
+        found = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", DRIVER_FILE.read_text())
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version of torch, which is not imported for it; None for a build without CUDA, or without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
+
+
+def check_shared_memory(num_bytes: int | None) -> Finding:
+    """Whether `num_bytes` free bytes of /dev/shm suffice for the regions in which the workers meet."""
+    mend = "in a container: --shm-size 1g, or --ipc=host"
+    if num_bytes is None:
+        return Finding("failure", str(SHM_DIR), "is not there, and the workers meet in it", mend)
+    text = f"{num_bytes / GIB:.2f} GiB free"
+    if num_bytes < LEAST_SHM_BYTES:
+        return Finding("failure", str(SHM_DIR), f"{text}, too little for what the workers exchange", mend)
+    if num_bytes < GOOD_SHM_BYTES:
+        return Finding("warning", str(SHM_DIR), f"{text}, perhaps too little for a large model", mend)
+    return Finding("ok", str(SHM_DIR), text)
+
+
+def check_open_files(config: Config, most: int) -> Finding:
+    """Whether `most` open files, the hard limit of a process, suffice for all connections."""
+    section = config.gateway
+    needed = section.max_connections + section.max_grpc_connections + section.num_dense_streams + RESERVE
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return Finding("ok", "open files", f"{'any number' if most == resource.RLIM_INFINITY else most} may be open")
+    text = f"{most} may be open, all connections need {needed}: fewer connections are accepted"
+    return Finding("warning", "open files", text, f"ulimit -n {needed}, or LimitNOFILE={needed} of a systemd unit")
+
+
+def check_port(key: str, address: str) -> Finding:
+    """Whether the gateway can listen there."""
+    try:
+        check_free(address, key)
+    except ConfigError as error:
+        mend = "stop the other server, or choose another address" + (
+            " by --port" if key == "gateway.http_address" else f" by --set {key}=127.0.0.1:PORT"
+        )
+        return Finding("failure", "port", str(error), mend)
+    return Finding("ok", "port", f"{key} {address} is free")
+
+
+def check_directory(subject: str, directory: Path, least: int, mend: str) -> Finding:
+    """Whether a directory, which may not exist yet, can be written and has `least` bytes left."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Finding("failure", subject, f"{directory} cannot be written", f"{mend} to another directory")
+    free = shutil.disk_usage(existing).free
+    text = f"{directory} has {free / GIB:.1f} GiB left"
+    if free < least:
+        return Finding("warning", subject, f"{text}, less than {least / GIB:g} GiB", f"make room, or {mend}")
+    return Finding("ok", subject, text)
+
+
+def check_model(config: Config, available: int) -> Finding:
+    """Whether the model is supported, and whether without a GPU its weights fit into `available` bytes."""
+    with importing():
+        from services.common.model_config import load_model_config
+    path = config.model.path
+    try:
+        load_model_config(path, config.model.num_layers)
+    except TwostrokeError as error:
+        return Finding("failure", "model", str(error), "docs/models.md lists the supported families")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        if config.model.load_format == "dummy":
+            return Finding("ok", "model", f"{path}: random weights")
+        mend = "download the model whole; other formats are not read"
+        return Finding("failure", "model", f"{path} has no safetensors", mend)
+    num_bytes = sum(file.stat().st_size for file in files)
+    text = f"{path} has {num_bytes / GIB:.2f} GiB of weights, {available / GIB:.1f} GiB of memory are free"
+    if not has_gpu() and num_bytes > available:
+        return Finding("failure", "model", text, "use a smaller or a quantized model")
+    return Finding("ok", "model", text)

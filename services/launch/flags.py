@@ -1,0 +1,283 @@
+"""The flags of a server that are short forms of config keys. Most have the names by which users of vLLM know them.
+
+`FLAGS` is the only list of them: the parser is made of it, and so is their table in docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.config import Config
+from services.common.errors import ConfigError
+from services.common.shorten import quote, show
+from services.launch.speculative_config import read_speculative_config
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag and the keys that it sets.
+
+    values: the type of its value, or by word what the key gets; a single word `""` makes it a flag without a value.
+    is_combined: it depends on other flags, and `read_flags` or `read_http_address` reads it by name.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    help: str
+    values: type | Mapping[str, object]
+    metavar: str | None = None
+    is_list: bool = False
+    is_combined: bool = False
+
+    @property
+    def attribute(self) -> str:
+        """Its name in the namespace of argparse."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+_TOOL_PARSERS = ("auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
+_REASONING_PARSERS = ("auto", "none", "deepseek_r1", "harmony", "qwen3")
+
+
+def _same(names: Sequence[str], **others: str) -> dict[str, object]:
+    return dict(zip(names, names, strict=True)) | others
+
+
+def _on(value: object = True) -> dict[str, object]:
+    return {"": value}
+
+
+FLAGS = (
+    Flag("--model", ("model.path",), "Hugging Face model directory, the same as MODEL", str, "DIR"),
+    Flag(
+        "--load-format",
+        ("model.load_format",),
+        "dummy: random weights",
+        _same(["safetensors", "dummy"], auto="safetensors"),
+    ),
+    Flag("--num-layers", ("model.num_layers",), "run only the first N layers", int, "N"),
+    Flag(
+        "--dtype",
+        ("model.dtype",),
+        "of weights and KV cache; auto: float32 on a CPU",
+        _same(["auto", "float32", "bfloat16", "float16"], float="float32", half="float16"),
+    ),
+    Flag("--max-model-len", ("model.max_model_len",), "tokens of prompt and output together", int, "N"),
+    Flag("--seed", ("model.dummy_seed",), "of random weights; for answers each request has its own", int, "N"),
+    Flag(
+        "--quantization",
+        ("dense.quantization",),
+        "made of 16-bit weights; quantized checkpoints need no flag",
+        _same(["fp8"]),
+    ),
+    Flag("--host", ("gateway.http_address",), "where the HTTP API listens (127.0.0.1)", str, "HOST", is_combined=True),
+    Flag("--port", ("gateway.http_address",), "its TCP port (8080)", int, "PORT", is_combined=True),
+    Flag("--uds", ("gateway.http_address",), "a Unix socket instead of both", str, "PATH", is_combined=True),
+    Flag("--root-path", ("gateway.root_path",), "prefix of all HTTP routes", str, "PATH"),
+    Flag(
+        "--served-model-name",
+        ("gateway.served_model_names",),
+        "names that clients may use for the model",
+        str,
+        "NAME",
+        is_list=True,
+    ),
+    Flag(
+        "--api-key",
+        ("TWOSTROKE_API_KEYS",),
+        "clients must send one of these; visible to other users of this machine, unlike the environment variable",
+        str,
+        "KEY",
+        is_list=True,
+        is_combined=True,
+    ),
+    Flag("--ssl-certfile", ("gateway.tls_certificate",), "PEM file of the certificate, for HTTP and gRPC", str, "FILE"),
+    Flag("--ssl-keyfile", ("gateway.tls_key",), "PEM file of its key", str, "FILE"),
+    Flag("--chat-template", ("gateway.chat_template",), "file of a template instead of the model's", str, "FILE"),
+    Flag(
+        "--enable-auto-tool-choice",
+        ("gateway.tool_parser",),
+        "what the server does anyway if the model's chat template has tools",
+        _on("auto"),
+        is_combined=True,
+    ),
+    Flag(
+        "--tool-call-parser",
+        ("gateway.tool_parser",),
+        "how the model writes calls of tools",
+        _same(_TOOL_PARSERS, openai="harmony"),
+    ),
+    Flag(
+        "--reasoning-parser",
+        ("gateway.reasoning_parser",),
+        "how the model marks its reasoning",
+        _same(_REASONING_PARSERS, openai_gptoss="harmony"),
+    ),
+    Flag("--max-logprobs", ("gateway.max_logprobs",), "most likely tokens that a request may ask for", int, "N"),
+    Flag("--enable-prompt-embeds", ("gateway.enable_prompt_embeds",), "clients may send embeddings", _on()),
+    Flag(
+        "--trust-request-chat-template",
+        ("gateway.trust_request_chat_template",),
+        "requests may have chat templates of their own",
+        _on(),
+    ),
+    Flag("--max-num-seqs", ("scheduler.max_num_seqs",), "maximum number of sequences in one step", int, "N"),
+    Flag("--max-num-batched-tokens", ("scheduler.max_num_batched_tokens",), "the same of tokens", int, "N"),
+    Flag(
+        "--speculative-config",
+        ("scheduler.speculation", "scheduler.speculation_model", "scheduler.draft_model"),
+        'such as {"method": "ngram"}; docs/speculation.md has the keys',
+        str,
+        "JSON",
+        is_combined=True,
+    ),
+    Flag(
+        "--gpu-memory-utilization",
+        ("attention.kv_cache_memory_fraction",),
+        "KV cache as a fraction of the memory that the weights leave free, unlike vLLM's, which is of all memory",
+        float,
+        "FRACTION",
+    ),
+    Flag(
+        "--kv-cache-dtype",
+        ("attention.kv_cache_dtype",),
+        "auto: as the checkpoint says, else model",
+        _same(["auto", "model", "fp8", "int8"], fp8_e4m3="fp8"),
+    ),
+    Flag("--block-size", ("attention.block_size",), "tokens of one KV cache block", int, "N"),
+    Flag(
+        "--enable-prefix-caching",
+        ("attention.enable_prefix_cache",),
+        "what the server does anyway",
+        _on(),
+    ),
+    Flag(
+        "--no-enable-prefix-caching",
+        ("attention.enable_prefix_cache",),
+        "requests with the same prefix share no blocks",
+        _on(False),
+    ),
+    Flag(
+        "--enable-lora",
+        ("dense.max_loras",),
+        "serve LoRA adapters: as many as --max-loras and --lora-modules say, one at least",
+        _on(),
+        is_combined=True,
+    ),
+    Flag("--max-loras", ("dense.max_loras",), "adapters in memory at the same time", int, "N", is_combined=True),
+    Flag("--max-lora-rank", ("dense.max_lora_rank",), "the highest rank of an adapter", int, "N"),
+    Flag(
+        "--lora-modules",
+        ("gateway.lora_modules",),
+        'adapters from the start: NAME=DIR or {"name": NAME, "path": DIR}',
+        str,
+        "ADAPTER",
+        is_list=True,
+        is_combined=True,
+    ),
+    Flag("--gateway-processes", ("launch.gateway_processes",), "gateways at the same ports (1)", int, "N"),
+    Flag("--access-log", ("log.access",), "log each answer", _on()),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds all flags. One that is not given is None."""
+    for flag in FLAGS:
+        about = flag.help.replace("%", "%%")
+        if not isinstance(flag.values, Mapping):
+            number = "+" if flag.is_list else None
+            parser.add_argument(flag.name, type=flag.values, nargs=number, metavar=flag.metavar, help=about)
+        elif set(flag.values) == {""}:
+            parser.add_argument(flag.name, action="store_const", const=flag.values[""], help=about)
+        else:
+            words = ",".join(flag.values)
+            parser.add_argument(flag.name, type=_word_of(flag.values, about), metavar=f"{{{words}}}", help=about)
+
+
+def read_flags(arguments: argparse.Namespace) -> dict[str, object]:
+    """The keys of the config that the flags set, with their values, all but `gateway.http_address`.
+
+    Raises `ConfigError` for a value that is none, and for flags that contradict each other.
+    """
+    given = {flag.name: getattr(arguments, flag.attribute) for flag in FLAGS}
+    values = {
+        flag.keys[0]: tuple(given[flag.name]) if flag.is_list else given[flag.name]
+        for flag in FLAGS
+        if not flag.is_combined and given[flag.name] is not None
+    }
+    if any("," in key for key in given["--api-key"] or ()):
+        raise ConfigError("--api-key has a key with a comma; only gateway.api_keys_file may have such a key")
+    if given["--enable-prefix-caching"] and given["--no-enable-prefix-caching"] is not None:
+        raise ConfigError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other")
+    if given["--enable-auto-tool-choice"] is not None:
+        values.setdefault("gateway.tool_parser", "auto")
+    modules = tuple(map(_read_module, given["--lora-modules"] or ()))
+    if modules:
+        values["gateway.lora_modules"] = modules
+    if given["--enable-lora"]:
+        values["dense.max_loras"] = max(1, len(modules), given["--max-loras"] or 0)
+    elif given["--max-loras"] is not None:
+        raise ConfigError(f"--max-loras {given['--max-loras']} needs --enable-lora")
+    if given["--speculative-config"] is not None:
+        values |= read_speculative_config(given["--speculative-config"])
+    return values
+
+
+def read_http_address(arguments: argparse.Namespace, config: Config) -> str | None:
+    """The address that `--host`, `--port` and `--uds` name; None without them. What they leave open `config` says.
+
+    Raises `ConfigError` if they contradict each other, or leave open what `config` does not say.
+    """
+    host, port, path = arguments.host, arguments.port, arguments.uds
+    if path is not None:
+        if host is not None or port is not None:
+            raise ConfigError(f"--uds {quote(path)} has neither --host nor --port")
+        return f"unix:{path}"
+    if host is None and port is None:
+        return None
+    present = config.gateway.http_address
+    if present.startswith("unix:") and (host is None or port is None):
+        raise ConfigError(f"--host and --port belong together where gateway.http_address is {present}")
+    present_host, _, present_port = present.rpartition(":")
+    if host is None:
+        host = present_host
+    elif ":" in host and not host.startswith("["):
+        host = f"[{host}]"  # an IPv6 address
+    return f"{host}:{present_port if port is None else port}"
+
+
+def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
+    """An error for arguments that no flag takes; names the nearest flag."""
+    name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"unknown argument {quote(name)}" + (f": did you mean {nearest[0]}?" if nearest else "")
+
+
+def _word_of(values: Mapping[str, object], about: str) -> Callable[[str], object]:
+    def read(text: str) -> object:
+        if text not in values:
+            raise argparse.ArgumentTypeError(f"{quote(text)} is not one of {', '.join(values)} ({about})")
+        return values[text]
+
+    return read
+
+
+def _read_module(text: str) -> str:
+    """`NAME=DIRECTORY`, also of the JSON that vLLM takes."""
+    if not text.startswith("{"):
+        return text
+    try:
+        module: dict[str, Any] = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--lora-modules {quote(text)} is not JSON: {error}") from error
+    for key, value in module.items():
+        if key not in ("name", "path") or not isinstance(value, str):
+            raise ConfigError(f"--lora-modules has {key} {show(value)}; supported are the strings name and path")
+    if set(module) != {"name", "path"}:
+        raise ConfigError(f"--lora-modules {quote(text)} needs name and path")
+    return f"{module['name']}={module['path']}"

@@ -1,0 +1,147 @@
+"""The flags that are short forms of config keys, by the names of vLLM where it has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from services.common.config import API_KEYS_VARIABLE, Config
+from services.launch.arguments import parse_args
+from services.launch.flags import FLAGS
+
+# As vLLM's users write them, and what they mean here.
+MEANINGS = {
+    ("--max-model-len", "4096"): {"model.max_model_len": 4096},
+    ("--dtype", "half"): {"model.dtype": "float16"},
+    ("--dtype", "bfloat16"): {"model.dtype": "bfloat16"},
+    ("--load-format", "auto"): {"model.load_format": "safetensors"},
+    ("--seed", "7"): {"model.dummy_seed": 7},
+    ("--quantization", "fp8"): {"dense.quantization": "fp8"},
+    ("--kv-cache-dtype", "fp8_e4m3"): {"attention.kv_cache_dtype": "fp8"},
+    ("--kv-cache-dtype", "auto"): {"attention.kv_cache_dtype": "auto"},
+    ("--gpu-memory-utilization", "0.8"): {"attention.kv_cache_memory_fraction": 0.8},
+    ("--max-num-seqs", "32"): {"scheduler.max_num_seqs": 32},
+    ("--max-num-batched-tokens", "2048"): {"scheduler.max_num_batched_tokens": 2048},
+    ("--no-enable-prefix-caching",): {"attention.enable_prefix_cache": False},
+    ("--served-model-name", "a", "b=c"): {"gateway.served_model_names": ("a", "b=c")},
+    ("--ssl-certfile", "c", "--ssl-keyfile", "k"): {
+        "gateway.tls_certificate": Path("c"),
+        "gateway.tls_key": Path("k"),
+    },
+    ("--chat-template", "t.jinja"): {"gateway.chat_template": Path("t.jinja")},
+    ("--enable-auto-tool-choice", "--tool-call-parser", "openai"): {"gateway.tool_parser": "harmony"},
+    ("--enable-auto-tool-choice", "--set", "gateway.reasoning_parser=none"): {"gateway.tool_parser": "auto"},
+    ("--reasoning-parser", "deepseek_r1"): {"gateway.reasoning_parser": "deepseek_r1"},
+    ("--enable-lora",): {"dense.max_loras": 1},
+    ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"): {"dense.max_loras": 4, "dense.max_lora_rank": 16},
+    ("--enable-lora", "--lora-modules", "sql=/a", '{"name": "c", "path": "/b"}'): {
+        "dense.max_loras": 2,
+        "gateway.lora_modules": ("sql=/a", "c=/b"),
+    },
+    ("--host", "0.0.0.0", "--port", "8000"): {"gateway.http_address": "0.0.0.0:8000"},
+    ("--host", "::"): {"gateway.http_address": "[::]:8080"},
+    ("--port", "9000"): {"gateway.http_address": "127.0.0.1:9000"},
+    ("--uds", "/run/a.sock"): {"gateway.http_address": "unix:/run/a.sock"},
+}
+
+
+@pytest.mark.parametrize(("argv", "meaning"), MEANINGS.items(), ids=" ".join)
+def test_a_flag_of_vllm_means_a_key_of_the_config(argv: tuple[str, ...], meaning: Mapping[str, object]) -> None:
+    config, _ = parse_args(argv)
+    assert {key: value_of(config, key) for key in meaning} == meaning
+
+
+def test_flags_set_only_keys_that_exist_and_each_flag_is_tested_here_or_has_an_own_name() -> None:
+    assert {key for flag in FLAGS for key in flag.keys if not has_key(key)} == {API_KEYS_VARIABLE}
+    assert len({flag.name for flag in FLAGS}) == len(FLAGS)
+    tested = {word for argv in MEANINGS for word in argv if word.startswith("--")}
+    simple = {flag.name for flag in FLAGS if flag.is_combined}
+    assert simple - tested == {"--api-key", "--speculative-config"}  # a running server; test_arguments.py
+
+
+WORDS = [(flag.name, word) for flag in FLAGS if isinstance(flag.values, Mapping) for word in flag.values]
+
+
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_every_word_of_a_flag_is_a_valid_value_of_its_key(name: str, word: str) -> None:
+    parse_args([name, word] if word else [name])
+
+
+def test_the_file_says_what_flags_leave_open_and_set_wins_over_both(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[gateway]\nhttp_address = "10.0.0.1:1234"\ntool_parser = "none"\n[model]\nmax_model_len = 5\n')
+    config, _ = parse_args(["--config", str(file), "--host", "localhost", "--max-model-len", "6"])
+    assert (config.gateway.http_address, config.model.max_model_len) == ("localhost:1234", 6)
+    config, _ = parse_args(["--config", str(file), "--port", "1", "--set", "gateway.http_address=a:2"])
+    assert (config.gateway.http_address, config.gateway.tool_parser) == ("a:2", "none")
+
+
+@pytest.mark.parametrize("argv", [["DIR"], ["--port", "1", "DIR"], ["--model", "DIR"], ["DIR", "--port=1"]])
+def test_the_model_may_be_given_without_a_flag(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("DIR").mkdir()
+    assert parse_args(argv)[0].model.path == Path("DIR")
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "named"),
+    [
+        (["--max-model-length", "5"], 2, "unknown argument '--max-model-length': did you mean --max-model-len?"),
+        (["--gpu_memory_util=0.5", "--enable-auto-tools"], 2, "did you mean --enable-auto-tool-choice?"),
+        (["--promt", "a"], 2, "unknown argument '--promt': did you mean --prompt?"),
+        (["--xyz"], 2, "unknown argument '--xyz'"),
+        (["a", "b"], 2, "unknown argument 'b'"),
+        (["a", "--model", "b"], 2, "MODEL 'a' and --model 'b' mean the same"),
+        (["--quantization", "awq"], 2, "'awq' is not one of fp8 (made of 16-bit weights; quantized checkpoints need"),
+        (["--dtype", "float64"], 2, "'float64' is not one of auto, float32, bfloat16, float16, float, half"),
+        (["--max-num-seqs", "many"], 2, "invalid int value: 'many'"),
+        (["--uds", "/a", "--port", "1"], 1, "--uds '/a' has neither --host nor --port"),
+        (["--port", "1", "--set", "gateway.http_address=unix:/a"], 1, "where gateway.http_address is unix:/a"),
+        (["--port", "65536"], 1, "65536"),
+        (["--max-loras", "2"], 1, "--max-loras 2 needs --enable-lora"),
+        (["--lora-modules", "a=/b"], 1, "need dense.max_loras"),
+        (["--lora-modules", '{"name": "a"}'], 1, "needs name and path"),
+        (["--lora-modules", '{"name": "a", "path": "/b", "rank": 3}'], 1, "has rank 3"),
+        (["--lora-modules", '{"name": '], 1, "is not JSON"),
+        (["--gpu-memory-utilization", "1.5"], 1, "attention.kv_cache_memory_fraction = 1.5"),
+        (["--enable-prefix-caching", "--no-enable-prefix-caching"], 1, "contradict each other"),
+        (["--ssl-certfile", "c"], 1, "gateway.tls_certificate and gateway.tls_key belong together"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(
+    argv: list[str], status: int, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv, "twostroke serve")
+    error = capsys.readouterr().err
+    assert ended.value.code == status
+    assert named in error and error.splitlines()[-1].startswith("twostroke serve: ") and error.count("\n") <= 2
+
+
+def test_a_key_with_a_comma_is_refused_without_being_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--api-key", "abc,def"])
+    error = capsys.readouterr().err
+    assert "comma" in error and "abc" not in error
+
+
+@pytest.mark.parametrize("text", ["x", json.dumps({"name": "x", "path": "/y", "base_model_name": "z"})])
+def test_a_module_in_another_form_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--enable-lora", "--lora-modules", text])
+    assert ended.value.code == 1 and "lora" in capsys.readouterr().err
+
+
+def value_of(config: Config, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def has_key(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section in Config.model_fields and name in type(getattr(Config(), section)).model_fields
