@@ -221,7 +221,8 @@ def test_in_a_launcher_a_ready_spare_is_the_worker_that_has_died_from_then_on(
     monkeypatch.setattr(Child, "module", "tests.support.workers.scripted_service")
     keys = ("attention.address", "dense.address", "gateway.address", "gateway.http_address")
     config = load_config(None, ["launch.stop_grace_s=5", *(f"{key}=unix:{tmp_path}/{key}" for key in keys)])
-    launcher = Launcher(config, argparse.Namespace(prompt=None, sample_prompt=None), asyncio.Event())
+    arguments = argparse.Namespace(prompt=None, sample_prompt=None, api_key=None)
+    launcher = Launcher(config, arguments, asyncio.Event(), "twostroke chat")
 
     async def until(is_done: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
