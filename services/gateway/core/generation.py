@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -81,17 +82,37 @@ class Generation:
     async def next_chunk(self) -> Chunk:
         """Waits for new tokens of any answer. Raises a `TwostrokeError` if a sequence has failed."""
         while True:
-            entry = await self._updates.next()
-            answer = self._answers[entry.index]
-            if answer.finish is not None:
-                continue  # the answer ended at a stop string; these tokens come after it
-            chunk = answer.next_chunk()
-            if chunk.finish is not None:
-                self._updates.leave(entry)
-                self._num_running -= 1
-                if self.is_finished:
-                    self._end()
-            return chunk
+            chunk = self._chunk_of(await self._updates.next())
+            if chunk is not None:
+                return chunk
+
+    async def forward(self, take: Callable[[Chunk], None], can_take: Callable[[], bool]) -> None:
+        """Passes chunks to `take` as soon as there are tokens, without waking a task for them.
+
+        Returns when the last chunk has been passed or `can_take` is false: then call `next_chunk`, as tokens may be
+        waiting. Raises what `next_chunk` would raise. Not for stepwise requests.
+        """
+        assert not self.request.is_stepwise, "the answers to a stepwise request take turns"
+
+        def take_entry(entry: JournalEntry) -> None:
+            chunk = self._chunk_of(entry)
+            if chunk is not None:
+                take(chunk)
+
+        await self._updates.forward(take_entry, lambda: not self.is_finished and can_take())
+
+    def _chunk_of(self, entry: JournalEntry) -> Chunk | None:
+        """The chunk with an entry's new tokens; None if its answer has ended before."""
+        answer = self._answers[entry.index]
+        if answer.finish is not None:
+            return None  # the answer ended at a stop string; these tokens come after it
+        chunk = answer.next_chunk()
+        if chunk.finish is not None:
+            self._updates.leave(entry)
+            self._num_running -= 1
+            if self.is_finished:
+                self._end()
+        return chunk
 
     async def completions(self) -> tuple[list[Completion], Prompt | None]:
         """The `n` answers, by index; with `best_of` those with the highest mean log-probability per token.

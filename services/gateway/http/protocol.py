@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway.http.body_writer import BodyWriter
 from services.gateway.http.cross_origin import answer_headers
 from services.gateway.http.errors import error_body
 from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
@@ -138,6 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope["state"]["body_writer"] = BodyWriter(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _refuse_headers(self) -> None:

@@ -34,16 +34,24 @@ class FinishReason(Enum):
 
 
 class UpdateQueue:
-    """A queue of the sequences of a request that have updates, for the request's handler."""
+    """A queue of the sequences of a request that have updates, for the request's handler.
+
+    The handler waits for the next one, or has each passed to a function as it comes, which wakes no task.
+    """
 
     def __init__(self) -> None:
         self._entries: deque[JournalEntry] = deque()  # each entry at most once
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[JournalEntry], None] | None = None  # given while `forward` runs
+        self._can_take: Callable[[], bool] = bool
 
     def put(self, entry: JournalEntry) -> None:
         """Adds an entry that is not in the queue."""
         self._entries.append(entry)
-        if self._waiter is not None and not self._waiter.done():
+        if self._take is not None:
+            if len(self._entries) == 1:
+                asyncio.get_running_loop().call_soon(self._deliver)  # its other updates of this step come first
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def next(self) -> JournalEntry:
@@ -52,6 +60,32 @@ class UpdateQueue:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._entries.popleft()
+
+    async def forward(self, take: Callable[[JournalEntry], None], can_take: Callable[[], bool]) -> None:
+        """Passes each entry with updates to `take`, until `can_take` is false or `take` raises, as this then does.
+
+        Like `next` for one caller at a time. `take` runs in the event loop, but not in the task that called this.
+        """
+        self._take, self._can_take = take, can_take
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        try:
+            self._deliver()
+            await waiter
+        finally:
+            self._take = None
+
+    def _deliver(self) -> None:
+        waiter = self._waiter
+        if self._take is None or waiter is None or waiter.done():
+            return  # `forward` has ended; what is in the queue stays there
+        try:
+            while self._can_take():
+                if not self._entries:
+                    return
+                self._take(self._entries.popleft())
+            waiter.set_result(None)
+        except Exception as error:
+            waiter.set_exception(error)
 
     def leave(self, entry: JournalEntry) -> None:
         """Called when the last chunk of an answer has been made."""

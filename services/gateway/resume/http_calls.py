@@ -109,7 +109,12 @@ class HttpResumption:
         """Has the application answer the request, whoever reads the answer."""
         sink = _Sink(recording)
         # What it changes in the state is of this run alone; only the connection may end before it.
-        state = {**scope["state"], "request_id": recording.record.run.request_id, "send_body": sink.send}
+        state = {
+            **scope["state"],
+            "request_id": recording.record.run.request_id,
+            "send_body": sink.send,
+            "body_writer": None,  # everything goes into the recording
+        }
         await self._app({**scope, "state": state}, _Body(body).receive, sink.send)
         await sink.close()
 

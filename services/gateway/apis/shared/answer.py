@@ -19,6 +19,7 @@ from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
 from services.gateway.core.request_service import RequestService
+from services.gateway.http.body_writer import BodyWriter
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.stepwise import check_one_prompt
@@ -125,7 +126,8 @@ class Answer(Response):
                 if first.done():
                     first.result()  # an error raised here gets a status line of its own
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-                await self._send_events(scope["state"]["send_body"], first, generations)
+                state = scope["state"]
+                await self._send_events(state["send_body"], state.get("body_writer"), first, generations)
             finally:
                 first.cancel()
         finally:
@@ -163,10 +165,23 @@ class Answer(Response):
         await self._format.begin([generation.request.spec.prompt_token_ids for generation in generations.running])
 
     async def _send_events(
-        self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations
+        self,
+        send: Send,
+        writer: BodyWriter | None,
+        first: asyncio.Future[tuple[int, Chunk] | None],
+        generations: Generations,
     ) -> None:
-        """Sends each chunk as it arrives. `send` waits while the client does not read."""
+        """Sends each chunk as it arrives. `send` waits while the client does not read.
+
+        Plain chunks go to `writer` in the call that brings their tokens, and this task waits until one cannot.
+        """
         form = self._format
+
+        def write(prompt_index: int, chunk: Chunk) -> None:
+            assert writer is not None, "chunks are forwarded only to a writer"
+            if event := self._events(form.chunk(prompt_index, chunk)):
+                writer.write(event)
+
         body = self._events(form.opening())
         try:
             if body and not first.done():
@@ -183,6 +198,8 @@ class Answer(Response):
                     body = b""
                 if is_large:
                     await self._send_large(send, form.chunk(prompt_index, chunk))
+                if writer is not None:
+                    await generations.forward(write, writer.can_write)
                 next_chunk = await generations.next_chunk()
             end = form.end_of_stream
             if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens

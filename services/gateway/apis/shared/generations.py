@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest, TwostrokeError
@@ -104,6 +105,19 @@ class Generations:
                 return None
             repeated.add(*chunk)
         return repeated.chunks.popleft()
+
+    async def forward(self, take: Callable[[int, Chunk], None], can_take: Callable[[], bool]) -> None:
+        """Passes chunks, with the index of their prompt, to `take` as in `Generation.forward`.
+
+        Returns at once if chunks of several prompts have to be merged, or must wait for their prompt, or may be large:
+        `next_chunk` has all of them.
+        """
+        if len(self.running) != 1 or self._repeated is not None:
+            return
+        [generation] = self.running
+        request = generation.request
+        if request.num_logprobs is None and not request.returns_prompt and not request.is_stepwise:
+            await generation.forward(partial(take, 0), can_take)
 
     async def _next_chunk(self) -> tuple[int, Chunk] | None:
         if len(self.running) == 1:
