@@ -21,6 +21,7 @@ from services.gateway.apis.openai.tool_calls import add_parts, delta_object, fin
 from services.gateway.apis.openai.tool_schema import NamedToolChoice
 from services.gateway.apis.shared.answer import DONE
 from services.gateway.apis.shared.logprobs import chat_logprobs
+from services.gateway.apis.shared.text_objects import TextObjects
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
@@ -53,6 +54,11 @@ class ChatFormat:
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
         self._usage = UsageCounter()
+        # Whether an object of a stream may have nothing of its own but its text.
+        self._is_plain = not (
+            body.logprobs or body.return_token_ids or self._has_running_usage or body.timings_per_token
+        )
+        self._text_objects = TextObjects(self._text_object)
         self._prompt: list[int] = []  # token ids
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
@@ -76,7 +82,9 @@ class ChatFormat:
             objects[0]["prompt_token_ids"] = self._prompt
         return objects
 
-    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject]:
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject | bytes]:
+        if self._is_plain and chunk.text and not chunk.deltas and chunk.finish is None and chunk.prompt is None:
+            return (self._text_objects.json(chunk.index, chunk.text),)
         pieces = chunk.deltas or ([ContentDelta(chunk.text)] if chunk.text else ())
         delta = delta_object(pieces, has_reasoning=self._has_reasoning)
         choice = _piece(chunk.index, delta)
@@ -162,6 +170,9 @@ class ChatFormat:
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         has_ids = bool(self._body.return_tokens_as_token_ids)
         return chat_logprobs(self._tokenizer, token_ids, logprobs, has_ids=has_ids)
+
+    def _text_object(self, index: int, text: str) -> ChatChunkObject:
+        return self._object(_piece(index, delta_object([ContentDelta(text)], has_reasoning=self._has_reasoning)), 0)
 
     def _object(self, choice: ChunkChoice, num_output_tokens: int) -> ChatChunkObject:
         whole: ChatChunkObject = {**self._head, "choices": [choice]}

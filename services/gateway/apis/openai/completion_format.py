@@ -16,6 +16,7 @@ from services.gateway.apis.openai.completion_schema import (
 from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_reason
 from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder, prompt_logprobs
 from services.gateway.apis.shared.answer import DONE
+from services.gateway.apis.shared.text_objects import TextObjects
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
@@ -38,6 +39,11 @@ class CompletionFormat:
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
         self._usage = UsageCounter()
+        # Whether an object of a stream may have nothing of its own but its text.
+        self._is_plain = body.logprobs is None and not (
+            body.return_token_ids or self._has_running_usage or body.timings_per_token
+        )
+        self._text_objects = TextObjects(lambda index, text: self._object(_piece(index, text)))
         self._prompts: Sequence[list[int]] = ()
         self._begun: set[int] = set()  # indexes of choices that had a chunk, if the token ids of prompts are requested
         self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by index of the choice
@@ -48,9 +54,11 @@ class CompletionFormat:
     def opening(self) -> Sequence[CompletionObject]:
         return ()
 
-    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[CompletionObject]:
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[CompletionObject | bytes]:
         index = prompt_index * self._num_answers + chunk.index
-        choice: CompletionChoice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": None}
+        if self._is_plain and chunk.text and chunk.finish is None and chunk.prompt is None:
+            return (self._text_objects.json(index, chunk.text),)
+        choice = _piece(index, chunk.text)
         if self._body.logprobs is not None and (chunk.token_ids or chunk.prompt is not None):
             choice["logprobs"] = self._legacy_logprobs(index, chunk.token_ids, chunk.logprobs or (), chunk.prompt)
         if self._body.return_token_ids:
@@ -68,11 +76,9 @@ class CompletionFormat:
                 choice["beam_score"] = chunk.finish.beam_score
         if not (chunk.text or self._has_usage) and choice["logprobs"] is None and len(choice) == 4:
             return ()  # the token is an incomplete character; who counts tokens also measures when they come
-        whole: CompletionObject = {**self._head, "choices": [choice]}
+        whole = self._object(choice)
         if self._has_running_usage:
             whole["usage"] = running_usage(len(self._prompts[prompt_index]), chunk.num_output_tokens)
-        elif self._has_usage:
-            whole["usage"] = None
         return (whole,)
 
     def closing(self) -> Sequence[CompletionObject]:
@@ -92,6 +98,12 @@ class CompletionFormat:
             for completion in completions
         )
         return {**self._head, "choices": choices, "usage": self._usage.usage()}
+
+    def _object(self, choice: CompletionChoice) -> CompletionObject:
+        whole: CompletionObject = {**self._head, "choices": [choice]}
+        if self._has_usage:
+            whole["usage"] = None
+        return whole
 
     def _choice(self, prompt_index: int, completion: Completion, prompt: Prompt | None) -> CompletionChoice:
         index = prompt_index * self._num_answers + completion.index
@@ -137,6 +149,10 @@ class CompletionFormat:
         return None if prompt.logprobs is None else prompt_logprobs(
             self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
         )
+
+
+def _piece(index: int, text: str) -> CompletionChoice:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
 class _Echoed:

@@ -50,7 +50,7 @@ class Format(Protocol):
         """Objects to send before all others."""
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
-        """Objects for a piece of an answer; none if the piece has nothing to show."""
+        """Objects for a piece of an answer; none if the piece has nothing to show. Bytes are the JSON of an object."""
 
     def closing(self) -> Sequence[Any]:
         """Objects to send after all others."""
@@ -214,7 +214,7 @@ class Answer(Response):
 
 def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
     """The objects as server-sent events (HTML standard, "Interpreting an event stream"). See `has_event_names`."""
-    return b"".join([_start(each, has_names) + json_at_once(each) + b"\n\n" for each in objects])
+    return b"".join([_start(each, has_names) + _json(each) + b"\n\n" for each in objects])
 
 
 async def send_pieces(send: Send, pieces: AsyncIterator[bytes], media_type: bytes = b"application/json") -> None:
@@ -224,6 +224,10 @@ async def send_pieces(send: Send, pieces: AsyncIterator[bytes], media_type: byte
     async for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _json(value: Any) -> bytes:
+    return value if type(value) is bytes else json_at_once(value)
 
 
 def _start(event: Any, has_name: bool) -> bytes:

@@ -216,3 +216,82 @@ def test_timings_follow_the_tokens() -> None:
     assert finish.timings.queue_s == 0.25
     assert finish.timings.first_token_s == pytest.approx(1.0)
     assert finish.timings.per_token_s == pytest.approx(0.5)
+
+
+async def turns_of_the_loop() -> None:
+    """Lets everything run that is due, and what that makes due."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_forwarded_chunks_have_all_that_came_together_and_go_on_to_the_last() -> None:
+    async def test() -> tuple[list[Chunk], int]:
+        generation, entry, _, _ = begin()
+        first, last = ids(" one"), ids(" two three")
+        chunks: list[Chunk] = []
+        task = asyncio.ensure_future(generation.forward(chunks.append, lambda: True))
+        await turns_of_the_loop()
+        feed(entry, first)
+        await turns_of_the_loop()
+        num_first = len(chunks)
+        feed(entry, last, FinishReason.LENGTH)
+        await asyncio.wait_for(task, 10)
+        return chunks, num_first
+
+    chunks, num_first = asyncio.run(test())
+    assert num_first == 1, "the first tokens did not wait for the last ones"
+    assert [chunk.token_ids for chunk in chunks] == [ids(" one"), ids(" two three")]
+    assert "".join(chunk.text for chunk in chunks) == " one two three"
+    assert [chunk.finish is None for chunk in chunks] == [True, False]
+
+
+def test_nothing_is_forwarded_while_it_cannot_be_taken_and_all_of_it_stays() -> None:
+    async def test() -> tuple[list[Chunk], Chunk]:
+        generation, entry, _, _ = begin()
+        taken: list[Chunk] = []
+        task = asyncio.ensure_future(generation.forward(taken.append, lambda: not taken))
+        await turns_of_the_loop()
+        feed(entry, ids(" one"))
+        await asyncio.wait_for(task, 10)
+        feed(entry, ids(" two"))
+        feed(entry, ids(" three"))
+        await turns_of_the_loop()
+        return taken, await generation.next_chunk()
+
+    taken, rest = asyncio.run(test())
+    assert [chunk.text for chunk in taken] == [" one"]
+    assert rest.text == " two three"
+
+
+@pytest.mark.parametrize("is_of_worker", [True, False])
+def test_an_error_of_a_sequence_or_of_the_taker_ends_forwarding(is_of_worker: bool) -> None:
+    def refuse(chunk: Chunk) -> None:
+        raise CapacityError("the taker has no place")
+
+    async def test() -> None:
+        generation, entry, _, _ = begin()
+        task = asyncio.ensure_future(generation.forward(refuse, lambda: True))
+        await turns_of_the_loop()
+        if is_of_worker:
+            entry.fail(CapacityError("the worker has no place"))
+        else:
+            feed(entry, ids(" one"))
+        await asyncio.wait_for(task, 10)
+
+    with pytest.raises(CapacityError, match="the worker has" if is_of_worker else "the taker has"):
+        asyncio.run(test())
+
+
+def test_a_cancelled_handler_gets_no_more_chunks() -> None:
+    async def test() -> list[Chunk]:
+        generation, entry, _, _ = begin()
+        taken: list[Chunk] = []
+        task = asyncio.ensure_future(generation.forward(taken.append, lambda: True))
+        await turns_of_the_loop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        feed(entry, ids(" one"))
+        await turns_of_the_loop()
+        return taken
+
+    assert asyncio.run(test()) == []

@@ -1,0 +1,27 @@
+"""`TextObjects`: the JSON of streamed objects that differ in nothing but their text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import to_json
+
+PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+class TextObjects:
+    """Encodes an object once for each index, and for every further text only the text. For one answer."""
+
+    def __init__(self, make: Callable[[int, str], Any]) -> None:
+        """`make`: the object with an index and a text, which is its last value that may have the placeholder."""
+        self._make = make
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # what surrounds the text, by index
+
+    def json(self, index: int, text: str) -> bytes:
+        """The JSON of the object with this index and text."""
+        frame = self._frames.get(index)
+        if frame is None:
+            before, _, after = to_json(self._make(index, PLACEHOLDER)).rpartition(to_json(PLACEHOLDER))
+            frame = self._frames[index] = (before, after)
+        return frame[0] + to_json(text) + frame[1]
