@@ -18,18 +18,19 @@ HELP = """usage: twostroke COMMAND [OPTIONS]
 An LLM server whose engine has two strokes, in two processes.
 
 commands:
-  serve [MODEL]  start a server and watch it until Ctrl-C; without MODEL, a small one that is part of the package
-  chat           send one prompt to a server that runs, or talk to it
-  bench          send load to a server that runs, and measure latencies and throughput
-  ctl            ask or change the server that runs on this machine: status, replace-dense
-  doctor         say whether this machine can serve, and how to mend it; takes the options of serve
+  serve [MODEL]  start a server; MODEL is a directory or a name at Hugging Face,
+                 such as Qwen/Qwen3-0.6B, else a small model of the package
+  chat           send one prompt to a running server, or talk to it
+  bench          send load to a running server; latencies and throughput
+  ctl            ask or change the server of this machine: status, replace-dense
+  doctor         say whether this machine can serve, with the options of serve
 
 options:
   -h, --help     show this text; after a COMMAND, its options
   --version      show the version
 
-first steps:
-  twostroke serve                      # OpenAI's API at http://127.0.0.1:8080/v1, a page for browsers at /
+first steps, in two terminals:
+  twostroke serve    # OpenAI's API and a page at http://127.0.0.1:8080/
   twostroke chat --prompt "San Francisco is a" --max-tokens 32
 """
 USAGE_ERROR = 2

@@ -27,6 +27,7 @@ from services.common.process import available_bytes, importing
 from services.gateway.resources.open_files import RESERVE
 from services.launch.addresses import check_free
 from services.launch.arguments import parse_args
+from services.launch.hub import is_hub_name
 from services.launch.mps import CONTROL, has_gpu
 
 GIB = 2**30
@@ -54,9 +55,10 @@ class Finding:
 
 def main(argv: list[str], program: str = "twostroke doctor") -> int:
     """Prints all findings. Returns the exit status: 1 if something will fail, else 0, also with warnings."""
-    config, _ = parse_args(argv, program)
+    config, arguments = parse_args(argv, program, downloads=False)
     states = []
-    for finding in examine(config):
+    name = arguments.model if arguments.model is not None and is_hub_name(arguments.model) else None
+    for finding in examine(config, name):
         print(finding)
         states.append(finding.state)
     num_failures, num_warnings = states.count("failure"), states.count("warning")
@@ -64,8 +66,8 @@ def main(argv: list[str], program: str = "twostroke doctor") -> int:
     return 1 if num_failures else 0
 
 
-def examine(config: Config) -> Iterator[Finding]:
-    """All findings, in the order in which a start would meet them."""
+def examine(config: Config, hub_name: str | None) -> Iterator[Finding]:
+    """All findings, in the order in which a start would meet them. `hub_name`: of a model that a start downloads."""
     yield check_python()
     yield check_packages(installed_requirements())
     yield from check_gpu(config)
@@ -77,7 +79,10 @@ def examine(config: Config) -> Iterator[Finding]:
     if has_gpu() and config.dense.device != "cpu":
         plans = config.dense.plan_dir.expanduser()
         yield check_directory("directory of TensorRT plans", plans, GOOD_PLAN_BYTES, "set dense.plan_dir")
-    yield check_model(config, available_bytes())
+    if hub_name is None:
+        yield check_model(config, available_bytes())
+    else:
+        yield Finding("ok", "model", f"{hub_name} is not examined: serve downloads what the cache lacks")
 
 
 def check_python() -> Finding:

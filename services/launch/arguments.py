@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import structlog
 
 from services.common.cli import add_config_arguments, dashed
-from services.common.config import Config, load_config, toml_value
-from services.common.errors import ConfigError
+from services.common.config import EMBEDDED_MODEL, Config, load_config, toml_value
+from services.common.errors import ConfigError, TwostrokeError
+from services.common.logs import configure_logs
 from services.launch.flags import FLAGS, add_flags, describe_unknown, read_flags, read_http_address
+from services.launch.hub import fetch_model, is_hub_name
 
-OWN_FLAGS = ("--help", "--config", "--set", "--prompt", "--sample-prompt", "--max-tokens")
+log = structlog.get_logger()
+
+OWN_FLAGS = (
+    "--help",
+    "--config",
+    "--set",
+    "--revision",
+    "--download-dir",
+    "--prompt",
+    "--sample-prompt",
+    "--max-tokens",
+)
 
 
-def parse_args(argv: Sequence[str], program: str = "services.launch") -> tuple[Config, argparse.Namespace]:
-    """Flags are short forms of config keys. An invalid config ends the process with one line and status 1."""
+def parse_args(
+    argv: Sequence[str], program: str = "services.launch", *, downloads: bool = True
+) -> tuple[Config, argparse.Namespace]:
+    """Flags are short forms of config keys. An invalid config ends the process with one line and status 1.
+
+    A model that is given by name is downloaded. Without `downloads` the config has the embedded one in its place.
+    """
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [MODEL] [OPTIONS]",
         description="Starts, watches and stops all services on one machine.",
     )
-    parser.add_argument("directory", nargs="?", metavar="MODEL", help="Hugging Face model directory")
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        metavar="MODEL",
+        help="Hugging Face model directory, or a name at the Hub such as Qwen/Qwen3-0.6B",
+    )
     add_config_arguments(parser)
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model that is given by name")
+    parser.add_argument(
+        "--download-dir", type=Path, metavar="DIR", help="for models by name (~/.cache/huggingface/hub)"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="stream the answer to TEXT, then stop")
     parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then keep serving")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of that answer (64)")
@@ -38,18 +68,38 @@ def parse_args(argv: Sequence[str], program: str = "services.launch") -> tuple[C
     if arguments.directory is not None:
         arguments.model = arguments.directory
     try:
-        return _load(arguments), arguments
-    except ConfigError as error:
+        return _load(arguments, downloads=downloads), arguments
+    except TwostrokeError as error:
         parser.exit(1, f"{program}: {error}\n")
 
 
-def _load(arguments: argparse.Namespace) -> Config:
-    """The config: the file, then flags, then `--set`; the last one of a key wins. Raises `ConfigError`."""
-    overrides = [f"{key}={toml_value(value)}" for key, value in read_flags(arguments).items()]
-    config = load_config(arguments.config, [*overrides, *arguments.set])
+def _load(arguments: argparse.Namespace, *, downloads: bool) -> Config:
+    """The config: the file, then flags, then `--set`; the last one of a key wins.
+
+    Raises `ConfigError`, and what `fetch_model` raises: a model is downloaded when nothing else of the config is wrong.
+    """
+    values = read_flags(arguments)
+    name = arguments.model if arguments.model is not None and is_hub_name(arguments.model) else None
+    if name is not None:
+        values["model.path"] = EMBEDDED_MODEL  # until it is there
+    elif arguments.revision is not None or arguments.download_dir is not None:
+        raise ConfigError("--revision and --download-dir belong to a model by name, such as Qwen/Qwen3-0.6B")
+    config = _load_values(arguments, values)
     http_address = read_http_address(arguments, config)
-    if http_address is None:
+    if http_address is not None:
+        values["gateway.http_address"] = http_address
+        config = _load_values(arguments, values)
+    if name is None or not downloads:
         return config
-    return load_config(
-        arguments.config, [*overrides, f"gateway.http_address={toml_value(http_address)}", *arguments.set]
-    )
+    configure_logs(config.log, "launch")
+    log.info("downloading what the cache lacks", model=name)
+    values["model.path"] = fetch_model(name, arguments.revision, arguments.download_dir)
+    log.info("model is there", path=str(values["model.path"]))
+    if config.model.name is None:
+        values["model.name"] = name
+    return _load_values(arguments, values)
+
+
+def _load_values(arguments: argparse.Namespace, values: Mapping[str, object]) -> Config:
+    overrides = [f"{key}={toml_value(value)}" for key, value in values.items()]
+    return load_config(arguments.config, [*overrides, *arguments.set])

@@ -53,7 +53,7 @@ def _on(value: object = True) -> dict[str, object]:
 
 
 FLAGS = (
-    Flag("--model", ("model.path",), "Hugging Face model directory, the same as MODEL", str, "DIR"),
+    Flag("--model", ("model.path",), "a directory or a name at the Hub, the same as MODEL", str, "DIR"),
     Flag(
         "--load-format",
         ("model.load_format",),

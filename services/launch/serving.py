@@ -56,16 +56,17 @@ def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None
 
 def print_addresses(config: Config, chat_command: str) -> None:
     """Prints the gateway's addresses and calls of `chat_command`; with logs in JSON, logs the addresses instead."""
+    name = config.model.name or config.model.path.name
     address, http_address = config.gateway.address, config.gateway.http_address
     if config.log.format == "json":  # for a program, which reads every line of standard error as JSON
-        log.info("serving", model=config.model.path.name, address=address, http_address=http_address)
+        log.info("serving", model=name, address=address, http_address=http_address)
         return
     # With TLS the chat client would need certificates for the public address.
     chat_address = address if config.gateway.tls_certificate is None else config.gateway.local_address
     scheme = "http" if config.gateway.tls_certificate is None else "https"
     page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"
     print_to_stderr(
-        f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
+        f"\nServing {name} for gRPC clients at {address} and for OpenAI's over HTTP at "
         f"{http_address}. Stop with Ctrl-C.\n{page}"
         f"  one answer: {chat_command} --address {chat_address} "
         "--prompt 'San Francisco is a' --max-tokens 32\n"

@@ -11,7 +11,7 @@ from services import VERSION
 from services.console.__main__ import COMMANDS, HELP, run
 from tests.support.cluster import REPOSITORY
 
-SCREEN_LINES, SCREEN_COLUMNS = 24, 120
+SCREEN_LINES, SCREEN_COLUMNS = 24, 80
 TIMEOUT_S = 20.0
 
 

@@ -47,6 +47,11 @@ def test_a_taken_port_is_a_failure_with_status_1(capsys: pytest.CaptureFixture[s
     assert f"gateway.http_address 127.0.0.1:{port}" in line and line.endswith("by --port")
 
 
+def test_a_model_by_name_is_not_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main(["org/no-such-model"])
+    assert "ok       model: org/no-such-model is not examined: serve downloads" in capsys.readouterr().out
+
+
 def test_it_imports_no_torch() -> None:
     code = "import sys; from services.console import doctor; doctor.main([]); print('torch' in sys.modules)"
     done = subprocess.run(

@@ -1,0 +1,97 @@
+"""A model by its name at the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`: downloaded into the Hub's cache, then served.
+
+`huggingface_hub` does the work: HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean everywhere, bars
+show the progress at a terminal, and a download that broke off goes on where it was. Only safetensors are downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from services.common.errors import CapacityError, ConfigError, PeerError
+from services.common.shorten import shorten
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# What tokenizers and configs are made of. Folders hold other formats of the same weights.
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_UNWANTED = ["*/*", "consolidated*"]  # the latter are Mistral's own format of the same weights
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether it is a model's name at the Hub, and no directory here."""
+    return _NAME.fullmatch(text) is not None and not Path(text).is_dir()
+
+
+def fetch_model(name: str, revision: str | None, cache_dir: Path | None) -> Path:
+    """The directory of a model with this name in the Hub's cache; downloads what is missing there.
+
+    revision: a branch, tag or commit; None: the main branch. Raises `ConfigError` if there is no such model, if the
+    caller may not read it or if it has no safetensors, `PeerError` if the Hub fails, `CapacityError` without room.
+    """
+    # Imported here: it takes time that a start from a directory need not wait for.
+    import httpx2
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    model = f"model {name!r}" + ("" if revision is None else f", revision {revision!r}")
+    hub = constants.ENDPOINT
+    try:
+        try:
+            info = HfApi().model_info(name, revision=revision, timeout=constants.DEFAULT_ETAG_TIMEOUT)
+            _check_format(model, [file.rfilename for file in info.siblings or ()])
+        except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException):
+            pass  # the cache may have it whole; `snapshot_download` tells
+        return Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=cache_dir, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            )
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"{model} is no name of a model: {_short(error)}") from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{model} is gated: accept its terms at {hub}/{name}, then set HF_TOKEN to a token that may read it"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{model} is not at {hub}: the model is there, the revision is not") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{model} is neither a directory here nor a public model at {hub}; for a private one set HF_TOKEN"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        reason = _short(error.__cause__ or error)
+        raise PeerError(f"{model} is not complete in the cache, and not to be had from {hub}: {reason}") from error
+    except HfHubHTTPError as error:
+        raise PeerError(f"{model} cannot be downloaded from {hub}: {_short(error)}") from error
+    except httpx2.HTTPError as error:
+        raise PeerError(f"{model} cannot be downloaded from {hub}: {_short(error) or type(error).__name__}") from error
+    except OSError as error:
+        if error.errno is None:  # the library's own: a file whose size is not the one that the Hub has told
+            raise PeerError(f"{model} was not downloaded whole from {hub}: {_short(error)}") from error
+        raise CapacityError(f"{model} cannot be written to the cache {error.filename}: {error.strerror}") from error
+
+
+def _check_format(model: str, files: list[str]) -> None:
+    if any(file.endswith(".safetensors") and "/" not in file for file in files):
+        return
+    others = sorted({Path(file).suffix for file in files} & {".bin", ".pt", ".pth", ".gguf", ".h5", ".onnx"})
+    found = f"its weights are in {' and '.join(others)}" if others else "it has no weights"
+    raise ConfigError(f"{model} has no safetensors, the only format that is read; {found}")
+
+
+def _short(error: BaseException) -> str:
+    """The library's message, which may have several paragraphs, in one line."""
+    return shorten(" ".join(str(error).split()))
