@@ -106,6 +106,7 @@ class PeerError(TwostrokeError):
     status_code = grpc.StatusCode.UNAVAILABLE
     http_status = 503
     code = "unavailable"
+    retry_after_s = 1.0  # most services are back by then
 
 
 class DeviceError(TwostrokeError):

@@ -159,7 +159,7 @@ class Gateway:
         registry = Registry(self._options.control_address, process, MAX_MESSAGE_BYTES)
         peers = ResumePeers()
         self._opened.push_async_callback(peers.close)
-        return Resumption(recordings, registry, peers, metrics, section.resume_timeout_s)
+        return Resumption(recordings, registry, peers, metrics, section.resume_timeout_s, self._dense.wait_connected)
 
     async def _listen(
         self, service: RequestService, triton: Triton, peers: GatewayPeers, resumption: Resumption | None

@@ -164,11 +164,9 @@ class _Sink:
         status, headers = message["status"], message.get("headers", [])
         content_type = dict(headers).get(b"content-type", b"")
         self._is_stream = content_type.startswith(b"text/event-stream")
-        if status >= 400:
-            self._recording.is_kept = False  # the next attempt may succeed
         pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
         head = {"status": status, "headers": pairs}
-        self._recording.begin(json.dumps(head).encode(), is_stream=self._is_stream)
+        self._recording.begin(json.dumps(head).encode(), is_stream=self._is_stream, is_error=status >= 400)
 
 
 def _is_resumable(scope: Scope) -> bool:

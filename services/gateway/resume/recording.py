@@ -17,6 +17,7 @@ from services.common.errors import (
     CapacityError,
     InvalidRequest,
     NotResumable,
+    PeerError,
     RequestAborted,
     TakenOver,
     TwostrokeError,
@@ -89,10 +90,11 @@ class Recording:
         """
         self.name = name
         self.record = record
+        self.is_repeated = is_repeated
         self.task: asyncio.Task[None] | None = None
         self.error: TwostrokeError | None = None
         self.is_ended = False
-        self.is_kept = True  # whether a later client gets the same answer; False: the request runs again
+        self.is_error = False  # whether the items are an error with its status, in place of an answer
         self.lost: str | None = None  # why the answer cannot be resumed any longer
         self.head: bytes | None = None  # what precedes the items; None until it is known
         self.is_stream = False  # whether it has one reader at a time
@@ -101,13 +103,15 @@ class Recording:
         self._items: deque[bytes] = deque()  # the last ones; unless it is lost, all
         self._held = held
         self._on_alone = on_alone
-        self._is_repeated = is_repeated
         self._readers: list[Reader] = []  # oldest first; several only of a whole answer
         self._changed = asyncio.Event()  # replaced at every change
 
-    def begin(self, head: bytes, *, is_stream: bool) -> None:
+    def begin(self, head: bytes, *, is_stream: bool, is_error: bool = False) -> None:
         """Says what precedes the items, before the first of them."""
-        self.head, self.is_stream = head, is_stream
+        self.head, self.is_stream, self.is_error = head, is_stream, is_error
+        if is_error:
+            for reader in self._readers:
+                reader.restart()
         self._notify()
 
     async def add(self, item: bytes) -> None:
@@ -123,7 +127,8 @@ class Recording:
             if not self._readers:
                 raise NotResumable(self.lost)
             await self.wait_changed()
-        self._items.append(item)
+        if self.lost is None or self.num_items >= self._readers[0].position:  # otherwise its reader has the item
+            self._items.append(item)
         self._digests.append(self.record.run.digest)
         self.num_items += 1
         self._notify()
@@ -150,7 +155,9 @@ class Recording:
         """
         if self.lost is not None:
             raise NotResumable(self.lost)
-        if num_received > self.num_items and (self.is_ended or not self._is_repeated):
+        if self.is_error:
+            num_received, digest = 0, None
+        if num_received > self.num_items and (self.is_ended or not self.is_repeated):
             raise _too_many(num_received, self.num_items)
         if len(self._readers) >= MAX_READERS:
             raise CapacityError(f"{len(self._readers)} connections wait for this answer, at most {MAX_READERS} may")
@@ -183,6 +190,12 @@ class Recording:
         await self._changed.wait()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the run has ended with an error, which is no part of the answer: a further run may succeed."""
+        has_error = self.is_error or self.record.run.has_failed or self.error is not None
+        return self.is_ended and has_error and self.lost is None
+
+    @property
     def has_readers(self) -> bool:
         """Whether a connection reads it now."""
         return bool(self._readers)
@@ -199,7 +212,7 @@ class Recording:
         """Keeps only what the present reader has not read yet."""
         self.lost = reason
         self._fail(self._readers[1:], NotResumable(reason))
-        num_unread = self.num_items - self._readers[0].position if self._readers else 0
+        num_unread = max(0, self.num_items - self._readers[0].position) if self._readers else 0
         while len(self._items) > num_unread:
             self._items.popleft()
         self._held.release()
@@ -235,7 +248,9 @@ class Reader:
         if error := self.error or (recording.error if not recording.num_items else None):
             raise error
         if recording.num_items < self.position:
-            raise recording.error or _too_many(self.position, recording.num_items)
+            if recording.has_failed:
+                raise recording.error or PeerError("the request has failed while it ran again: resume it again")
+            raise _too_many(self.position, recording.num_items)
         if self._digest is not None and (not self.position or recording.digest(self.position) != self._digest):
             raise NotResumable("the answer does not continue what was received: it is another one")
         if recording.is_stream:
@@ -259,6 +274,10 @@ class Reader:
                     raise recording.error
                 return None
             await recording.wait_changed()
+
+    def restart(self) -> None:
+        """Called when an error begins in place of the answer: the client gets it, whatever it has of the answer."""
+        self.position, self._digest = 0, None
 
     def close(self) -> None:
         """Leaves the recording. Does nothing the second time."""

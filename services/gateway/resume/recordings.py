@@ -114,8 +114,8 @@ class Recordings:
         except Exception as error:
             log.error("unexpected error in a resumable request", exc_info=error)
             recording.end(TwostrokeError(f"internal error: {type(error).__name__}"))
-        if not recording.is_kept or not recording.num_items:  # an error that may not come again
-            self._remove(recording)
+        if recording.is_error or not recording.num_items or (recording.is_repeated and recording.has_failed):
+            self._remove(recording)  # an error that may not come again
             if not recording.has_readers:
                 recording.release()
 

@@ -8,6 +8,7 @@ that runs the request sends the answer through it, and if that process is gone, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -50,14 +51,17 @@ class Resumption:
         peers: ResumePeers,
         metrics: ResumeMetrics,
         timeout_s: float,
+        wait_ready: Callable[[], Awaitable[None]],
     ) -> None:
+        """`wait_ready` returns once requests can run; raises `PeerError` after its own time limit."""
         self._recordings = recordings
         self._registry = registry
         self._peers = peers
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._wait_ready = wait_ready
         self._starting = WeakValueDictionary[Name, asyncio.Lock]()  # held from a claim to the start
-        recordings.on_drop = lambda recording: registry.forget(recording.name)
+        recordings.on_drop = self._let_go
 
     async def run(self) -> None:
         """Stays in touch with the launcher, until cancelled."""
@@ -106,9 +110,10 @@ class Resumption:
         """Runs a new request, or one whose process is gone again."""
         if claim.record is None:
             raise self._unknown(call.name)
+        produce = self._when_ready(call.produce) if claim.is_repeated else call.produce
         try:
             recording = self._recordings.start(
-                call.name, claim.record, call.held, call.produce, is_repeated=claim.is_repeated
+                call.name, claim.record, call.held, produce, is_repeated=claim.is_repeated
             )
         except CapacityError:
             self._registry.release(call.name)
@@ -118,12 +123,27 @@ class Resumption:
             self._metrics.on("unguarded")
         return _reader(recording, call.received)
 
+    def _when_ready(self, produce: Produce) -> Produce:
+        """Waits first for the dense worker, which a process that has just started may not have yet."""
+
+        async def run(recording: Recording) -> None:
+            await self._wait_ready()
+            await produce(recording)
+
+        return run
+
     def _resume(self, recording: Recording, fingerprint: bytes | None, received: Received | None) -> AnswerReader:
         if fingerprint not in (None, recording.record.fingerprint):
             raise key_reused(recording.name)
         reader = _reader(recording, received)
         self._metrics.on("resumed")
         return reader
+
+    def _let_go(self, recording: Recording) -> None:
+        if recording.is_repeated and recording.has_failed:
+            self._registry.release(recording.name)  # for its client, who may try again
+        else:
+            self._registry.forget(recording.name)
 
     def _lose(self, name: Name) -> None:
         """Another process runs the request, because this one has not answered."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from services.common.child_options import ChildOptions
 from services.gateway.access.client_address import number_of
@@ -23,6 +24,7 @@ from services.pb import gateway_pb2, resumables_pb2_grpc
 from services.rpc.server import GrpcServer
 from tests.support.chats.chat_models import WEATHER, make_chat_model, writes
 from tests.support.clients.gateway_calls import ids
+from tests.support.clients.http_clients import async_client, socket_path
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 from tests.unit.gateway.resume.test_grpc_resume import by_seed, joined, receive, resumable, resume, status, undisturbed
@@ -201,6 +203,106 @@ def test_reasoning_and_calls_go_on_event_for_event(tmp_path: Path) -> None:
     model = make_chat_model(tmp_path / "model", "qwen3")
     options = {"model": model, "reasoning_parser": "qwen3", "tool_parser": "hermes"}
     check_two_deaths(tmp_path, make, (9, 90), script=writes(THOUGHTS + CALLS), **options)
+
+
+async def streams_of_a_process_that_dies(server: Server) -> tuple[EventSource, list[gateway_pb2.GenerateChunk]]:
+    """Of the first process, which is dead when this returns: a stream over HTTP with some events, one over gRPC."""
+    chunks = await receive(server.gateways[0].stub.GenerateStream(resumable()), 9)
+    stream = source(server.gateways[0], "chat")
+    stream.headers = {**stream.headers, "X-Request-ID": "h"}
+    await stream.connect(6)
+    await server.ends[0].aclose()
+    return stream, chunks
+
+
+async def check_rest(
+    gateway: RunningGateway, stream: EventSource, chunks: list[gateway_pb2.GenerateChunk], rest: Awaitable[Any]
+) -> None:
+    """`rest` reads the rest of the stream and returns that of the chunks; together they are the whole answers."""
+    chunks = chunks + await rest
+    assert joined(chunks) == await undisturbed(gateway, resumable(), chunks[-1].finish.seed)
+    plain = source(gateway, "chat", None)
+    await plain.connect()
+    assert text_of(stream) == text_of(plain)
+
+
+async def read_rest(
+    gateway: RunningGateway, stream: EventSource, chunks: list[gateway_pb2.GenerateChunk]
+) -> list[gateway_pb2.GenerateChunk]:
+    stream.address = gateway.http_address
+    rest, _ = await asyncio.gather(resume(gateway, chunks), stream.connect())
+    return rest
+
+
+def test_a_process_that_has_just_started_waits_for_its_dense_worker(tmp_path: Path) -> None:
+    async def test(server: Server) -> None:
+        stream, chunks = await streams_of_a_process_that_dies(server)
+        directory = tmp_path / "next"
+        directory.mkdir()
+        child = ChildOptions(
+            peer_address=f"unix:{tmp_path}/peer-0.sock", control_address=f"unix:{tmp_path}/control.sock"
+        )
+        async with running_gateway(directory, None, options=child, resume=True) as gateway:
+            await until(Path(socket_path(gateway.http_address)).exists)
+            rest = asyncio.create_task(read_rest(gateway, stream, chunks))
+            while 'event="repeated"} 2.0' not in await metrics_of(gateway):  # noqa: ASYNC110  as in `until`
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # an error would have come by now
+            assert not rest.done()
+            await server.workers[0].start(gateway.dense_address)
+            await check_rest(gateway, stream, chunks, rest)
+            await server.workers[0].kill()
+
+    with_gateways(tmp_path, test)
+
+
+async def metrics_of(gateway: RunningGateway) -> str:
+    async with async_client(gateway.http_address) as client:
+        return (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_second_run_that_fails_is_tried_again_when_its_client_comes_back(tmp_path: Path, num_tokens: int) -> None:
+    """It fails after so many tokens, fewer than the client has. The client gets a 503, and the record is kept."""
+
+    async def fail(worker: FakeDense, request_id: str) -> None:
+        def counts() -> list[int]:
+            running = [each for each in worker.running.values() if each.submit.spec.request_id == request_id]
+            return [each.num_output_tokens for each in running]
+
+        await until(lambda: max(counts(), default=0) >= num_tokens)
+        worker.errors[request_id] = (grpc.StatusCode.UNAVAILABLE, "the worker is away")
+
+    async def test(server: Server) -> None:
+        stream, chunks = await streams_of_a_process_that_dies(server)
+        for worker, gateway in zip(server.workers[1:], server.gateways[1:], strict=True):
+            (code, details), failed, *_ = await asyncio.gather(
+                status(resume(gateway, chunks)),
+                post(gateway, "k", stream.body, stream.path, Last_Event_ID=stream.last_event_id),
+                fail(worker, "r"),
+                fail(worker, "h"),
+            )
+            assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the worker is away")
+            assert (failed.status_code, failed.headers["retry-after"]) == (503, "1"), failed.text
+        for worker in server.workers:
+            worker.errors.clear()
+        await check_rest(server.gateways[2], stream, chunks, read_rest(server.gateways[2], stream, chunks))
+
+    with_gateways(tmp_path, test, step_s=0.02)
+
+
+def test_a_second_run_whose_answer_does_not_fit_gives_its_reader_the_rest(tmp_path: Path) -> None:
+    """The memory is full before the run has reached what the client has."""
+
+    async def test(server: Server) -> None:
+        message = resumable(max_tokens=1500)
+        chunks = await receive(server.gateways[0].stub.GenerateStream(message), 1200)
+        await server.ends[0].aclose()
+        chunks += await resume(server.gateways[1], chunks)
+        assert joined(chunks) == await undisturbed(server.gateways[1], message, chunks[-1].finish.seed)
+
+    words = ids(" Łódź and 東京 🙂, the city") * 200
+    with_gateways(tmp_path, test, lambda _: words[:1500], step_s=0.0, max_held_bytes=40_000)
 
 
 def test_two_deaths_one_after_the_other_are_survived(tmp_path: Path) -> None:
