@@ -34,12 +34,19 @@ first steps, in two terminals:
   twostroke chat --prompt "San Francisco is a" --max-tokens 32
 """
 USAGE_ERROR = 2
+BROKEN_PIPE_STATUS = 141  # as shells report SIGPIPE
 
 
 def main() -> None:
     """Runs the command of the command line and ends the process with its exit status."""
     _find_services()
-    sys.exit(run(sys.argv[1:]))
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
+        status = BROKEN_PIPE_STATUS
+    sys.exit(status)
 
 
 def run(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -63,6 +64,20 @@ def test_without_a_command_the_help_is_an_error(capsys: pytest.CaptureFixture[st
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"twostroke {VERSION}\n"
+
+
+@pytest.mark.parametrize("command", ["--help", "doctor"])
+def test_a_reader_that_has_gone_ends_it_without_a_traceback(command: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "services.console", command],
+            cwd=REPOSITORY, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(write_end)
+    assert (done.stderr, done.returncode) == ("", 141)
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
