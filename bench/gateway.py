@@ -40,13 +40,14 @@ from bench.load.stub_dense import RECEIPT, Stub, StubSettings, running_stub
 from bench.load.wire_clients import Connection, GrpcConnection, SseConnection, StreamLog, WireError, read_streams
 from services.pb import gateway_pb2, sampling_pb2
 
-PROTOCOLS = ("grpc", "sse")
+PROTOCOLS = ("grpc", "sse", "chat")
+PATHS = {"sse": "/v1/completions", "chat": "/v1/chat/completions"}  # of those over HTTP
 # Texts of the embedded model's vocabulary with exactly one T. The rest of an SSE event has no T, so clients can count
 # tokens without parsing. T, The, Two, Twostroke, " Twostroke", " The", HT, TP.
 TOKEN_IDS = (57, 352, 406, 421, 555, 811, 927, 934)
 TOKEN_MARK = b"T"
-FIRST_PROMPT_ID = 8  # each stream has a prompt of its own, which identifies it
-NUM_PROMPT_IDS = 1000
+PROMPT = (8, 9)  # the same for all streams: the stub tells them apart by their seeds
+PROMPTS = {"sse": {"prompt": PROMPT}, "chat": {"messages": [{"role": "user", "content": "Hi"}]}}
 MAX_TOKENS = 10_000_000  # more than any stream gets
 START_TIMEOUT_S = 60.0
 STREAMS_TIMEOUT_S = 60.0  # until every stream has had a token
@@ -155,6 +156,7 @@ def running_gateway(directory: Path, arguments: argparse.Namespace) -> Iterator[
     else:
         ports = _free_ports(len(PROTOCOLS))
         addresses = {protocol: f"127.0.0.1:{port}" for protocol, port in zip(PROTOCOLS, ports, strict=True)}
+    addresses["chat"] = addresses["sse"]
     overrides = [
         f"gateway.address={addresses['grpc']}",
         f"gateway.http_address={addresses['sse']}",
@@ -211,7 +213,7 @@ def _measure(case: Case, stub: Stub, gateway: Gateway, receipts: Path, arguments
         end_ns=end_ns,
         cpu_s={name: end_cpu_s[name] - start_cpu_s[name] for name in pids},
         step_ns=report.step_ns,
-        first_step=[report.first_step[_prompt(log.index)] for log in logs],
+        first_step=[report.first_step[log.index] for log in logs],
         chunk_ns=[log.chunk_ns for log in logs],
         chunk_num_tokens=[log.chunk_num_tokens for log in logs],
         num_messages=sum(log.num_messages for log in logs),
@@ -239,9 +241,9 @@ def _run_clients(case: Case, address: str, receipts: Path, parent: Pipe) -> None
 
 
 def _connections(case: Case, address: str) -> list[Connection]:
-    if case.protocol == "sse":
+    if case.protocol in PATHS:
         return [
-            SseConnection(address, index, "/v1/completions", _sse_body(index), TOKEN_MARK)
+            SseConnection(address, index, PATHS[case.protocol], _sse_body(case.protocol, index), TOKEN_MARK)
             for index in range(case.num_streams)
         ]
     num_connections = min(case.connections, case.num_streams)
@@ -255,26 +257,23 @@ def _connections(case: Case, address: str) -> list[Connection]:
 
 def _grpc_request(index: int) -> bytes:
     return gateway_pb2.GenerateRequest(
-        prompt_token_ids=gateway_pb2.TokenIds(ids=_prompt(index)),
-        sampling=sampling_pb2.SamplingParams(temperature=0.0),
+        prompt_token_ids=gateway_pb2.TokenIds(ids=PROMPT),
+        sampling=sampling_pb2.SamplingParams(temperature=0.0, seed=index),
         max_tokens=MAX_TOKENS,
         ignore_eos=True,
     ).SerializeToString()
 
 
-def _sse_body(index: int) -> bytes:
+def _sse_body(protocol: str, index: int) -> bytes:
     request = {
-        "prompt": _prompt(index),
+        **PROMPTS[protocol],
+        "seed": index,
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
         "ignore_eos": True,
         "stream": True,
     }
     return json.dumps(request).encode()
-
-
-def _prompt(index: int) -> tuple[int, ...]:
-    return (FIRST_PROMPT_ID + index // NUM_PROMPT_IDS, FIRST_PROMPT_ID + index % NUM_PROMPT_IDS)
 
 
 def _wait_serving(process: subprocess.Popen[bytes], address: str, log_file: Path) -> None:
@@ -362,7 +361,8 @@ def _parser() -> argparse.ArgumentParser:
         "recv() of the token.",
     )
     add = parser.add_argument
-    add("--protocols", type=_protocols, default=list(PROTOCOLS), metavar="LIST", help="grpc, sse or both (grpc,sse)")
+    add("--protocols", type=_protocols, default=list(PROTOCOLS), metavar="LIST",
+        help="some of grpc, sse (completions over HTTP) and chat (chats over HTTP); all by default")
     add("--streams", type=counts, default=[1, 64, 512], metavar="LIST", help="streams of free-running cases (1,64,512)")
     add("--paced-streams", type=counts, default=[1, 64], metavar="LIST", help="streams of paced cases (1,64)")
     add("--no-paced", dest="paced_streams", action="store_const", const=[], help="only free-running cases")

@@ -44,7 +44,7 @@ class StubReport:
     """The stub's record. Times in ns of the monotonic clock."""
 
     step_ns: list[int]  # when each step was handed to gRPC
-    first_step: dict[tuple[int, ...], int]  # by prompt: index of the step with a stream's first token
+    first_step: dict[int, int]  # by seed: index of the step with a stream's first token
 
 
 class Stub:
@@ -103,7 +103,7 @@ async def _serve(settings: StubSettings, parent: Connection) -> None:
 class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
     def __init__(self, settings: StubSettings, receipts: socket.socket) -> None:
         self.step_ns: list[int] = []
-        self.first_step: dict[tuple[int, ...], int] = {}
+        self.first_step: dict[int, int] = {}
         self._settings = settings
         self._receipts = receipts
         self._num_under_way = 0  # tokens sent and not yet received
@@ -164,13 +164,13 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
 
     def _note_first_steps(self, step: int, output: dense_pb2.StepOutput, streams: dict[int, _Stream]) -> None:
         for start in output.started:
-            self.first_step[streams[start.seq_id].prompt] = step
+            self.first_step[streams[start.seq_id].seed] = step
 
     async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], streams: dict[int, _Stream]) -> None:
         async for message in requests:
             if message.WhichOneof("message") == "submit":
                 submit = message.submit
-                streams[submit.seq_id] = _Stream(tuple(submit.spec.prompt_token_ids), submit.spec.max_tokens)
+                streams[submit.seq_id] = _Stream(submit.spec.sampling.seed, submit.spec.max_tokens)
             elif message.WhichOneof("message") == "cancel":
                 streams.pop(message.cancel.seq_id, None)
             self._num_under_way = 0 if not streams else self._num_under_way  # cancelled tokens are never reported
@@ -180,10 +180,10 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
 class _Stream:
     """One running sequence."""
 
-    __slots__ = ("is_started", "num_left", "prompt")
+    __slots__ = ("is_started", "num_left", "seed")
 
-    def __init__(self, prompt: tuple[int, ...], max_tokens: int) -> None:
-        self.prompt = prompt
+    def __init__(self, seed: int, max_tokens: int) -> None:
+        self.seed = seed  # which clients choose to tell streams apart
         self.num_left = max_tokens  # tokens
         self.is_started = False
 
