@@ -28,7 +28,8 @@ class Repeatable:
     entropy: bytes = field(default_factory=lambda: secrets.token_bytes(ENTROPY_BYTES))
     created: float = field(default_factory=time.time)  # when the first run began, in seconds since 1970
     has_failed: bool = False  # then what is sent is not part of the answer; a further run may succeed
-    digest: int = 0  # CRC-32 of all output tokens that have been given out, each as 4 bytes, little-endian
+    is_opening: bool = field(default=False, init=False)  # see `opening`
+    _crc: int = field(default=0, init=False)
     _random: Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,13 +39,18 @@ class Repeatable:
         """The same for a further run."""
         return Repeatable(self.request_id, self.entropy, self.created)
 
+    @property
+    def digest(self) -> int:
+        """CRC-32 of all output tokens that have been given out, each as 4 bytes, little-endian."""
+        return 0 if self.is_opening else self._crc
+
     def draw_bits(self, num_bits: int) -> int:
         """The next number."""
         return self._random.getrandbits(num_bits)
 
     def note(self, token_id: int) -> None:
         """Adds an output token to the digest."""
-        self.digest = zlib.crc32(token_id.to_bytes(4, "little"), self.digest)
+        self._crc = zlib.crc32(token_id.to_bytes(4, "little"), self._crc)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -59,6 +65,20 @@ class Repeatable:
 def current_run() -> Repeatable | None:
     """That of the request which the current task runs; None if it is not resumable."""
     return _current.get()
+
+
+@contextlib.contextmanager
+def opening() -> Iterator[None]:
+    """A context to send what precedes all tokens in: its digest is that of none, though the first may be there."""
+    run = _current.get()
+    if run is None:
+        yield
+        return
+    run.is_opening = True
+    try:
+        yield
+    finally:
+        run.is_opening = False
 
 
 def note_failure() -> None:

@@ -23,7 +23,7 @@ from services.gateway.http.body_writer import BodyWriter
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.stepwise import check_one_prompt
-from services.gateway.resources.repeatable import note_failure
+from services.gateway.resources.repeatable import current_run, note_failure, opening
 from services.pb import gateway_pb2
 
 log = structlog.get_logger()
@@ -184,8 +184,9 @@ class Answer(Response):
 
         body = self._events(form.opening())
         try:
-            if body and not first.done():
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if body and (not first.done() or current_run() is not None):
+                with opening():
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
                 body = b""
             next_chunk = await first
             while next_chunk is not None:

@@ -256,6 +256,25 @@ def test_a_process_that_has_just_started_waits_for_its_dense_worker(tmp_path: Pa
     with_gateways(tmp_path, test)
 
 
+@pytest.mark.parametrize("kind", ["responses", "messages"])
+def test_a_stream_that_has_only_begun_goes_on(tmp_path: Path, kind: str) -> None:
+    """Its first events have come without any token in the first process, and come with the first token in the next."""
+
+    async def test(server: Server) -> None:
+        server.workers[0].script = lambda _: []
+        stream = source(server.gateways[0], kind)
+        await stream.connect(2)
+        await server.ends[0].aclose()
+        stream.address = server.gateways[1].http_address
+        await stream.connect()
+        assert stream.status == 200
+        plain = source(server.gateways[1], kind, None)
+        await plain.connect()
+        assert text_of(stream) == text_of(plain)
+
+    with_gateways(tmp_path, test, lambda _: ids(" Łódź and 東京") * 10, step_s=0.0, first_token_timeout_s=0.3)
+
+
 async def metrics_of(gateway: RunningGateway) -> str:
     async with async_client(gateway.http_address) as client:
         return (await client.get("/metrics")).text
