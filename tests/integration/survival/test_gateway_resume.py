@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
@@ -23,8 +24,44 @@ from tests.support.models import TWO_LAYERS
 
 NUM_CLIENTS = 4  # of each API
 MAX_TOKENS = 120
+NUM_KIND_TOKENS = 250  # of the answers of `KINDS`, which outlast the beginning of all of them
 WAIT_S = 120.0
 RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+DAY = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {
+    "type": "object",
+    "properties": {"days": {"type": "array", "items": DAY, "minItems": 70, "maxItems": 70}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+MESSAGES = [{"role": "user", "content": "Make a plan."}]
+COMPLETION = {"prompt": "Once upon a time", "max_tokens": NUM_KIND_TOKENS}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "structured": (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 900,
+            "seed": 5,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "plan", "schema": SCHEMA}},
+        },
+    ),
+    "sampled": ("/v1/completions", {**COMPLETION, "ignore_eos": True, "temperature": 1, "seed": 7}),
+    "beams": (
+        "/v1/completions",
+        {**COMPLETION, "use_beam_search": True, "best_of": 3, "n": 2, "temperature": 0, "ignore_eos": True},
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": MESSAGES, "max_output_tokens": NUM_KIND_TOKENS, "temperature": 0},
+    ),
+}
+# What another run has of its own: ids, times, how much of the prompt was cached, and the last digits of a sum.
+OWN = {
+    "id", "item_id", "created", "created_at", "completed_at", "prompt_tokens_details", "input_tokens_details",
+    "beam_score",
+}  # fmt: skip
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -36,6 +73,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "gateway.http_address": f"127.0.0.1:{free_port()}",
         "gateway.resume": "true",
         "gateway.resume_timeout_s": "60",
+        "gateway.first_token_timeout_s": "0.02",  # of a search, whose events come at its end
         "launch.gateway_processes": "2",
         "launch.max_restarts": "20",
     }
@@ -46,21 +84,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class HttpClient:
-    """Reads the events of one chat, and connects again until it has all of them."""
+    """Reads the events of one stream, and connects again until it has all of them."""
 
-    def __init__(self, cluster: Cluster, key: str | None, seed: int, patience_s: float = WAIT_S) -> None:
+    def __init__(
+        self, cluster: Cluster, key: str | None, path: str, body: dict[str, Any], patience_s: float = WAIT_S
+    ) -> None:
         """`patience_s`: how long it waits for the next bytes before it connects again."""
         self._address = cluster.http_address
         self._patience_s = patience_s
-        chat = [{"role": "user", "content": f"Count to {seed}"}]
-        self._body = {"messages": chat, "max_tokens": MAX_TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
+        self._path = path
+        self._body = {**body, "stream": True}
         self._key = key
         self.datas: list[str] = []
         self.num_connections = 0
 
     def run(self) -> None:
         last_id, deadline = "", time.monotonic() + WAIT_S
-        while not self.datas or self.datas[-1] != "[DONE]":
+        while not self.is_done:
             assert time.monotonic() < deadline, f"only {len(self.datas)} events"
             try:
                 last_id = self._read(last_id)
@@ -74,17 +114,21 @@ class HttpClient:
         headers |= {} if self._key is None else {"Idempotency-Key": self._key}
         headers |= {"Last-Event-ID": last_id} if last_id else {}
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(self._body), headers)
+            connection.request("POST", self._path, json.dumps(self._body), headers)
             answer = connection.getresponse()
+            if answer.status == 503:  # a process that has just started refuses new requests
+                time.sleep(float(answer.headers["retry-after"]))
+                return last_id
+            assert answer.status == 200, (self._key, answer.read())
             self.num_connections += 1
-            assert answer.status == 200, answer.read()
             event_id = ""
             while line := answer.readline().decode():
                 if line.startswith("id: "):
                     event_id = line.removeprefix("id: ").strip()
                 elif line.startswith("data: "):
-                    assert '"error"' not in line, line
-                    self.datas.append(line.removeprefix("data: ").strip())
+                    data = line.removeprefix("data: ").strip()
+                    assert data == "[DONE]" or not json.loads(data).get("error"), data
+                    self.datas.append(data)
                     last_id = event_id
         except (OSError, http.client.HTTPException):
             pass  # the caller connects again
@@ -93,11 +137,39 @@ class HttpClient:
         return last_id
 
     @property
+    def is_done(self) -> bool:
+        """Whether it has the last event."""
+        last = self.datas[-1] if self.datas else "{}"
+        return last == "[DONE]" or json.loads(last).get("type") in ("response.completed", "response.incomplete")
+
+    @property
+    def objects(self) -> list[Any]:
+        """What the events say, without what is another run's own."""
+
+        def strip(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: strip(each) for key, each in value.items() if key not in OWN}
+            return [strip(each) for each in value] if isinstance(value, list) else value
+
+        return [strip(json.loads(data)) for data in self.datas if data != "[DONE]"]
+
+    @property
+    def text(self) -> str:
+        """Of one completion."""
+        return "".join(each["choices"][0]["text"] for each in self.objects)
+
+    @property
     def answer(self) -> tuple[str, Any]:
         objects = [json.loads(data) for data in self.datas[:-1]]
         assert len({(each["id"], each["created"]) for each in objects}) == 1
         choices = [each["choices"][0] for each in objects]
         return "".join(each["delta"].get("content") or "" for each in choices), choices[-1]["finish_reason"]
+
+
+def chat_client(cluster: Cluster, key: str | None, seed: int, patience_s: float = WAIT_S) -> HttpClient:
+    chat = [{"role": "user", "content": f"Count to {seed}"}]
+    body = {"messages": chat, "max_tokens": MAX_TOKENS, "seed": seed, "ignore_eos": True}
+    return HttpClient(cluster, key, "/v1/chat/completions", body, patience_s)
 
 
 class GrpcClient:
@@ -154,10 +226,8 @@ def gateway_pids(cluster: Cluster) -> list[int]:
     return sorted(pids)
 
 
-def clients_of(
-    cluster: Cluster, kind: str, patience_s: float = WAIT_S
-) -> tuple[list[HttpClient], list[GrpcClient]]:
-    over_http = [HttpClient(cluster, f"{kind}-{i}", i, patience_s) for i in range(NUM_CLIENTS)]
+def clients_of(cluster: Cluster, kind: str, patience_s: float = WAIT_S) -> tuple[list[HttpClient], list[GrpcClient]]:
+    over_http = [chat_client(cluster, f"{kind}-{i}", i, patience_s) for i in range(NUM_CLIENTS)]
     return over_http, [GrpcClient(cluster, f"{kind}-{i}", patience_s) for i in range(NUM_CLIENTS)]
 
 
@@ -178,11 +248,11 @@ def running(over_http: list[HttpClient], over_grpc: list[GrpcClient]) -> Iterato
 
 def check_answers(cluster: Cluster, over_http: list[HttpClient], over_grpc: list[GrpcClient]) -> None:
     """They are those of requests that nothing disturbs."""
-    plain = [HttpClient(cluster, None, seed) for seed in range(NUM_CLIENTS)]
+    plain = [chat_client(cluster, None, seed) for seed in range(NUM_CLIENTS)]
     with ThreadPoolExecutor(2 * NUM_CLIENTS) as threads, grpc.insecure_channel(cluster.address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         runs = [threads.submit(each.run) for each in plain]
-        expected = [threads.submit(stub.Generate, each.undisturbed(), timeout=WAIT_S) for each in over_grpc]
+        expected = [threads.submit(generate, stub, each.undisturbed()) for each in over_grpc]
         for each in runs:
             each.result(WAIT_S)
         for client, answer in zip(over_grpc, expected, strict=True):
@@ -190,6 +260,18 @@ def check_answers(cluster: Cluster, over_http: list[HttpClient], over_grpc: list
             assert [token_id for chunk in client.chunks for token_id in chunk.token_ids] == completion.token_ids
             assert "".join(chunk.text for chunk in client.chunks) == completion.text
     assert [each.answer for each in over_http] == [each.answer for each in plain]
+
+
+def generate(stub: gateway_pb2_grpc.GatewayStub, message: gateway_pb2.GenerateRequest) -> gateway_pb2.GenerateResponse:
+    """The answer of a process that has its dense worker; one that has just started refuses new requests."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return stub.Generate(message, timeout=WAIT_S)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +291,54 @@ def test_streams_survive_the_death_of_their_gateway(
     check_answers(cluster, over_http, over_grpc)
 
 
-def test_streams_leave_a_gateway_that_hangs(cluster: Cluster) -> None:
-    """Half of all new connections reach the stopped process, until a client gives up and tries again."""
+def test_streams_of_many_kinds_survive_the_death_of_all_gateways(cluster: Cluster) -> None:
+    """Event for event as without it. The answers of a search come only at its end."""
+    wait_gateways(cluster)
+    whole = {kind: HttpClient(cluster, f"whole-{kind}", *KINDS[kind]) for kind in KINDS}
+    broken = {kind: HttpClient(cluster, f"broken-{kind}", *KINDS[kind]) for kind in KINDS}
+    with ThreadPoolExecutor(len(KINDS) + 1) as threads:
+        for run in [threads.submit(client.run) for client in whole.values()]:
+            run.result(WAIT_S)
+        text = whole["sampled"].text
+        late = range(len(text) * 3 // 4, len(text))
+        stop = next(text[i : i + 8] for i in late if text.index(text[i : i + 8]) == i)
+        path, body = KINDS["sampled"]
+        broken["stop"] = HttpClient(cluster, "broken-stop", path, {**body, "stop": [stop]})
+        runs = []
+        for kinds in (["structured"], ["beams", "sampled", "stop", "responses"]):  # a new grammar takes its time
+            runs += [threads.submit(broken[kind].run) for kind in kinds]
+            wait_begun([broken[kind] for kind in kinds])
+        for pid in gateway_pids(cluster):
+            os.kill(pid, signal.SIGKILL)
+        for run in runs:
+            run.result(WAIT_S)
+    whole_before_death = [kind for kind, each in broken.items() if each.num_connections == 1]
+    assert not whole_before_death, {kind: len(broken[kind].datas) for kind in whole_before_death}
+    for kind in KINDS:
+        assert broken[kind].objects == whole[kind].objects, kind
+    jsonschema.validate(json.loads(broken["structured"].answer[0]), SCHEMA)
+    assert broken["stop"].text == text[: text.index(stop)]
+
+
+def wait_begun(clients: list[HttpClient]) -> None:
+    """Returns once the server has begun to answer all of them."""
+    deadline = time.monotonic() + WAIT_S
+    while not all(each.num_connections for each in clients):
+        assert time.monotonic() < deadline, "the streams do not begin"
+        time.sleep(0.002)
+
+
+def wait_gateways(cluster: Cluster) -> None:
+    """Returns once both processes run."""
     deadline = time.monotonic() + WAIT_S
     while len(gateway_pids(cluster)) < 2:
         assert time.monotonic() < deadline, "the gateways do not start again"
         time.sleep(0.1)
+
+
+def test_streams_leave_a_gateway_that_hangs(cluster: Cluster) -> None:
+    """Half of all new connections reach the stopped process, until a client gives up and tries again."""
+    wait_gateways(cluster)
     over_http, over_grpc = clients_of(cluster, "hung", patience_s=3.0)
     with running(over_http, over_grpc):
         hung = gateway_pids(cluster)[0]
