@@ -238,7 +238,7 @@ def running(over_http: list[HttpClient], over_grpc: list[GrpcClient]) -> Iterato
     with ThreadPoolExecutor(len(clients)) as threads:
         runs = [threads.submit(client.run) for client in clients]
         deadline = time.monotonic() + WAIT_S
-        while not all(len(each.datas) > 20 for each in over_http) or not all(len(e.chunks) > 20 for e in over_grpc):
+        while not all(len(each.datas) > 5 for each in over_http) or not all(len(e.chunks) > 5 for e in over_grpc):
             assert time.monotonic() < deadline, "the streams do not begin"
             time.sleep(0.01)
         yield
