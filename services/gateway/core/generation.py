@@ -312,6 +312,7 @@ class _TextBuilder:
         self._stop_strings: StopStrings | None = None  # most requests have none, and do not pay for them
         if request.stop:
             self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        self._num_early = request.spec.sampling.min_tokens  # tokens to come that no stop string ends
 
     def append(self, token_ids: list[int], is_last: bool) -> tuple[str, int, str | None]:
         """New text, how many of `token_ids` it took, and the stop string that ended it, if one did."""
@@ -320,7 +321,11 @@ class _TextBuilder:
             return text + self._detokenizer.flush() if is_last else text, len(token_ids), None
         pieces = []
         for num_tokens, token_id in enumerate(token_ids, start=1):
-            text, stop_string = self._stop_strings.feed(self._detokenizer.append([token_id]))
+            text, stop_string = self._detokenizer.append([token_id]), None
+            if self._num_early:
+                self._num_early -= 1
+            else:
+                text, stop_string = self._stop_strings.feed(text)
             pieces.append(text)
             if stop_string is not None:
                 return "".join(pieces), num_tokens, stop_string

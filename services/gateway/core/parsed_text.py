@@ -45,6 +45,7 @@ class ParsedText:
         self._stop_strings: StopStrings | None = None
         if request.stop:
             self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        self._num_early = request.spec.sampling.min_tokens  # tokens to come that no stop string ends
         self.num_calls = 0  # complete ones
 
     @property
@@ -61,18 +62,20 @@ class ParsedText:
                 text = text.removesuffix(marker)
             found = self._parser.feed_token(text, marker)
             piece.num_tokens += 1
-            if self._show(found, piece):
+            is_early = self._num_early > 0
+            self._num_early -= is_early
+            if self._show(found, piece, is_early):
                 return piece
         if is_last:
             found = self._parser.finish(self._detokenizer.flush(), is_cut)
-            if not self._show(found, piece) and self._stop_strings is not None:
+            if not self._show(found, piece, is_early=False) and self._stop_strings is not None:
                 _add_content(piece.deltas, self._stop_strings.flush())
         return piece
 
-    def _show(self, found: list[Delta], piece: ParsedPiece) -> bool:
-        """Adds deltas to the piece. Returns whether they end the answer."""
+    def _show(self, found: list[Delta], piece: ParsedPiece, is_early: bool) -> bool:
+        """Adds deltas to the piece. Returns whether they end the answer. `is_early`: no stop string does."""
         for delta in found:
-            if isinstance(delta, ContentDelta) and self._stop_strings is not None:
+            if isinstance(delta, ContentDelta) and self._stop_strings is not None and not is_early:
                 text, piece.stop_string = self._stop_strings.feed(delta.text)
                 _add_content(piece.deltas, text)
                 if piece.stop_string is not None:

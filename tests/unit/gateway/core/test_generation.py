@@ -18,7 +18,10 @@ from services.gateway.core.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.text.parsing import Parsing
+from services.gateway.text.reasoning.think_tags import Beginning
 from services.gateway.text.tokenizer import load_tokenizer
+from services.gateway.text.tools.tool import NO_TOOLS
 from tests.support.clients.generation_requests import make_request
 from tests.support.reports import prompt_logprobs, write_prompt_logprobs
 
@@ -83,6 +86,19 @@ def test_a_stop_string_wins_over_a_later_end() -> None:
     assert finish is not None
     assert (finish.stop_string, finish.stop_token_id) == ("two", None)
     assert dense.cancelled == []  # not needed: it has already ended
+
+
+@pytest.mark.parametrize("is_parsed", [False, True])
+def test_no_stop_string_ends_an_answer_before_min_tokens(is_parsed: bool) -> None:
+    early, late = ids("one two three"), ids(" four two five")
+    parsing = Parsing(None, NO_TOOLS, Beginning.CONTENT) if is_parsed else None
+    sampling = SamplingParams(seed=9, min_tokens=len(early))
+    generation, entry, _, _ = begin(stop=("two",), sampling=sampling, parsing=parsing)
+    feed(entry, early + late)
+    chunk = next_chunk(generation)
+    assert chunk.text == "one two three four "
+    assert chunk.finish is not None and chunk.finish.stop_string == "two"
+    assert len(early) < chunk.finish.num_output_tokens < len(early + late)
 
 
 @pytest.mark.parametrize("stop", [(), ("absent",)])
