@@ -85,6 +85,9 @@ class Lifelines:
             return
         request = json.loads(packet)
         if "hold" in request:
+            if not descriptors:  # this process has no room for another one
+                log.error("the weights' memory cannot be held: the launcher may open no more files", pid=pid)
+                return
             self._give_up()
             self._held = request["hold"], HeldMemory(descriptors[0], request["num_bytes"], request["checksum"])
             return

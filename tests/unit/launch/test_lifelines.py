@@ -115,6 +115,17 @@ def test_regions_of_two_workers_that_die_at_once_are_aborted(lifelines: Lifeline
         path.unlink()
 
 
+def test_a_descriptor_that_is_lost_on_the_way_changes_nothing(lifelines: Lifelines) -> None:
+    """The kernel drops it if the launcher has as many files open as it may."""
+    own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifelines.watch(own_end, os.getpid())
+    its_end.settimeout(TIMEOUT_S)
+    its_end.send(b'{"hold": "k", "num_bytes": 1, "checksum": 0}')
+    its_end.send(b'{"ask": "k"}')
+    assert its_end.recv(1000) == b"{}"
+    its_end.close()
+
+
 def test_what_is_held_is_given_up_at_the_end() -> None:
     lines = Lifelines()
     lines.start()
