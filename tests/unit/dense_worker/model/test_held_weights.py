@@ -83,6 +83,7 @@ def test_what_a_worker_writes_stays_its_own(make_lifeline: Callable[[], Lifeline
     workers[0].get()
     next(iter(parameters(workers[1].get()))).data.zero_()
     assert_equal(workers[2].get(), plain)
+    assert workers[2].num_loads == 0, "else it has found the memory damaged"
 
 
 def test_other_weights_are_loaded_and_take_their_place(make_lifeline: Callable[[], Lifeline]) -> None:
