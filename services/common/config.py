@@ -272,7 +272,9 @@ class ChannelSection(Section):
 class WatchdogSection(Section):
     """When a service counts as stalled. Each layer of a step is progress; loading and capturing are never stalls."""
 
-    stall_timeout_s: Seconds = 30.0  # time with work but without progress, or without an answer to a health check
+    # time with work but without progress, or of a worker without an answer to a health check
+    stall_timeout_s: Seconds = 30.0
+    gateway_timeout_s: Seconds = 5.0  # the latter of a gateway, whose event loop never computes for long
 
 
 class PeerSection(Section):

@@ -90,6 +90,18 @@ def proportional_bytes(pid: int) -> int:
         return 0
 
 
+def cpu_wait_s(pid: int) -> float:
+    """How long a process's main thread has waited for a CPU since its start: able to run, while others ran.
+
+    0 if there is no such process, or if the kernel does not count it.
+    """
+    try:
+        with open(f"/proc/{pid}/schedstat") as statistics:
+            return int(statistics.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def available_bytes() -> int:
     """Memory that this process could still get: of the machine, or of its control group if that has less."""
     with open("/proc/meminfo") as meminfo:

@@ -6,22 +6,24 @@
     which is stalled too, or reports nothing            if that does not help, kill both
 
 A process that has not served yet may be silent while it loads or builds: for several times the slowest start of its
-role so far, and for the first start as long as `launch.start_timeout_s`.
+role so far, and for the first start as long as `launch.start_timeout_s`. The time that it, or the launcher, waits for a
+CPU is no silence: on a busy machine both go on, only later.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.config import WatchdogSection
 from services.common.errors import ConfigError
+from services.common.process import cpu_wait_s
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, stall_pb2
 from services.rpc.client import open_channel
@@ -44,14 +46,31 @@ class HealthRecord:
     num_missed: int = 0  # missed checks since then
     has_served: bool = False
     stall: stall_pb2.Stall | None = None  # the stall that it reports
+    waited_before_s: float = 0.0  # for a CPU, of this process and the launcher together, until the first missed check
+    waited_s: float = 0.0  # since then
+
+    def note_answer(self) -> None:
+        """It has answered now."""
+        self.num_missed, self.waited_s, self.answered_at, self.stall = 0, 0.0, time.monotonic(), None
+
+    def note_missed(self, pid: int) -> None:
+        """It has missed a check."""
+        waited_s = cpu_wait_s(pid) + cpu_wait_s(os.getpid())
+        if not self.num_missed:
+            self.waited_before_s = waited_s
+        self.num_missed += 1
+        self.waited_s = waited_s - self.waited_before_s
 
 
 class HealthWatch:
-    """Watches `children`, which the launcher may change while it runs."""
+    """Watches some of the launcher's children."""
 
-    def __init__(self, children: Iterable[Child], section: WatchdogSection, start_timeout_s: float) -> None:
+    def __init__(
+        self, children: Callable[[], Iterable[Child]], stall_timeout_s: float, start_timeout_s: float
+    ) -> None:
+        """`children` returns those that are watched now. `stall_timeout_s`: how long they may be silent or stalled."""
         self._children = children
-        self._stall_timeout_s = section.stall_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._start_timeout_s = start_timeout_s
         self._records: dict[int, HealthRecord] = {}  # by process id
         self._start_s: dict[str, float] = {}  # seconds of the slowest start until it served, by role
@@ -61,7 +80,7 @@ class HealthWatch:
         """Watches until cancelled."""
         while True:
             await asyncio.sleep(self._stall_timeout_s / CHECKS_PER_BOUND)
-            children = {child.pid: child for child in self._children if child.is_running and child.pid is not None}
+            children = {child.pid: child for child in self._children() if child.is_running and child.pid is not None}
             self._records = {pid: self._records.get(pid) or HealthRecord() for pid in children}
             await asyncio.gather(*(self._check(child, self._records[pid]) for pid, child in children.items()))
             records = [(child, self._records[pid]) for pid, child in children.items() if child.pid == pid]
@@ -77,7 +96,7 @@ class HealthWatch:
         """The services to kill, with the reasons; `now` is on the monotonic clock."""
         silent = []
         for child, record in records:
-            bound_s, silent_s = self._stall_timeout_s, now - record.answered_at
+            bound_s, silent_s = self._stall_timeout_s, now - record.answered_at - record.waited_s
             if not record.has_served:
                 start_s = self._start_s.get(child.role)
                 usual_s = self._start_timeout_s if start_s is None else bound_s + START_FACTOR * start_s
@@ -120,9 +139,9 @@ class HealthWatch:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 reply = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
             except grpc.aio.AioRpcError:
-                record.num_missed += 1
+                record.note_missed(child.pid or 0)
                 return
-            record.num_missed, record.answered_at, record.stall = 0, time.monotonic(), None
+            record.note_answer()
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 if not record.has_served:
                     record.has_served = True

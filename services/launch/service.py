@@ -108,10 +108,12 @@ class Launcher:
         """Runs until the prompt is answered, or all has drained. Raises the error that ends a service for good."""
         config = self._config
         standbys = list(self._standbys.values())
-        health = [
-            HealthWatch(children, config.watchdog, config.launch.start_timeout_s)
-            for children in (self._children, Spares(standbys))
-        ]
+        watched = (
+            (self._workers, config.watchdog.stall_timeout_s),
+            (lambda: Spares(standbys), config.watchdog.stall_timeout_s),
+            (partial(self._children.of_role, "gateway"), config.watchdog.gateway_timeout_s),
+        )
+        health = [HealthWatch(*each, config.launch.start_timeout_s) for each in watched]
         faults = [] if self._gpu_faults is None else [self._gpu_faults]
         watches = (each.run() for each in (*health, *standbys, *faults))
         await run_until_first(self._use(), self._drained(), self._children.wait_failure(), *watches)
@@ -163,12 +165,14 @@ class Launcher:
 
     async def _check_mps(self, mps: MpsDaemon) -> None:
         clients = await asyncio.to_thread(mps.client_pids)
-        workers = [child for child in self._children if child.role != "gateway"]
-        missing = [child.role for child in workers if child.pid not in clients]
+        missing = [child.role for child in self._workers() if child.pid not in clients]
         if missing:
             log.error("NOT under MPS: every handoff is about 20 times slower", roles=",".join(missing))
         else:
             log.info("both workers are MPS clients")
+
+    def _workers(self) -> list[Child]:
+        return [child for child in self._children if child.role != "gateway"]
 
     async def _drained(self) -> None:
         """Waits for `drain`, then lets every gateway finish its requests while the workers still run."""

@@ -18,6 +18,7 @@ import grpc
 import jsonschema
 import pytest
 
+from services.common.config import WatchdogSection
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
 from tests.support.models import TWO_LAYERS
@@ -27,6 +28,7 @@ MAX_ATTEMPTS = 5  # to disturb streams before they end
 MAX_TOKENS = 120
 NUM_KIND_TOKENS = 250  # of the answers of `KINDS`, which outlast the beginning of all of them
 WAIT_S = 120.0
+GATEWAY_TIMEOUT_S = 8.0
 RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 DAY = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -77,6 +79,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "gateway.first_token_timeout_s": "0.02",  # of a search, whose events come at its end
         "launch.gateway_processes": "2",
         "launch.max_restarts": "20",
+        "watchdog.gateway_timeout_s": str(GATEWAY_TIMEOUT_S),
     }
     directory = tmp_path_factory.mktemp("resume")
     settings = (TWO_LAYERS, *(f"{key}={value}" for key, value in overrides.items()))
@@ -346,18 +349,26 @@ def wait_gateways(cluster: Cluster) -> None:
         time.sleep(0.1)
 
 
-def test_streams_leave_a_gateway_that_hangs(cluster: Cluster) -> None:
-    """Half of all new connections reach the stopped process, until a client gives up and tries again."""
+@pytest.mark.parametrize("patience_s", [3.0, WAIT_S], ids=["impatient clients", "patient clients"])
+def test_streams_leave_a_gateway_that_hangs(cluster: Cluster, patience_s: float) -> None:
+    """Half of all new connections reach the stopped process, until a client gives up and tries again.
+
+    A patient client's connection breaks when the launcher restarts the process. Otherwise that wakes up again.
+    """
+    is_patient = patience_s > GATEWAY_TIMEOUT_S
     for attempt in range(MAX_ATTEMPTS):
         wait_gateways(cluster)
-        over_http, over_grpc = clients_of(cluster, f"hung-{attempt}", patience_s=3.0)
+        log_size = cluster.log_file.stat().st_size
+        over_http, over_grpc = clients_of(cluster, f"hung-{patience_s}-{attempt}", patience_s)
         with running(over_http, over_grpc):
             hung = gateway_pids(cluster)[0]
             os.kill(hung, signal.SIGSTOP)
-        os.kill(hung, signal.SIGCONT)
-        assert hung in gateway_pids(cluster), "it was not restarted"
+        found = re.findall(r'role=gateway reason="no answer .* in (\S+) s"', cluster.log_file.read_text()[log_size:])
+        assert all(float(silent_s) < WatchdogSection().stall_timeout_s for silent_s in found), "that is for workers"
+        if not found:
+            os.kill(hung, signal.SIGCONT)
         check_answers(cluster, over_http, over_grpc)
         cluster.wait_idle()
-        if were_broken(over_http, over_grpc):
+        if were_broken(over_http, over_grpc) and bool(found) == is_patient:
             return
-    pytest.fail(f"the stopped process had no stream in {MAX_ATTEMPTS} attempts")
+    pytest.fail(f"the stopped process had no stream, or was not noticed in time, in {MAX_ATTEMPTS} attempts")

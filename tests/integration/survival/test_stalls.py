@@ -14,7 +14,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.config import WatchdogSection
 from services.launch.health_watch import HealthWatch
 from services.pb import stall_pb2
 from services.rpc.server import LIVENESS
@@ -37,7 +36,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("stalls")
-    with running_cluster(directory, TWO_LAYERS, f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}", is_warm=True) as cluster:
+    timeouts = [f"watchdog.{key}={STALL_TIMEOUT_S}" for key in ("stall_timeout_s", "gateway_timeout_s")]
+    with running_cluster(directory, TWO_LAYERS, *timeouts, is_warm=True) as cluster:
         yield cluster
 
 
@@ -71,8 +71,8 @@ def test_a_stopped_gateway_is_restarted(cluster: Cluster) -> None:
 
 
 def test_all_services_report_a_lost_signal_and_the_dense_worker_is_restarted(tmp_path: Path) -> None:
-    section = WatchdogSection(stall_timeout_s=2.0)
-    settings = (f"watchdog.stall_timeout_s={section.stall_timeout_s}",)
+    stall_timeout_s = 2.0
+    settings = (f"watchdog.stall_timeout_s={stall_timeout_s}",)
     deaf = {"dense_worker": "tests.support.workers.deaf_dense_worker"}
     with plain_services(tmp_path, *settings, modules=deaf) as services:
         lucky = collect(services.gateway, request("Count", 20, temperature=0.9, seed=5, ignore_eos=True))
@@ -92,7 +92,7 @@ def test_all_services_report_a_lost_signal_and_the_dense_worker_is_restarted(tmp
             assert health(tmp_path, name, LIVENESS) == SERVING, "a worker that waits must not be restarted"
 
         children = [WatchedService(services, role, tmp_path) for role in services.num_starts]
-        asyncio.run(watch_until(HealthWatch(children, section, 100.0), lambda: not thread.is_alive()))
+        asyncio.run(watch_until(HealthWatch(lambda: children, stall_timeout_s, 100.0), lambda: not thread.is_alive()))
         answers[0].assert_equals(lucky)
         services.wait_idle()
         wait_until(lambda: all(health(tmp_path, name) == SERVING for name in ("gateway", "dense", "attention")))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 
 import pytest
 
-from services.common.config import WatchdogSection
 from services.common.errors import ConfigError
+from services.common.process import cpu_wait_s
 from services.launch.health_watch import MIN_MISSED, HealthRecord, HealthWatch
 from services.pb import stall_pb2
 
@@ -40,7 +45,7 @@ def blame(watch: HealthWatch, now: float = 1000.0, **records: HealthRecord) -> l
 
 @pytest.fixture
 def watch() -> HealthWatch:
-    return HealthWatch([], WatchdogSection(stall_timeout_s=BOUND_S), START_S)
+    return HealthWatch(list, BOUND_S, START_S)
 
 
 def test_only_a_service_that_does_not_answer_is_blamed(watch: HealthWatch) -> None:
@@ -52,6 +57,37 @@ def test_only_a_service_that_does_not_answer_is_blamed(watch: HealthWatch) -> No
 
 def test_a_silence_with_few_missed_checks_is_not_a_stall(watch: HealthWatch) -> None:
     assert blame(watch, gateway=HealthRecord(0.0, 0.0, MIN_MISSED - 1, has_served=True)) == []
+
+
+def test_the_time_that_a_service_waits_for_a_cpu_is_no_silence(watch: HealthWatch) -> None:
+    starved = silent(14)
+    starved.waited_s = 5.0
+    assert blame(watch, gateway=starved) == []
+    starved.waited_s = 3.0
+    assert blame(watch, gateway=starved) == [GATEWAY]
+
+
+def test_only_waits_for_a_cpu_since_the_last_answer_count() -> None:
+    """A process on one CPU with a busy one waits for it. After it has answered, nothing counts."""
+    [cpu, *_] = os.sched_getaffinity(0)
+    busy = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, [{cpu}])\nwhile True: pass"]
+    with subprocess.Popen(busy) as process, subprocess.Popen(busy) as other:
+        try:
+            record = HealthRecord(has_served=True)
+            for _ in range(MIN_MISSED):
+                time.sleep(0.2)
+                record.note_missed(process.pid)
+            assert record.waited_s > 0.05
+            record.note_answer()
+            assert (record.num_missed, record.waited_s) == (0, 0.0)
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # until it is stopped
+            before_s = cpu_wait_s(process.pid)
+            time.sleep(0.1)
+            assert cpu_wait_s(process.pid) == before_s, "a process that is stopped does not wait for a CPU"
+        finally:
+            process.kill()
+            other.kill()
 
 
 def test_a_service_that_has_not_served_yet_has_the_time_of_a_start(watch: HealthWatch) -> None:
@@ -105,7 +141,7 @@ class ChildWithoutFiles(FakeChild):
 
 
 def test_missing_tls_files_kill_no_service() -> None:
-    watch = HealthWatch([ChildWithoutFiles(DENSE)], WatchdogSection(stall_timeout_s=0.05), 0.1)
+    watch = HealthWatch(lambda: [ChildWithoutFiles(DENSE)], 0.05, 0.1)
 
     async def run() -> None:
         async with asyncio.timeout(0.5):
