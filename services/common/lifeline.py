@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.common.errors import PeerError
@@ -49,7 +50,7 @@ class Lifeline:
         self._socket.settimeout(ANSWER_TIMEOUT_S)
 
     def hold(self, key: str, memory: HeldMemory) -> None:
-        """Lets the launcher hold the memory, instead of what it has held until now. The caller keeps its descriptor.
+        """Lets the launcher hold the memory, until `keep` leaves it out. The caller keeps its descriptor.
 
         Raises `PeerError` if the launcher does not take it.
         """
@@ -58,6 +59,13 @@ class Lifeline:
             socket.send_fds(self._socket, [json.dumps(packet).encode()], [memory.descriptor])
         except OSError as error:
             raise PeerError(f"the launcher does not take the weights' memory: {error}") from error
+
+    def keep(self, keys: Sequence[str]) -> None:
+        """Lets the launcher give up all memory that it holds under other keys. Raises `PeerError` if it is gone."""
+        try:
+            self._socket.send(json.dumps({"keep": keys}).encode())
+        except OSError as error:
+            raise PeerError(f"the launcher does not take what memory to keep: {error}") from error
 
     def ask(self, key: str) -> HeldMemory | None:
         """The memory that is held under this key; None if there is none. Raises `PeerError` without an answer."""

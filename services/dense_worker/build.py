@@ -20,6 +20,7 @@ from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
+from services.dense_worker.features.drafting.draft_model.load import held_draft_model
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import load_drafter
 from services.dense_worker.features.feature import Feature
@@ -48,6 +49,7 @@ from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.editors import EDITORS
 from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.standby import weight_bytes
 from services.dense_worker.tensorrt.profiles import Limits
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.pb import dense_pb2
@@ -131,7 +133,17 @@ class PreparedModel:
     grammars: Grammars
     backend: PreparedBackend
     digest: str  # of the weights
-    held: HeldWeights | None  # the weights that the launcher has, or will have; None: there is no launcher
+    lifeline: Lifeline | None  # to the launcher; None: there is none
+    held: HeldWeights | None  # the weights that the launcher has, or will have
+    held_draft_model: HeldWeights | None  # those of the draft model, if there is one
+
+    def own_weight_bytes(self) -> int:
+        """The size of the weights that the launcher does not have in memory. Raises `PeerError`."""
+        num_bytes = weight_bytes(self.resolved) if self.held is None else 0
+        return num_bytes + sum(each.num_bytes for each in self._all_held() if not each.are_held())
+
+    def _all_held(self) -> list[HeldWeights]:
+        return [each for each in (self.held, self.held_draft_model) if each is not None]
 
     def load(self, *, takes_over: bool = False) -> LoadedModel:
         """Loads the weights. Raises the errors of `load_model`.
@@ -151,8 +163,10 @@ class PreparedModel:
             gated_delta = random_recurrence_weights(model.config, section.dummy_seed)
         else:
             gated_delta = load_recurrence_weights(section.path, model.config)
-        make_drafter = load_drafter(config, model)
+        make_drafter = load_drafter(config, model, self.held_draft_model)
         weights = _load_weights(section, model, self.held)
+        if self.lifeline is not None:
+            self.lifeline.keep([each.key for each in self._all_held()])
         if model.config.quantization is not None:
             log_formats(model.config.quantization.method, weights)
         lora = make_lora(config, model, weights)
@@ -199,7 +213,11 @@ def prepare_model(
     backend = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
     digest = weights_hash(section.path, model.config, section.dummy_seed if section.load_format == "dummy" else None)
     held = None if lifeline is None else HeldWeights(lifeline, digest, model.config, model.dtype, model.device)
-    return PreparedModel(config, model, grammars, backend, digest, held)
+    held_draft = None
+    if lifeline is not None and scheduler.speculation == "draft_model":
+        assert scheduler.draft_model is not None, "the config has been checked"
+        held_draft = held_draft_model(scheduler.draft_model, section, model, lifeline)
+    return PreparedModel(config, model, grammars, backend, digest, lifeline, held, held_draft)
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:

@@ -134,8 +134,8 @@ class DenseWorker:
         try:
             run = partial(self._loop.run_in_executor, thread)
             prepared = await run(prepare_model, config, resolved, report, self._lifeline)
-            are_held = prepared.held is not None and await run(prepared.held.are_held)
-            if await run(holds_weights, self._standby, resolved, are_held):
+            num_bytes = await run(prepared.own_weight_bytes)
+            if await run(holds_weights, self._standby, resolved, num_bytes):
                 return await run(partial(prepared.load, takes_over=True))
         finally:
             thread.shutdown(wait=False)  # if this worker was asked to stop, it still works

@@ -18,14 +18,14 @@ log = structlog.get_logger()
 STEP_BYTES, RESERVED_BYTES = 2**29, 2**31
 
 
-def holds_weights(asked: Standby, model: ResolvedModel, are_held: bool) -> bool:
+def holds_weights(asked: Standby, model: ResolvedModel, num_bytes: int) -> bool:
     """Whether the standby has the weights ready. `auto` has if that fits into the memory that is free now.
 
-    `are_held`: the launcher has them in memory, so that the standby needs no copy of its own.
+    `num_bytes`: of the weights of which it needs a copy of its own, because the launcher has none in memory.
 
     Raises `CapacityError`, naming need and room, if what was asked for does not fit.
     """
-    host, num_bytes = available_bytes(), 0 if are_held else weight_bytes(model)
+    host = available_bytes()
     if model.device.type == "cpu":
         free, need = host - STANDBY_BYTES, num_bytes
     else:

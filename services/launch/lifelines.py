@@ -3,7 +3,8 @@
 - It sets the abort mark of every channel of a dead worker. Work that the worker has left on a GPU may wait for the
   peer, which may be dead, too. Under MPS a dead process's kernel has about 10 ms to end; then every process of that GPU
   fails (measured on an H200: kernels of 5 ms ended well, those of 20 ms never).
-- It holds the memory of the dense worker's weights, so that they are still there for the next one.
+- It holds the memory of the dense worker's weights, and of its draft model's, so that they are still there for the next
+  one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import selectors
 import socket
 import threading
+from collections.abc import Set
 from typing import TypeAlias
 
 import structlog
@@ -35,7 +37,7 @@ class Lifelines:
         self._added: queue.SimpleQueue[Line | None] = queue.SimpleQueue()  # None: the end
         self._wake, self._waked = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
-        self._held: tuple[str, HeldMemory] | None = None  # the key, and the memory
+        self._held: dict[str, HeldMemory] = {}  # by key
 
     def start(self) -> None:
         """Starts the thread."""
@@ -45,7 +47,7 @@ class Lifelines:
         """Ends the thread and gives up the memory."""
         self._add(None)
         self._thread.join()
-        self._give_up()
+        self._give_up({*self._held})
         for each in (self._wake, self._waked, *(key.fileobj for key in self._selector.get_map().values())):
             assert isinstance(each, socket.socket)
             each.close()
@@ -88,21 +90,24 @@ class Lifelines:
             if not descriptors:  # this process has no room for another one
                 log.error("the weights' memory cannot be held: the launcher may open no more files", pid=pid)
                 return
-            self._give_up()
-            self._held = request["hold"], HeldMemory(descriptors[0], request["num_bytes"], request["checksum"])
+            key = request["hold"]
+            self._give_up(self._held.keys() & {key})
+            self._held[key] = HeldMemory(descriptors[0], request["num_bytes"], request["checksum"])
+            return
+        if "keep" in request:
+            self._give_up(self._held.keys() - {*request["keep"]})
             return
         with contextlib.suppress(ConnectionError):  # it has died
             self._answer(line, request["ask"])
 
     def _answer(self, line: socket.socket, key: str) -> None:
-        if self._held is None or self._held[0] != key:
+        memory = self._held.get(key)
+        if memory is None:
             line.send(json.dumps({}).encode())
             return
-        memory = self._held[1]
         answer = json.dumps({"num_bytes": memory.num_bytes, "checksum": memory.checksum})
         socket.send_fds(line, [answer.encode()], [memory.descriptor])
 
-    def _give_up(self) -> None:
-        if self._held is not None:
-            os.close(self._held[1].descriptor)
-            self._held = None
+    def _give_up(self, keys: Set[str]) -> None:
+        for key in keys:
+            os.close(self._held.pop(key).descriptor)

@@ -31,13 +31,13 @@ class HeldWeights:
         self._config, self._dtype, self._device = config, dtype, device
         layout = WeightLayout()
         empty_weights(config, dtype, torch.device("meta"), layout.empty)
-        self._num_bytes = layout.num_bytes
+        self.num_bytes = layout.num_bytes
         identity = f"{digest} {gpu_uuid(device)} {layout.tensors}"
-        self._key = blake2b(identity.encode(), digest_size=16).hexdigest()
+        self.key = blake2b(identity.encode(), digest_size=16).hexdigest()
 
     def are_held(self) -> bool:
         """Whether the launcher has them now. Raises `PeerError` if it does not answer."""
-        held = self._lifeline.ask(self._key)
+        held = self._lifeline.ask(self.key)
         if held is not None:
             os.close(held.descriptor)
         return held is not None
@@ -51,7 +51,7 @@ class HeldWeights:
         return self._load(load) if weights is None else weights
 
     def _find(self) -> ModelWeights | None:
-        held = self._lifeline.ask(self._key)
+        held = self._lifeline.ask(self.key)
         if held is None:
             return None
         try:
@@ -70,14 +70,14 @@ class HeldWeights:
 
     def _load(self, load: Callable[[Empty | None], ModelWeights]) -> ModelWeights:
         try:
-            memory, descriptor = WeightMemory.create(self._num_bytes, self._device)
+            memory, descriptor = WeightMemory.create(self.num_bytes, self._device)
         except DeviceError as error:
             log.warning("the weights will be loaded again if this worker dies", reason=str(error))
             return load(None)
         try:
             weights = load(memory.empty)
             if memory.holds(tensor for _, tensor in weights.named_tensors()):
-                self._lifeline.hold(self._key, HeldMemory(descriptor, self._num_bytes, memory.checksum()))
+                self._lifeline.hold(self.key, HeldMemory(descriptor, self.num_bytes, memory.checksum()))
             else:  # the checkpoint has an lm_head that its config.json denies
                 log.warning("the weights will be loaded again if this worker dies", reason="their lm_head is untied")
         finally:

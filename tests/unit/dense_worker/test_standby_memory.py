@@ -46,14 +46,14 @@ def test_what_a_standby_holds(
     need = weight_bytes(model)
     monkeypatch.setattr(standby, "available_bytes", lambda: STANDBY_BYTES + need + spare_bytes)
     if isinstance(expected, bool):
-        assert holds_weights(asked, model, are_held=False) == expected
+        assert holds_weights(asked, model, need) == expected
     else:
         with pytest.raises(CapacityError, match=expected.format(need=need, left=need + spare_bytes)):
-            holds_weights(asked, model, are_held=False)
+            holds_weights(asked, model, need)
 
 
 def test_a_standby_needs_no_memory_for_weights_that_the_launcher_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     model = resolve_dense_model(load_config(None, ["dense.device=cpu"]))
     monkeypatch.setattr(standby, "available_bytes", lambda: STANDBY_BYTES)
-    assert holds_weights("auto", model, are_held=True)
-    assert not holds_weights("auto", model, are_held=False)
+    assert holds_weights("auto", model, 0)
+    assert not holds_weights("auto", model, 1)

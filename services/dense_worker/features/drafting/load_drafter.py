@@ -21,6 +21,7 @@ from services.dense_worker.features.drafting.model_drafter import ModelDrafter
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
 from services.dense_worker.features.drafting.ngram.ngram_drafter import NgramDrafter
 from services.dense_worker.features.drafting.step_costs import StepCosts
+from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.sampling.sampler import Sampler
 
@@ -30,8 +31,12 @@ SUFFIX_LENGTHS = (3, 6, 12)
 MakeDrafter = Callable[[ModelWeights, Sampler], Drafter]
 
 
-def load_drafter(config: Config, model: ResolvedModel) -> MakeDrafter | None:
+def load_drafter(
+    config: Config, model: ResolvedModel, held_draft_model: HeldWeights | None = None
+) -> MakeDrafter | None:
     """Loads what has weights of its own. Returns what makes the drafter, given the served model's weights and sampler.
+
+    `held_draft_model`: as in `load_draft_model`.
 
     None: speculation is off. Raises `ModelError` or `ConfigError`, naming value and limit, and `CapacityError` if a GPU
     has no room; so does what it returns.
@@ -44,7 +49,7 @@ def load_drafter(config: Config, model: ResolvedModel) -> MakeDrafter | None:
         heads = load_medusa_heads(section, model)
         return lambda weights, sampler: MedusaDrafter(DeviceHeads(heads, max_num_seqs), heads.num_heads)
     if section.speculation == "draft_model":
-        draft_model = load_draft_model(section, config.model, model)
+        draft_model = load_draft_model(section, config.model, model, held_draft_model)
         return lambda weights, sampler: ModelDrafter(
             DeviceDraftModel(draft_model, sampler, max_num_seqs), num_tokens, MAX_LATE_TOKENS
         )

@@ -10,17 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from services.common.config import EMBEDDED_MODEL
+from services.common.config import EMBEDDED_MODEL, load_config
 from services.common.errors import PeerError
 from services.common.lifeline import Lifeline
 from services.common.model_config import load_model_config
+from services.dense_worker.build import PreparedModel, prepare_model, resolve_dense_model
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parameters
 from services.launch.lifelines import Lifelines
+from tests.chaos.drafts import make_noisy_model
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
 from tests.unit.dense_worker.model.test_weights import edit_tensors
@@ -92,13 +95,36 @@ def test_other_weights_are_loaded_and_take_their_place(make_lifeline: Callable[[
     assert not other.held.are_held()
     other.get()
     assert other.num_loads == 1
+    assert other.held.are_held() and first.held.are_held()
+    other.lifeline.keep([other.held.key])
     assert other.held.are_held() and not first.held.are_held()
+
+
+def test_a_draft_model_is_held_beside_the_served_one(make_lifeline: Callable[[], Lifeline], tmp_path: Path) -> None:
+    draft_model = make_noisy_model(tmp_path / "draft", num_layers=1)
+    speculation = ["scheduler.speculation=draft_model", f"scheduler.draft_model={draft_model}"]
+
+    def prepare(*settings: str) -> PreparedModel:
+        config = load_config(None, ["dense.device=cpu", *settings])
+        return prepare_model(config, resolve_dense_model(config), print, make_lifeline())
+
+    first, second = prepare(*speculation), prepare(*speculation)
+    assert first.held is not None and first.held_draft_model is not None
+    sizes = {first.held.num_bytes, first.held_draft_model.num_bytes}
+    assert first.own_weight_bytes() == second.own_weight_bytes() == sum(sizes)
+    first.load()
+    assert second.own_weight_bytes() == 0
+    with capture_logs() as logs:
+        second.load()
+    assert {each["bytes"] for each in logs if each["event"] == "weights found in memory"} == sizes
+    prepare().load()  # the launcher gives up what is of no use any more
+    assert second.own_weight_bytes() == first.held_draft_model.num_bytes
 
 
 def test_damaged_memory_is_not_believed(make_lifeline: Callable[[], Lifeline]) -> None:
     first, second = Worker(make_lifeline(), EMBEDDED_MODEL), Worker(make_lifeline(), EMBEDDED_MODEL)
     first.get()
-    memory = first.lifeline.ask(first.held._key)
+    memory = first.lifeline.ask(first.held.key)
     assert memory is not None
     with mmap.mmap(memory.descriptor, memory.num_bytes) as content:
         content[memory.num_bytes // 2] ^= 1

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import structlog
 
 from services.common.config import ModelSection, SchedulerSection
 from services.common.errors import ConfigError, ModelError
 from services.common.gpu import naming_what_needs_memory
+from services.common.lifeline import Lifeline
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.features.drafting.draft_model.model import DraftModel
 from services.dense_worker.features.drafting.draft_model.vocabulary import check_vocabulary
 from services.dense_worker.features.drafting.kv_cache.draft_attention import bytes_of_block
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
-from services.dense_worker.model.weights import load_weights, random_weights
+from services.dense_worker.model.held_weights import HeldWeights
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weight_memory import Empty
+from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 
 log = structlog.get_logger()
 
 
-def load_draft_model(section: SchedulerSection, source: ModelSection, model: ResolvedModel) -> DraftModel:
+def held_draft_model(
+    path: Path, source: ModelSection, model: ResolvedModel, lifeline: Lifeline
+) -> HeldWeights:
+    """The draft model's weights that the launcher has in memory, or will have. Raises `ModelError`."""
+    config = load_model_config(path)
+    digest = weights_hash(path, config, source.dummy_seed if source.load_format == "dummy" else None)
+    return HeldWeights(lifeline, digest, config, model.dtype, model.device)
+
+
+def load_draft_model(
+    section: SchedulerSection, source: ModelSection, model: ResolvedModel, held: HeldWeights | None = None
+) -> DraftModel:
     """The model of `scheduler.draft_model`, in the dtype and on the device of the served one.
+
+    `held`: its weights in the launcher's memory; None: there is no launcher.
 
     Raises `ModelError` for a model of another vocabulary or with parts that drafts do not support, `ConfigError` if
     `scheduler.draft_cache_bytes` is too small for it, and `CapacityError` if a GPU has no room for it. All name the
@@ -39,11 +58,14 @@ def load_draft_model(section: SchedulerSection, source: ModelSection, model: Res
             f"scheduler.draft_cache_bytes is {section.draft_cache_bytes}, the draft model {path} needs at least "
             f"{2 * block_bytes}, for two blocks of {BLOCK_SIZE} tokens"
         )
-    with naming_what_needs_memory("the draft model"):
+
+    def load(empty: Empty | None) -> ModelWeights:
         if source.load_format == "dummy":
-            weights = random_weights(config, model.dtype, model.device, source.dummy_seed)
-        else:
-            weights = load_weights(path, config, model.dtype, model.device)
+            return random_weights(config, model.dtype, model.device, source.dummy_seed, empty)
+        return load_weights(path, config, model.dtype, model.device, empty)
+
+    with naming_what_needs_memory("the draft model"):
+        weights = load(None) if held is None else held.get(load)
         draft = DraftModel(weights, config, num_blocks, max_len)
     num_tokens = (num_blocks - 1) * BLOCK_SIZE
     log.info("draft model loaded", path=str(path), max_len=max_len, num_cached_tokens=num_tokens)
