@@ -8,16 +8,13 @@ import functools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import fastapi._compat.v2 as fastapi_fields
-import fastapi.routing as fastapi_routing
 import grpc
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pydantic import ConfigDict, TypeAdapter
 from transformers import PreTrainedTokenizerFast
 
 from services.common.child_options import ChildOptions
@@ -29,45 +26,11 @@ from services.gateway.text import tokenizer
 from services.grammar.hf_tokenizer import load_hf_tokenizer
 from services.pb import gateway_pb2_grpc
 from services.rpc.server import serve
+from tests.support.shared_routes import share_routes
 from tests.support.warm_process import WarmProcess, warm_server
 from tests.support.workers.fake_dense import FakeDense
 
-TYPE_ADAPTERS: dict[tuple[object, str], TypeAdapter[Any]] = {}
-ROUTE_STATES: dict[tuple[object, str, str], dict[str, Any]] = {}
-make_route_state = fastapi_routing._populate_api_route_state
 TEST_LIMIT_S = 100.0  # far beyond what any test needs, also with a process that it starts on a busy machine
-
-
-def shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> TypeAdapter[Any]:
-    """pydantic's adapter for the body or response of a route. It has no state; to make all of them takes 0.1 s."""
-    if config is not None:  # the OpenAPI document has a few
-        return TypeAdapter(annotated, config=config)
-    annotation, *metadata = get_args(annotated)
-    key = annotation, repr(metadata)
-    if key not in TYPE_ADAPTERS:
-        TYPE_ADAPTERS[key] = TypeAdapter(annotated)
-    return TYPE_ADAPTERS[key]
-
-
-def share_route_state(route: Any, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-    """Gives a route what FastAPI found out about one of another gateway with the same function, path and options.
-
-    Both functions are closures of one text, whose annotations are evaluated outside of it.
-    """
-    compared = {name: value for name, value in options.items() if name != "dependency_overrides_provider"}
-    if endpoint.__defaults__ or endpoint.__kwdefaults__ or compared.get("dependencies"):
-        return make_route_state(route, path, endpoint, **options)
-    key = endpoint.__code__, path, repr({name: getattr(value, "value", value) for name, value in compared.items()})
-    if key not in ROUTE_STATES:
-        make_route_state(route, path, endpoint, **options)
-        ROUTE_STATES[key] = {name: getattr(route, name) for name in fastapi_routing._APIRouteLike.__annotations__}
-        return None
-    state = ROUTE_STATES[key]
-    vars(route).update(state)
-    route.endpoint = endpoint
-    route.dependency_overrides_provider = options.get("dependency_overrides_provider")
-    route.dependant = replace(state["dependant"], call=endpoint)
-    return None
 
 
 @functools.cache
@@ -82,8 +45,7 @@ def shared_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedToke
 
 
 # Gateways of one process share them.
-fastapi_fields.TypeAdapter = shared_type_adapter  # type: ignore[misc]
-fastapi_routing._populate_api_route_state = share_route_state
+share_routes()
 tokenizer.load_hf_tokenizer = shared_hf_tokenizer
 
 

@@ -1,7 +1,8 @@
 """A process that has imported all services, and forks one whenever a `WarmServer` asks for it.
 
-It has one thread and has never called gRPC or torch, which do not survive a fork. A launcher that is forked from it
-gets its own server of this kind, because the launcher's services must be its children.
+It has also made what is the same in all of them. It has one thread and has never called gRPC or torch, which do not
+survive a fork. A launcher that is forked from it gets its own server of this kind, because the launcher's services must
+be its children.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ with importing():
     import services.dense_worker.service
     import services.gateway.service
     import services.launch.service  # noqa: F401
+    from services.common.config import EMBEDDED_MODEL
+    from services.common.model_config import load_model_config
     from services.launch import child
+    from tests.support.shared_routes import prepare_routes, share_routes
+
+    share_routes()
+    prepare_routes()
+    load_model_config(EMBEDDED_MODEL)  # imports modules for the model's family
 
 from tests.support.warm_process import MAX_MESSAGE_BYTES, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
