@@ -20,7 +20,14 @@ from pathlib import Path
 import pytest
 
 from services import VERSION
-from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S, START_TIMEOUT_S, STOP_TIMEOUT_S, free_port
+from tests.support.cluster import (
+    NO_STANDBYS,
+    REPOSITORY,
+    REQUEST_TIMEOUT_S,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    free_port,
+)
 
 BUILD_TIMEOUT_S = 100.0
 ANSWER = " city in Northern California that is known"
@@ -100,7 +107,7 @@ def test_every_file_of_the_services_is_in_the_wheel(wheel: Path) -> None:
 def test_the_installed_command_serves_in_a_directory_with_other_packages(environment: Path, tmp_path: Path) -> None:
     add_decoy(tmp_path)
     address, http_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    settings = [f"gateway.address={address}", f"gateway.http_address={http_address}", "dense.num_threads=1"]
+    settings = [f"gateway.address={address}", f"gateway.http_address={http_address}", *NO_STANDBYS]
     command = [str(environment / "twostroke"), "serve", *(word for each in settings for word in ("--set", each))]
     log_file = tmp_path / "log"
     with log_file.open("wb") as log:

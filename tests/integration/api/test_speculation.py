@@ -53,9 +53,13 @@ SURVIVING = [
     {"sampling": {"temperature": 0.8, "seed": 9}},
     {"sampling": {"temperature": 0.8, "seed": 9, "structured_output": FORM}},
 ]
+# Half of the options are tried with a prompt that repeats itself, the others with one that the heads know.
+OF_OPTIONS = [(PROMPTS[(index + 1) % 2], options) for index, options in enumerate(OPTIONS)]
 OF_KILLS = [(prompt, options) for prompt in PROMPTS for options in SURVIVING]
 
 Answer = tuple[str, list[int], int, list[list[int]]]
+
+pytestmark = pytest.mark.timeout(400)  # five clusters start, and the machine may be slow
 
 
 @dataclass
@@ -131,21 +135,30 @@ def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> lis
     ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(reversed(options["sampling"])))
-def test_answers_are_those_without_speculation(
-    both: Both, medusa: Both, eagle: Both, draft: Both, plain: list[list[Answer]], options: dict[str, object]
-) -> None:
-    prompt, expected = prompt_of(options), plain[OPTIONS.index(options)]
+@pytest.fixture(scope="module")
+def speculated(both: Both, medusa: Both, eagle: Both, draft: Both) -> dict[str, list[list[Answer]]]:
+    """The answers with each source of drafts, in the order of the options. Half of them share their steps."""
     # Those that copy earlier answers know the first one when they are asked again.
-    num_asks = [(both.on, 2), (medusa.on, 1), (eagle.on, 1), (draft.on, 1)]
+    asked = {"copies": (both.on, 2), "medusa": (medusa.on, 1), "eagle": (eagle.on, 1), "draft": (draft.on, 1)}
+    half = len(OPTIONS) // 2
 
     def ask_repeatedly(services: PlainServices, count: int) -> list[list[Answer]]:
-        return [ask(services, prompt, options) for _ in range(count)]
+        parts = (OF_OPTIONS[:half], OF_OPTIONS[half:]) * count
+        answers = [each for part in parts for each in ask_all(services, part)]
+        services.wait_idle()
+        return answers
 
-    with ThreadPoolExecutor(len(num_asks)) as threads:
-        for services, answers in threads.map(lambda each: (each[0], ask_repeatedly(*each)), num_asks):
-            assert all(answer == expected for answer in answers)
-            services.wait_idle()
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return dict(zip(asked, threads.map(lambda each: ask_repeatedly(*each), asked.values()), strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(reversed(options["sampling"])))
+def test_answers_are_those_without_speculation(
+    speculated: dict[str, list[list[Answer]]], plain: list[list[Answer]], options: dict[str, object]
+) -> None:
+    index = OPTIONS.index(options)
+    for source, answers in speculated.items():
+        assert all(answer == plain[index] for answer in answers[index :: len(OPTIONS)]), source
 
 
 def ask_all(services: PlainServices, requests: list[tuple[str, dict[str, object]]]) -> list[list[Answer]]:
@@ -154,15 +167,10 @@ def ask_all(services: PlainServices, requests: list[tuple[str, dict[str, object]
         return list(threads.map(lambda each: ask(services, *each), requests))
 
 
-def prompt_of(options: dict[str, object]) -> str:
-    """Half of the options are tried with a prompt that repeats itself, the others with one that the heads know."""
-    return PROMPTS[(OPTIONS.index(options) + 1) % 2]
-
-
 @pytest.fixture(scope="module")
 def plain(off: PlainServices) -> list[list[Answer]]:
     """The answers without speculation, in the order of the options."""
-    return ask_all(off, [(prompt_of(options), options) for options in OPTIONS])
+    return ask_all(off, OF_OPTIONS)
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,10 @@ from tests.support.warm_process import run_warm
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
-BLOCK_SIZE, NUM_BLOCKS = 16, 160
-NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 5, 150, 350  # which fill all blocks
+BLOCK_SIZE, NUM_BLOCKS = 16, 80
+NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 5, 100, 150  # which fill all blocks
 MAX_ROUNDS = 5  # on a busy machine a stream may end before the kill
-MAX_MODEL_LEN = 1600
+MAX_MODEL_LEN = 800
 HOST_KV_BYTES = 64 * 2**20
 BLOCK_BYTES = 65536  # of the embedded model: 16 tokens, 4 layers, keys and values of 2 heads, 64 numbers of 4 bytes
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
@@ -130,32 +130,32 @@ def test_streams_of_every_kind_survive_kills_of_the_attention_worker(server: Tie
 
 
 def test_the_second_turn_of_a_chat_finds_its_evicted_blocks(server: Tiered) -> None:
-    first = prompt_of(11, 900)
+    first = prompt_of(11, 450)
     answer, num_computed, _ = server.ask(first)
-    assert num_computed >= 900 and answer == reference_tokens(EMBEDDED_MODEL, first, 8)
+    assert num_computed >= 450 and answer == reference_tokens(EMBEDDED_MODEL, first, 8)
     server.settle()
     for number in (12, 13):
-        server.ask(prompt_of(number, 1400))  # fills the device's cache
+        server.ask(prompt_of(number, 700))  # fills the device's cache
     num_loaded = server.metric("loaded_tokens_total")
     second = [*first, *answer, *prompt_of(14, 20)]
     answer, num_computed, num_cached = server.ask(second)
     assert answer == reference_tokens(EMBEDDED_MODEL, second, 8)
-    assert num_cached == 896 and num_computed <= len(second) - 896 + 8
-    assert server.metric("loaded_tokens_total") - num_loaded == 896
+    assert num_cached == 448 and num_computed <= len(second) - 448 + 8
+    assert server.metric("loaded_tokens_total") - num_loaded == 448
 
 
 def test_prompts_with_different_salts_share_nothing(server: Tiered) -> None:
-    prompt = prompt_of(15, 900)
+    prompt = prompt_of(15, 450)
     assert server.ask(prompt, cache_salt="one")[2] == 0
     server.settle()
     for number in (12, 13):
-        server.ask(prompt_of(number, 1400))
+        server.ask(prompt_of(number, 700))
     assert server.ask(prompt, cache_salt="two")[2] == 0
     assert server.ask(prompt)[2] == 0
     server.settle()
     for number in (12, 13):
-        server.ask(prompt_of(number, 1400))
-    assert server.ask(prompt, cache_salt="one")[2] == 896
+        server.ask(prompt_of(number, 700))
+    assert server.ask(prompt, cache_salt="one")[2] == 448
 
 
 def test_a_restart_of_everything_finds_the_file_again_but_other_weights_find_nothing(tmp_path: Path) -> None:
@@ -181,13 +181,13 @@ def test_a_restart_of_everything_finds_the_file_again_but_other_weights_find_not
 
 def test_changed_bytes_are_found_and_their_blocks_computed_again(tmp_path: Path) -> None:
     file = tmp_path / "kv"
-    prompt = prompt_of(21, 800)
+    prompt = prompt_of(21, 400)
     expected = reference_tokens(EMBEDDED_MODEL, prompt, 8)
     for server in tiered(tmp_path / "cluster", f"attention.host_kv_path={file}"):
         assert server.ask(prompt)[0] == expected
         server.settle()
         for number in (12, 13):
-            server.ask(prompt_of(number, 1400))
+            server.ask(prompt_of(number, 700))
         content = file.read_bytes()
         with file.open("r+b") as changed:
             for slot in range(0, len(content) // BLOCK_BYTES - 2, 3):  # of every third block one byte
@@ -195,7 +195,7 @@ def test_changed_bytes_are_found_and_their_blocks_computed_again(tmp_path: Path)
                 changed.seek(at)
                 changed.write(bytes([content[at] ^ 0x10]))
         answer, _, num_cached = server.ask(prompt)
-        assert answer == expected and num_cached < 784
+        assert answer == expected and num_cached < 384
         assert server.metric("host_kv_corrupt_blocks_total") >= 1
         assert "corrupt and is computed again" in server.cluster.log_file.read_text()
         server.cluster.kill("attn_worker")
@@ -240,7 +240,7 @@ def test_a_model_with_windows_in_some_layers_finds_its_blocks_again(tmp_path: Pa
         answer, num_computed, num_cached = server.ask(prompt)
         assert answer == expected and num_cached >= 384 and num_computed <= 16 + 8
         for number in range(32, 36):  # which together need all blocks
-            server.ask(prompt_of(number, 800))
+            server.ask(prompt_of(number, 600))
         loaded = server.metric("loaded_tokens_total")
         assert server.ask(prompt)[0] == expected
         assert server.metric("loaded_tokens_total") > loaded

@@ -32,7 +32,7 @@ HOST_KV_BYTES = 16 * 2**20
 STANDBYS = ("launch.standby_dense=loaded", "launch.standby_attention=imports")
 READY_TIMEOUT_S = 60.0
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
-MESSAGES = [request("Count", 500, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
+MESSAGES = [request("Count", 120, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "with standbys and a host tier"])

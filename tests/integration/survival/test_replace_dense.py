@@ -21,6 +21,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, children_of, ctl, free_port, is_alive, request, running_cluster
+from tests.support.models import TWO_LAYERS
 from tests.support.scrape import Scrape
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
@@ -49,7 +50,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     """The prefix cache is off, so that only a kept sequence saves its prompt from being computed again."""
     directory = tmp_path_factory.mktemp("replace")
-    overrides = ("attention.enable_prefix_cache=false", f"gateway.metrics_address={metrics_address}")
+    overrides = (TWO_LAYERS, "attention.enable_prefix_cache=false", f"gateway.metrics_address={metrics_address}")
     dense_metrics = f"dense.metrics_address={dense_metrics_address}"
     with running_cluster(directory, *overrides, dense_metrics, is_warm=True) as cluster:
         yield cluster
@@ -262,12 +263,11 @@ def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> Non
     assert "other weights, the KV cache was dropped" in dropped.stdout
     assert {error.code() for error in errors} == {grpc.StatusCode.ABORTED}
     assert all("other weights" in str(error.details()) for error in errors)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, num_hidden_layers=2, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
     token_ids = list(cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
     answer = cluster.generate(token_ids, 24, ignore_eos=True).token_ids
     prompt = torch.tensor([token_ids])
-    expected = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, min_new_tokens=24, do_sample=False
-    )
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
     assert answer == expected[0, len(token_ids) :].tolist()
     cluster.wait_idle(WAIT_S)

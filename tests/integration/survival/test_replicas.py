@@ -24,11 +24,12 @@ from tests.support.cluster import (
     request,
     stale_regions,
 )
+from tests.support.models import TWO_LAYERS
 from tests.support.warm_process import WarmProcess, warm_server
 
 WAIT_S = 90.0
 NUM_STREAMS = 6
-NUM_TOKENS = 120
+NUM_TOKENS = 80
 PROMPT = "San Francisco is a"
 MAX_ROUNDS = 5
 PATIENCE = [("grpc.max_reconnect_backoff_ms", 500)]  # the default grows to minutes while a pair is down
@@ -83,6 +84,7 @@ class Deployment:
         addresses = (
             f"attention.address=unix:{self._directory}/attention-{pair}.sock",
             f"dense.address=127.0.0.1:{self._ports[pair]}",
+            TWO_LAYERS,
             "attention.num_threads=1",
             "dense.num_threads=1",
         )
@@ -93,6 +95,7 @@ class Deployment:
         self.processes.start(
             "gateway",
             "gateway",
+            TWO_LAYERS,
             f"gateway.address=unix:{self._directory}/gateway.sock",
             f"gateway.http_address=unix:{self._directory}/http.sock",
             "dense.address=ipv4:" + ",".join(f"127.0.0.1:{port}" for port in self._ports.values()),

@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("role", ["attn_worker", "dense_worker"])
 def test_a_stopped_worker_is_restarted_and_no_stream_notices(cluster: Cluster, role: str) -> None:
-    messages = [request("Count", 300, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
+    messages = [request("Count", 100, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
     undisturbed = collect_all(cluster.gateway, messages)
     pid, start = cluster.pid_of(role), len(cluster.log_file.read_text())
     disturbed = collect_all(cluster.gateway, messages, lambda: os.kill(pid, signal.SIGSTOP))

@@ -18,7 +18,7 @@ from tests.support.models import TWO_LAYERS
 from tests.support.scrape import Scrape
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
-MAX_TOKENS = 100
+MAX_TOKENS = 70
 WAIT_S = 60.0
 DENSE, ATTENTION = "dense_worker", "attn_worker"
 
