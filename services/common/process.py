@@ -16,6 +16,7 @@ from pathlib import Path
 
 STANDBY_BYTES = 2**30  # of the host that must be available for a standby's modules; they take about half
 LOW_PRIORITY = 10  # added to the nice value: a tenth of a core beside a thread that is always busy
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,8 +26,22 @@ def end_at_signals() -> None:
     Call it before the imports, which take seconds. By default SIGINT would raise KeyboardInterrupt within one of them.
     Nothing is open yet, so there is nothing to close.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextlib.contextmanager
+def holding_back_signals() -> Iterator[None]:
+    """A context in which a service's process is started: signals to stop reach it when it calls `end_at_signals`.
+
+    Otherwise they would end it with another status than 0 while its interpreter starts.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent_pid: int) -> None:

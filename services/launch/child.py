@@ -18,6 +18,7 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config, dump_config
 from services.common.errors import PeerError
+from services.common.process import holding_back_signals
 from services.launch.lifelines import Lifelines
 from services.rpc.client import PeerTls, read_peer_tls
 
@@ -97,13 +98,14 @@ class Child:
             options = self.options.model_copy(update={"lifeline": its_end.fileno()})
             command = [sys.executable, "-m", self.module, "--config", str(self.config_file)]
             # asyncio would fork, which may crash the child because of gRPC's threads.
-            self._process = subprocess.Popen(
-                [*command, "--child", options.model_dump_json()],
-                stdin=subprocess.DEVNULL,
-                env=self._environment,
-                pass_fds=[its_end.fileno()],
-                start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
-            )
+            with holding_back_signals():
+                self._process = subprocess.Popen(
+                    [*command, "--child", options.model_dump_json()],
+                    stdin=subprocess.DEVNULL,
+                    env=self._environment,
+                    pass_fds=[its_end.fileno()],
+                    start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
+                )
         self._lifelines.watch(own_end, self._process.pid)
 
     @property

@@ -122,6 +122,7 @@ class Standby:
             await spare.channel.close()
             if self._spare is spare:  # it has ended by itself
                 self._spare = None
+                await asyncio.gather(spare.watcher, return_exceptions=True)  # its error says what the child knows
                 await self._handle_failure(spare.child)
         if self._mode != "off":
             log.warning("there is no standby", role=self.role, reason=self._off_reason)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from services.common.process import holding_back_signals
+
 CHILD = """
 import os, sys, time
 from services.common.cli import parse_service_args
@@ -81,6 +83,15 @@ def test_signals_before_a_service_has_started_end_it_with_status_0_and_without_a
             service.send_signal(number)
         ends = [(service.communicate(timeout=60)[1], service.returncode) for service in services]
     assert ends == [("", 0)] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_while_the_interpreter_starts_end_a_service_with_status_0(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "services.attn_worker", "--config", "no such file"]
+    with holding_back_signals():
+        service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    service.send_signal(number)
+    assert (service.communicate(timeout=60)[1], service.returncode) == ("", 0)
 
 
 def wait_until_reading(process: subprocess.Popen[str], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -248,6 +249,15 @@ def test_in_a_launcher_a_ready_spare_is_the_worker_that_has_died_from_then_on(
                 link = tmp_path / f"{SECTIONS[role]}.address"
                 assert str(link.readlink()) == spare.address.removeprefix("unix:")
             await until(are_ready)
+            unhandled: list[object] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+            dead = standbys[DENSE_ROLE].spare
+            assert dead is not None and dead.pid is not None
+            os.kill(dead.pid, signal.SIGKILL)
+            await until(lambda: standbys[DENSE_ROLE].spare not in (dead, None))
+            await until(are_ready)
+            gc.collect()
+            assert not unhandled, "the end of a spare is an event that is logged in one line"
             assert not running.done()
         finally:
             running.cancel()
