@@ -2,8 +2,9 @@
 
 Importing torch and transformers takes most of a service's start. The process looks like one started by `subprocess`:
 it is a child of the test, with the same command line, environment, standard streams, signals and exit status. But it
-shares memory with `tests.support.warm_server`, so tests that measure all memory of a service start it by `subprocess`.
-Its workers do not spin while they wait for each other unless `SPINS` is in the environment.
+shares memory with `tests.support.warm_server`, and its interpreter ends without unloading its modules, so tests that
+measure all memory of a service, or ask whether its interpreter ends, start it by `subprocess`. Its workers do not spin
+while they wait for each other unless `SPINS` is in the environment.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ be its children.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -61,8 +63,28 @@ def main() -> None:
         ours.close()
         connection = theirs
         name_process(["-m", WARM_SERVER])
-    # Only from the bottom of the stack does the interpreter end in the same way as after `python -m`.
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    run_to_the_end()
+
+
+def run_to_the_end() -> None:
+    """Runs the module `sys.argv[0]`, and ends the process as the interpreter would, but leaves all modules loaded: to
+    unload those that a service imports takes 0.3 s. Returns or raises only if there is an error to report.
+    """
+    status = 0
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            status = end.code
+        elif end.code is not None:
+            print(end.code, file=sys.stderr)
+            status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # then the interpreter says so
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def become_next(connection: socket.socket) -> None:
