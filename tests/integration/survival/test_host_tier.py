@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ from random import Random
 
 import pytest
 
+from services.attn_worker.cache.tiers.region import TierRegion
 from services.common.config import EMBEDDED_MODEL
 from tests.chaos.drafts import make_noisy_model
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
@@ -28,6 +32,8 @@ NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 5, 100, 150  # which fill all blocks
 MAX_ROUNDS = 5  # on a busy machine a stream may end before the kill
 MAX_MODEL_LEN = 800
 HOST_KV_BYTES = 64 * 2**20
+DISK_KV_BYTES = 8 * 2**20
+NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 BLOCK_BYTES = 65536  # of the embedded model: 16 tokens, 4 layers, keys and values of 2 heads, 64 numbers of 4 bytes
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
 MAX_TOKENS = 120
@@ -62,7 +68,7 @@ class Tiered:
         return answer.token_ids, counts[0] - counts[1], counts[2] - before.num_cached_tokens
 
 
-def tiered(directory: Path, *overrides: str) -> Iterator[Tiered]:
+def tiered(directory: Path, *overrides: str, wrapper: Sequence[str] = ()) -> Iterator[Tiered]:
     metrics_address = f"127.0.0.1:{free_port()}"
     settings = (
         f"attention.host_kv_bytes={HOST_KV_BYTES}",
@@ -72,7 +78,7 @@ def tiered(directory: Path, *overrides: str) -> Iterator[Tiered]:
         f"model.max_model_len={MAX_MODEL_LEN}",
     )
     directory.mkdir(exist_ok=True)
-    with running_cluster(directory, *settings, *overrides, is_warm=True) as cluster:
+    with running_cluster(directory, *settings, *overrides, is_warm=True, wrapper=wrapper) as cluster:
         yield Tiered(cluster, metrics_address)
 
 
@@ -201,6 +207,71 @@ def test_changed_bytes_are_found_and_their_blocks_computed_again(tmp_path: Path)
         server.cluster.kill("attn_worker")
         answer, _, num_cached = server.ask(prompt)
         assert answer == expected and num_cached > 0
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tiered, Path]]:
+    """A server with a file as its tier. The disk is full, but for what the file has taken."""
+    directory = tmp_path_factory.mktemp("disk")
+    disk = directory / "disk"
+    disk.mkdir()
+    mount = ["sh", "-c", f'mount -t tmpfs -o size={2 * DISK_KV_BYTES} tmpfs {disk} && exec "$@"', "sh"]
+    for namespace in NAMESPACES:
+        if subprocess.run([*namespace, *mount, "true"], capture_output=True).returncode == 0:
+            settings = (f"attention.host_kv_path={disk / 'kv'}", f"attention.host_kv_bytes={DISK_KV_BYTES}")
+            for server in tiered(directory / "cluster", *settings, wrapper=[*namespace, *mount]):
+                seen_disk = Path(f"/proc/{server.cluster.process.pid}/root{disk}")
+                with contextlib.suppress(OSError), (seen_disk / "other").open("wb", buffering=0) as other:
+                    while other.write(bytes(4096)):
+                        pass
+                assert not shutil.disk_usage(seen_disk).free
+                yield server, seen_disk / "kv"
+            return
+    pytest.skip("nobody may mount a small disk here")
+
+
+def test_a_disk_that_is_full_after_the_start_changes_nothing(on_disk: tuple[Tiered, Path]) -> None:
+    server, _ = on_disk
+    prompt = prompt_of(24, 400)
+    expected = reference_tokens(EMBEDDED_MODEL, prompt, 8)
+    assert server.ask(prompt)[0] == expected
+    server.settle()
+    server.cluster.kill("attn_worker")
+    answer, _, num_cached = server.ask(prompt)
+    assert (answer, num_cached) == (expected, 384)
+    assert server.metric("host_kv_corrupt_blocks_total") == 0
+
+
+@pytest.mark.parametrize("change", ["block_size was 8, is 16", "its layout is version 2, this is version 1"])
+def test_a_file_of_another_model_or_version_is_made_anew(
+    on_disk: tuple[Tiered, Path], change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else has used the file before a new attention worker opens it."""
+    server, file = on_disk
+    prompt = prompt_of(25, 400)
+    expected = reference_tokens(EMBEDDED_MODEL, prompt, 8)
+    assert server.ask(prompt)[0] == expected
+    server.settle()
+    log_size, killed = server.cluster.log_file.stat().st_size, server.cluster.pid_of("attn_worker")
+    os.kill(server.cluster.process.pid, signal.SIGSTOP)
+    try:
+        os.kill(killed, signal.SIGKILL)
+        if "version" in change:
+            monkeypatch.setattr("services.attn_worker.cache.tiers.region._VERSION", 2)
+        TierRegion.open(file, DISK_KV_BYTES, BLOCK_BYTES, {"block_size": 8}).close()
+    finally:
+        os.kill(server.cluster.process.pid, signal.SIGCONT)
+    deadline = time.monotonic() + TIMEOUT_S
+    while server.cluster.pid_of("attn_worker") == killed:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    answer, _, num_cached = server.ask(prompt)
+    assert (answer, num_cached) == (expected, 0)
+    [line] = [line for line in server.cluster.log_file.read_text()[log_size:].splitlines() if "made anew" in line]
+    assert change in line
+    server.settle()
+    server.cluster.kill("attn_worker")
+    assert server.ask(prompt)[::2] == (expected, 384)
 
 
 def test_without_the_launcher_a_path_keeps_the_blocks(tmp_path: Path) -> None:
