@@ -22,6 +22,7 @@ from tests.support.cluster import Cluster, request
 from tests.support.examples import examples
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+MAX_GROWTH_BYTES = 8 * 2**10  # of a worker's memory, for each of many requests
 MAX_ROUNDS = 8  # on a busy machine a long request may end before the next line of a test runs
 
 
@@ -173,14 +174,14 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_bad_input_names_value_and_limit_while_a_stream_goes_on(cluster: Cluster, name: str) -> None:
     message, value, limit = BAD_REQUESTS[name]
-    stream = cluster.gateway.GenerateStream(request("Count", 60, ignore_eos=True))
+    stream = cluster.gateway.GenerateStream(request("Count", 20, ignore_eos=True))
     num_received = len(next(stream).token_ids)
     with pytest.raises(grpc.RpcError) as error:
         cluster.gateway.Generate(message)
     assert error.value.code() is INVALID
     assert value in error.value.details() and limit in error.value.details()
     num_received += sum(len(chunk.token_ids) for chunk in stream)
-    assert num_received == 60, "the other stream was disturbed"
+    assert num_received == 20, "the other stream was disturbed"
 
 
 def test_health_and_reflection_answer_on_all_three_services(cluster: Cluster, tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_one_request_id_is_logged_by_all_three_services(cluster: Cluster) -> Non
 @pytest.mark.timeout(600)
 def test_many_requests_with_random_cancels_leak_nothing(cluster: Cluster) -> None:
     """Ten thousand in `make chaos`."""
-    num_first, num_more = examples(2000, 500), examples(8000, 2000)
+    num_first, num_more = examples(2000, 300), examples(8000, 1000)
     rng = random.Random(3)
     prompts = [f"Request {i} of many" for i in range(200)]
 
@@ -240,4 +241,5 @@ def test_many_requests_with_random_cancels_leak_nothing(cluster: Cluster) -> Non
     after = cluster.wait_idle(), cluster.dense_status()
     for first, last in zip(before, after, strict=True):
         growth = last.resident_bytes - first.resident_bytes
-        assert growth < 16 * 2**20, f"memory grew by {growth} bytes over {num_more} requests"
+        limit = min(num_more * MAX_GROWTH_BYTES, 16 * 2**20)
+        assert growth < limit, f"memory grew by {growth} bytes over {num_more} requests"

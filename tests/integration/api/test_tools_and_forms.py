@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -164,7 +165,10 @@ APIS: dict[str, tuple[Ask, dict[str, str | None], str]] = {  # why an answer wit
 def test_a_form_does_not_keep_the_model_from_its_calls(http: httpx2.Client, api: str, choice: str) -> None:
     """With auto the tools are strict, and this model calls them for such a question."""
     ask, reasons, _ = APIS[api]
-    answers = [ask(http, choice, is_streamed) for is_streamed in (False, True)]
+    with ThreadPoolExecutor(3) as threads:
+        runs = [threads.submit(ask, http, choice, is_streamed) for is_streamed in (False, True)]
+        single_run = threads.submit(ask, http, choice, True, parallel_tool_calls=False)
+    answers = [run.result() for run in runs]
     for calls, text, reason in answers:
         assert calls and not text and reason == reasons[choice]
         for name, arguments in calls:
@@ -173,7 +177,7 @@ def test_a_form_does_not_keep_the_model_from_its_calls(http: httpx2.Client, api:
             assert [name for name, _ in calls] == [NAMED]
     whole, streamed = ([(name, json.loads(arguments)) for name, arguments in calls] for calls, _, _ in answers)
     assert whole == streamed
-    single, _, _ = ask(http, choice, True, parallel_tool_calls=False)
+    single, _, _ = single_run.result()
     assert [(name, json.loads(arguments)) for name, arguments in single] == whole[:1]
 
 
