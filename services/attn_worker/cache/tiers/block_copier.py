@@ -66,7 +66,7 @@ class BlockCopier:
         Returns the checksums of what has arrived, int64 [num_blocks] on the device.
         """
         staging, num_blocks = self._take_staging(), len(block_ids)
-        for place, row in zip(staging.on_host, rows, strict=False):
+        for place, row in zip(staging.on_host[:num_blocks], rows, strict=True):
             copy_row(place, row)
         with self._on_stream():
             words = staging.on_device[:num_blocks]
