@@ -10,15 +10,12 @@ from collections import Counter
 from pathlib import Path
 
 import hypothesis
-import numpy as np
 import pytest
-import torch
 
 from tests.support.examples import MAX_QUICK_EXAMPLES, QUICK
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # the services under test need the other cores
 # No test may depend on how fast the machine is.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -55,6 +52,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the services under test need the other cores
     gc.freeze()
     gc.set_threshold(20_000)  # objects; by default 700, and to look for garbage takes a twentieth of the time
     gc.enable()
@@ -63,6 +63,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Lets every test, and the fixtures made for it, draw the same numbers, whatever ran before in its process."""
+    import numpy as np  # not above: the process that only hands out tests, and imports this file too, needs neither
+    import torch
+
     random.seed(SEED)
     np.random.seed(SEED)
     torch.default_generator.manual_seed(SEED)  # that of the CPU; `torch.manual_seed` takes 0.2 ms

@@ -39,6 +39,19 @@ def with_client(tmp_path: Path, dense: FakeDense | None, test: Test, **options: 
     run(body())
 
 
+def answers_to(
+    directory: Path, dense: FakeDense, url: str, bodies: Sequence[Any], **options: Any
+) -> list[httpx2.Response]:
+    """What one gateway answers to these bodies, one after the other."""
+    found: list[httpx2.Response] = []
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        found.extend([await client.post(url, json=body) for body in bodies])
+
+    with_client(directory, dense, test, **options)
+    return found
+
+
 def check_error(response: httpx2.Response, status: int, param: str | None, *words: str) -> None:
     """Checks that the response contains a whole error object with the request's id."""
     assert response.status_code == status, response.text

@@ -140,14 +140,14 @@ def test_drafts_that_are_mostly_right_are_few_and_save_time(monkeypatch: pytest.
     assert sum(on.num_runs) / len(on.num_runs) < sum(right.num_runs) / len(right.num_runs)
 
 
-@pytest.mark.parametrize(("num_seqs", "prompt_len"), [(1, 150), (6, 20)])
+@pytest.mark.parametrize(("num_seqs", "prompt_len", "num_answers"), [(1, 150, 6), (6, 20, 10)])
 @pytest.mark.parametrize("is_right", [always, mostly, seldom, never])
 @pytest.mark.parametrize("costs", COSTS)
 def test_it_is_never_more_than_3_percent_slower(
-    monkeypatch: pytest.MonkeyPatch, costs: str, is_right: IsRight, num_seqs: int, prompt_len: int
+    monkeypatch: pytest.MonkeyPatch, costs: str, is_right: IsRight, num_seqs: int, prompt_len: int, num_answers: int
 ) -> None:
     drafting = make_drafting()
-    parameters = costs, num_seqs, prompt_len, 10
+    parameters = costs, num_seqs, prompt_len, num_answers
     run(monkeypatch, is_right, drafting, *parameters)  # it learns what drafts and steps are worth
     off = run(monkeypatch, is_right, None, *parameters)
     on = run(monkeypatch, is_right, drafting, *parameters)

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from tests.support.clients.gateway_calls import EOS, ids
-from tests.support.clients.http_gateway import COMPLETIONS, say, with_client
+from tests.support.clients.http_gateway import COMPLETIONS, answers_to, say, with_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
@@ -180,15 +180,21 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "words"), WRONG)
-def test_a_wrong_body_is_an_error_of_llama_cpp(tmp_path: Path, body: dict[str, Any], words: list[str]) -> None:
-    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        response = await client.post(URL, json=body)
-        error = response.json()["error"]
-        assert (response.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error"), error
-        assert all(word in error["message"] for word in words), error
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[httpx2.Response]:
+    """One gateway's answers to all wrong bodies, after which it answers a right one."""
+    bodies = [body for body, _ in WRONG]
+    *found, right = answers_to(tmp_path_factory.mktemp("refusals"), answering(), URL, [*bodies, {"prompt": "a"}])
+    assert right.status_code == 200, right.text
+    return found
 
-    with_client(tmp_path, answering(), test)
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[str(body)[:60] for body, _ in WRONG])
+def test_a_wrong_body_is_an_error_of_llama_cpp(refusals: list[httpx2.Response], number: int) -> None:
+    response = refusals[number]
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error"), error
+    assert all(word in error["message"] for word in WRONG[number][1]), error
 
 
 def test_a_prompt_that_is_too_long_is_named_so(tmp_path: Path) -> None:

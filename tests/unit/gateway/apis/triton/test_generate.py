@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids, text_of
-from tests.support.clients.http_gateway import with_client
+from tests.support.clients.http_gateway import answers_to, with_client
 from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
@@ -193,19 +193,23 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), WRONG, ids=[json.dumps(options)[:40] for options, _ in WRONG])
-def test_a_wrong_request_gets_a_400_with_value_and_limit(
-    tmp_path: Path, options: dict[str, Any], words: list[str]
-) -> None:
-    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        response = await client.post(URL, json={**BODY, **options})
-        assert response.status_code == 400, response.text
-        error = response.json()
-        assert error.keys() == {"error"} and len(error["error"]) < 500
-        for word in words:
-            assert word in error["error"]
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[httpx2.Response]:
+    """One gateway's answers to all wrong requests, after which it answers a right one."""
+    bodies = [{**BODY, **options} for options, _ in WRONG]
+    *found, right = answers_to(tmp_path_factory.mktemp("refusals"), talkative(), URL, [*bodies, BODY])
+    assert right.status_code == 200, right.text
+    return found
 
-    with_client(tmp_path, talkative(), test)
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[json.dumps(options)[:40] for options, _ in WRONG])
+def test_a_wrong_request_gets_a_400_with_value_and_limit(refusals: list[httpx2.Response], number: int) -> None:
+    response = refusals[number]
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert error.keys() == {"error"} and len(error["error"]) < 500
+    for word in WRONG[number][1]:
+        assert word in error["error"]
 
 
 def test_wrong_bodies_models_and_versions(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from services.common.errors import CapacityError, InvalidRequest
 from services.gateway.text.chat_message import Message
 from services.gateway.text.chat_template import Chat
+from services.gateway.text.client_templates import client_templates
 from services.gateway.text.client_templates.client_templates import MAX_WAITING, ClientTemplates
 from tests.support.clients.gateway_calls import REFERENCE, ids
 from tests.support.clients.http_gateway import CHATS, check_error, say, with_client
@@ -29,6 +30,8 @@ TEMPLATE = """\
 MESSAGES = [{"role": "user", "content": "Hi, I say </s>"}, {"role": "assistant", "content": "Łódź 🙂"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 CHAT = Chat([Message("user", "Hi")])
+# Its limit of CPU time is a fifth, so that what meets it takes less.
+QUICK_RENDERER = "tests.support.workers.quick_renderer"
 ON: dict[str, Any] = {"trust_request_chat_template": True}
 
 
@@ -103,6 +106,12 @@ HOSTILE = {
 }
 
 
+@pytest.fixture
+def quick_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_templates, "_MODULE", QUICK_RENDERER)
+
+
+@pytest.mark.usefixtures("quick_renderer")
 def test_hostile_templates_are_errors_of_the_request(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for name, (template, words) in HOSTILE.items():
@@ -118,6 +127,7 @@ def test_hostile_templates_are_errors_of_the_request(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test, **ON)
 
 
+@pytest.mark.usefixtures("quick_renderer")
 def test_few_templates_wait_and_a_client_that_goes_ends_its_own() -> None:
     def chat(template: str) -> Chat:
         return Chat(CHAT.messages, template=template)

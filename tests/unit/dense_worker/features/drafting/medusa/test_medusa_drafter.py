@@ -148,16 +148,16 @@ def test_drafts_that_are_mostly_right_save_time(monkeypatch: pytest.MonkeyPatch)
     assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
 
 
-@pytest.mark.parametrize("num_seqs", [1, 12])
+@pytest.mark.parametrize(("num_seqs", "num_answers"), [(1, 8), (12, 16)])
 @pytest.mark.parametrize("is_right", [always, mostly, seldom, never])
 @pytest.mark.parametrize("costs", COSTS)
 def test_it_is_never_more_than_3_percent_slower(
-    monkeypatch: pytest.MonkeyPatch, costs: str, is_right: IsRight, num_seqs: int
+    monkeypatch: pytest.MonkeyPatch, costs: str, is_right: IsRight, num_seqs: int, num_answers: int
 ) -> None:
-    drafting = make_drafting()
-    run(monkeypatch, is_right, drafting, COSTS[costs], num_seqs=num_seqs)  # it learns what heads and steps are worth
-    off = run(monkeypatch, is_right, None, COSTS[costs], num_seqs=num_seqs)
-    on = run(monkeypatch, is_right, drafting, COSTS[costs], num_seqs=num_seqs)
+    drafting, sizes = make_drafting(), {"num_seqs": num_seqs, "num_answers": num_answers}
+    run(monkeypatch, is_right, drafting, COSTS[costs], **sizes)  # it learns what heads and steps are worth
+    off = run(monkeypatch, is_right, None, COSTS[costs], **sizes)
+    on = run(monkeypatch, is_right, drafting, COSTS[costs], **sizes)
     assert on.time_s <= 1.03 * off.time_s
 
 
