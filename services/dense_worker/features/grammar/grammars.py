@@ -45,16 +45,23 @@ class _Compiled:
 
 
 class Grammars:
-    """Compiled grammars by their values. Begins at once to read the vocabulary; `close` ends the threads."""
+    """Compiled grammars by their values. Begins at once to read the vocabulary; `close` ends the threads.
+
+    A thread has the priority of the one that starts it. A standby makes this object at low priority, at which only the
+    vocabulary is read: all other threads start when a sequence first needs them.
+    """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int | None = None) -> None:
         """`num_mask_threads`: that find masks that take long; None: as many as suit the machine."""
         num_cores = os.cpu_count() or 1
-        num_mask_threads = num_mask_threads or min(MAX_MASK_THREADS, num_cores // 2)
+        self._num_mask_threads = num_mask_threads or min(MAX_MASK_THREADS, num_cores // 2)
+        reading = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._loaded = reading.submit(_load, read_vocabulary)
+        reading.shutdown(wait=False)  # it ends when it has read
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._turns = ClientTurns(NUM_THREADS)
-        self._loaded = self._threads.submit(_load, read_vocabulary, num_mask_threads)
         self._lock = threading.Lock()  # of all below
+        self._mask_threads: MaskThreads | None = None
         self._kept: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
 
@@ -75,7 +82,8 @@ class Grammars:
         structure = spec.sampling.structured_output
         assert structure is not None, "only a sequence with structured output has a grammar"
         try:
-            vocabulary, tokenizer, mask_threads = self._loaded.result()
+            vocabulary, tokenizer = self._loaded.result()
+            mask_threads = self._find_mask_threads()
             kept = self._find(structure) or self._compile(structure, tokenizer, vocabulary)
             grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
             if grammar.error is not None:  # perhaps because other sequences have used up the states of the lexer
@@ -102,6 +110,14 @@ class Grammars:
         grammar.sync(output_token_ids)
         grammar.warm_up()
         return grammar
+
+    def _find_mask_threads(self) -> MaskThreads | None:
+        from llguidance import LLExecutor
+
+        with self._lock:
+            if self._mask_threads is None and self._num_mask_threads > 1:
+                self._mask_threads = MaskThreads(LLExecutor(self._num_mask_threads), self._num_mask_threads)
+            return self._mask_threads
 
     def _find(self, structure: StructuredOutput) -> _Compiled | None:
         with self._lock:
@@ -130,11 +146,6 @@ class Grammars:
                 self._num_bytes -= structure.num_bytes
 
 
-def _load(
-    read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int
-) -> tuple[Vocabulary, LLTokenizer, MaskThreads | None]:
-    from llguidance import LLExecutor
-
+def _load(read_vocabulary: Callable[[], Vocabulary]) -> tuple[Vocabulary, LLTokenizer]:
     vocabulary = read_vocabulary()
-    threads = MaskThreads(LLExecutor(num_mask_threads), num_mask_threads) if num_mask_threads > 1 else None
-    return vocabulary, vocabulary.load(), threads
+    return vocabulary, vocabulary.load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from services.common.errors import InvalidRequest
+from services.common.process import low_priority_thread
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.engine.sequence import Sequence
@@ -254,6 +256,31 @@ def test_nothing_is_made_on_the_thread_that_asks(vocabulary: Vocabulary) -> None
     prepared(made, sequence("a"))
     made.close()
     assert threads and all(name.startswith("grammar") for name in threads)
+
+
+def test_what_a_standby_makes_at_low_priority_has_no_thread_of_low_priority(vocabulary: Vocabulary) -> None:
+    before = {*os.listdir("/proc/self/task")}
+    with low_priority_thread() as thread:
+        made = thread.submit(Grammars, lambda: vocabulary, 3).result()
+        made._loaded.result()
+    prepared(made, sequence("a"))
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert own < 19, "else nothing can have a lower one"
+    threads = {*os.listdir("/proc/self/task")} - before
+    deadline = time.monotonic() + 10.0
+    while any(priority(each) != own for each in threads):  # the thread that has read the vocabulary may still end
+        assert time.monotonic() < deadline, {each: priority(each) for each in threads}
+        threads = {*os.listdir("/proc/self/task")} - before
+    assert len(threads) >= 3, "that find masks"
+    made.close()
+
+
+def priority(thread: str) -> int | None:
+    """None: it has ended."""
+    try:
+        return os.getpriority(os.PRIO_PROCESS, int(thread))
+    except ProcessLookupError:
+        return None
 
 
 def test_a_vocabulary_without_eos_gets_a_token_that_no_model_has(tmp_path: Path) -> None:
