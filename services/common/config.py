@@ -274,7 +274,8 @@ class WatchdogSection(Section):
 
     # time with work but without progress, or of a worker without an answer to a health check
     stall_timeout_s: Seconds = 30.0
-    gateway_timeout_s: Seconds = 5.0  # the latter of a gateway, whose event loop never computes for long
+    # time of a gateway without an answer to a health check: it never computes for long
+    gateway_timeout_s: Seconds = 5.0
 
 
 class PeerSection(Section):
