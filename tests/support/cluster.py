@@ -38,6 +38,8 @@ IDLE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 CTL_TIMEOUT_S = 200.0
 FIRST_PORT = 12_000
+# Soon after the start of another process; by default a second later or more.
+RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
 # They take CPU time, and are processes more: only tests that ask for them have some.
 NO_STANDBYS = ("launch.standby_dense=off", "launch.standby_attention=off")
 RESERVATIONS: list[socket.socket] = []  # of the ports that this process uses
@@ -55,7 +57,8 @@ class Stubs:
 
     def __init__(self, directory: Path) -> None:
         self._channels = [
-            grpc.insecure_channel(f"unix:{directory}/{name}.sock") for name in ("gateway", "dense", "attention")
+            grpc.insecure_channel(f"unix:{directory}/{name}.sock", options=RECONNECTING)
+            for name in ("gateway", "dense", "attention")
         ]
         gateway, dense, attention = self._channels
         self.gateway = gateway_pb2_grpc.GatewayStub(gateway)

@@ -19,7 +19,7 @@ from tests.support.clients.steady_stream import LATE_S, SteadyStream
 from tests.support.cluster import Cluster
 from tests.support.process_memory import resident_bytes
 
-QUIET_S = 0.3  # before an attack
+QUIET_S = 0.15  # before an attack
 MAX_GAP_S = 0.3  # between two events of the other client's stream, beyond four times the longest one of the quiet time
 MAX_LOOP_CPU_S = 0.3  # of the gateway, between two answers of its event loop; both cores count
 MAX_GROWTH_BYTES = 64 * 2**20
