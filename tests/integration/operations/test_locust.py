@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 PACE_S = 0.02
 MAX_TOKENS = 15
-RUN_S = 8
+RUN_S = 4
 TIMEOUT_S = 90
 
 
@@ -57,7 +57,7 @@ def test_users_stream_over_http_and_grpc_and_report_first_tokens_and_rates(tmp_p
 
 def test_a_missing_server_shows_as_failures_and_in_the_exit_status() -> None:
     result = run_locust(
-        "-u", "2", "-r", "2", "-t", "5s", "--host", "http://127.0.0.1:9", "--grpc-address", "127.0.0.1:9"
+        "-u", "2", "-r", "2", "-t", "2s", "--host", "http://127.0.0.1:9", "--grpc-address", "127.0.0.1:9"
     )
     assert result.returncode == 1
     rows = {(row["method"], row["name"]): row for row in json.loads(result.stdout)}

@@ -272,7 +272,7 @@ def test_a_killed_dense_worker_shows_in_every_service(observed: Observed) -> Non
     for _ in range(MAX_ROUNDS):
         before = after
         stream = cluster.gateway.GenerateStream(
-            request("Count from 1", 1000, ignore_eos=True), timeout=CLIENT_TIMEOUT_S
+            request("Count from 1", 200, ignore_eos=True), timeout=CLIENT_TIMEOUT_S
         )
         next(stream)
         cluster.kill("dense_worker")

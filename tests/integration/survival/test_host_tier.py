@@ -36,7 +36,7 @@ DISK_KV_BYTES = 8 * 2**20
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 BLOCK_BYTES = 65536  # of the embedded model: 16 tokens, 4 layers, keys and values of 2 heads, 64 numbers of 4 bytes
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
-MAX_TOKENS = 120
+MAX_TOKENS = 60
 TIMEOUT_S = 60.0
 
 

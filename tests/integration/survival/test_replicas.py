@@ -148,6 +148,7 @@ class Deployment:
                 if all(self.status(pair).num_steps > num_steps for pair, num_steps in before.items()):
                     return
                 assert time.monotonic() < deadline, self.processes.logs()
+                time.sleep(0.2)
 
     def close(self) -> None:
         for channel in (self._gateway_channel, *self._channels.values()):
