@@ -16,6 +16,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
 from tests.support.dense.sequences import ask
+from tests.support.examples import examples
 from tests.unit.dense_worker.engine.fairness.test_fair_scheduler import SharedCluster
 from tests.unit.dense_worker.engine.test_scheduler import STOP_TOKEN, expected_output, make_sequence, new_session
 
@@ -64,7 +65,7 @@ def describe(plan: StepPlan) -> tuple[object, ...]:
     return frozenset(plan.entries), Counter(plan.close_seq_ids), Counter(plan.sampled)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),

@@ -13,6 +13,7 @@ from services.dense_worker.runner.model_runner import LayerRun, ModelRunner
 from services.dense_worker.runner.step_input import BoundPlan
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.step import PlanEntry
+from tests.support.examples import examples
 from tests.support.plans import plan_of
 from tests.unit.dense_worker.runner.test_runner_sequences import CHANNEL, NUM_LAYERS, make_runner, new
 
@@ -117,7 +118,7 @@ class Run:
             text.sampled += accepted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.booleans())
 def test_steps_are_those_of_each_sequence_for_itself(data: st.DataObject, is_ahead: bool) -> None:
     run = Run(data, is_ahead=is_ahead)

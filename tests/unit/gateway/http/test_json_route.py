@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_characters_within_strings_are_not_counted(value: Any) -> None:
 
 
 MANY = 2**18
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 TOO_MANY = {  # the counts include the object and the key of the body itself
     "values": (b"[" + b"1," * MAX_VALUES + b"1]", f"{MAX_VALUES + 1} values"),
     "lists": (b"[" + b"[]," * MANY + b"[]]", f"{MANY + 4} strings, lists and objects"),
@@ -52,16 +54,15 @@ TOO_MANY = {  # the counts include the object and the key of the body itself
 
 
 @pytest.mark.parametrize(("prompt", "count"), TOO_MANY.values(), ids=TOO_MANY)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_a_body_with_too_many_values_is_not_parsed(
-    tmp_path: Path, path: str, prompt: bytes, count: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prompt: bytes, count: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.gateway.http.json_route.from_json", None)
-    response = post(tmp_path, path, b'{"prompt":%b}' % prompt)
-    assert response.status_code == 413
-    message = response.json()["error"]["message"]
-    assert count in message
-    assert str(MAX_VALUES if "values" in count else MAX_STRINGS) in message
+    for response in post(tmp_path, PATHS, b'{"prompt":%b}' % prompt):
+        assert response.status_code == 413
+        message = response.json()["error"]["message"]
+        assert count in message
+        assert str(MAX_VALUES if "values" in count else MAX_STRINGS) in message
 
 
 LEGAL = {
@@ -75,34 +76,36 @@ LEGAL = {
 @pytest.mark.parametrize("body", LEGAL.values(), ids=LEGAL)
 def test_every_valid_request_is_within_the_limits(tmp_path: Path, body: dict[str, Any]) -> None:
     content = json.dumps({**body, "max_tokens": 1}, separators=(",", ":")).encode()
-    response = post(tmp_path, "/v1/completions", content, max_body_bytes=4 * 2**20)
+    [response] = post(tmp_path, ["/v1/completions"], content, max_body_bytes=4 * 2**20)
     assert response.status_code == 200, response.text[:500]
 
 
 def test_a_chat_may_have_the_maximum_of_messages_with_one_part_each(tmp_path: Path) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"}
     content = json.dumps({"messages": [message] * 4096, "truncate_prompt_tokens": 5, "max_tokens": 1}).encode()
-    assert post(tmp_path, "/v1/chat/completions", content).status_code == 200
+    [response] = post(tmp_path, ["/v1/chat/completions"], content)
+    assert response.status_code == 200
 
 
 def test_parts_of_all_messages_are_counted_together(tmp_path: Path) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}
     for path in ("/v1/chat/completions", "/tokenize"):
-        response = post(tmp_path, path, json.dumps({"messages": [message] * 5}).encode())
+        [response] = post(tmp_path, [path], json.dumps({"messages": [message] * 5}).encode())
         assert response.status_code == 400
         error = response.json()["error"]
         assert error["param"] == "messages"
         assert "5000 parts, at most 4096" in error["message"]
 
 
-def post(tmp_path: Path, path: str, content: bytes, **options: Any) -> httpx2.Response:
-    """Sends a body to a gateway; returns the response."""
+def post(tmp_path: Path, paths: Sequence[str], content: bytes, **options: Any) -> list[httpx2.Response]:
+    """Sends a body to routes of one gateway; returns the responses."""
     responses = []
 
     async def test() -> None:
         dense = FakeDense(lambda submit: [50] * submit.spec.max_tokens, max_model_len=2**17)
         async with running_gateway(tmp_path, dense, **options) as gateway, async_client(gateway.http_address) as client:
-            responses.append(await client.post(path, content=content, headers={"content-type": "application/json"}))
+            headers = {"content-type": "application/json"}
+            responses.extend([await client.post(path, content=content, headers=headers) for path in paths])
 
     run(test())
-    return responses[0]
+    return responses

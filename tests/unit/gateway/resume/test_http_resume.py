@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.clients.gateway_calls import ids
 from tests.support.clients.http_clients import async_client, socket_path
+from tests.support.examples import examples
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 from tests.unit.gateway.resume.test_grpc_resume import KEYS, by_seed
@@ -109,7 +110,7 @@ def source(gateway: RunningGateway, kind: str, key: str | None = "k", seed: int 
     return EventSource(gateway.http_address, path, given, {} if key is None else {"Idempotency-Key": key})
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30, 12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(sorted(STREAMS)), cuts=st.lists(st.integers(0, 15), min_size=1, max_size=6))
 def test_a_stream_that_breaks_anywhere_is_resumed_exactly(tmp_path: Path, kind: str, cuts: list[int]) -> None:
     async def test(gateway: RunningGateway, dense: FakeDense) -> None:
@@ -414,10 +415,10 @@ def test_one_client_leaves_room_for_others(tmp_path: Path) -> None:
 
 
 def test_kept_answers_make_room_for_other_requests(tmp_path: Path) -> None:
-    """Four hundred answers of 600 bytes do not fit; nobody waits because of them."""
+    """Two hundred and forty answers of 600 bytes do not fit; nobody waits because of them."""
 
     async def test(gateway: RunningGateway, dense: FakeDense) -> None:
-        for start in range(0, 400, 20):
+        for start in range(0, 240, 20):
             answers = await asyncio.gather(*[post(gateway, f"{start + i}") for i in range(20)])
             assert {each.status_code for each in answers} == {200}
         long = await post(gateway, None, {**COMPLETION, "prompt": "a " * 10_000})  # counts as 80,000 bytes

@@ -82,6 +82,7 @@ TOKENIZERS = {
     "tiny_llama": AutoTokenizer.from_pretrained(EMBEDDED_MODEL),
 }
 SPLITTING = copy.deepcopy(TOKENIZERS)  # a copy, since in transformers this is an option of the whole tokenizer
+EXAMPLES_OF_EACH = 6  # at most, in `make test`: five tokenizers and four templates are twenty of them
 EVERY_TOKENIZER = pytest.mark.parametrize("name", TOKENIZERS)
 WORDS = st.sampled_from([*TEXT.split(), " ", "\n", "<", "|>", "</", "user", "!", NOT_SPECIAL, "7"])
 ANY_TEXT = st.lists(st.one_of(WORDS, st.text(max_size=3)), min_size=1, max_size=12).map("".join)
@@ -124,7 +125,7 @@ def special_ids(hf_tokenizer: PreTrainedTokenizerFast) -> set[int]:
 
 @EVERY_TOKENIZER
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, EXAMPLES_OF_EACH), deadline=None)
 @given(contents=CHATS)
 def test_messages_without_special_tokens_get_the_ids_of_transformers(
     name: str, template: str, contents: list[str]
@@ -137,7 +138,7 @@ def test_messages_without_special_tokens_get_the_ids_of_transformers(
 
 @EVERY_TOKENIZER
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, EXAMPLES_OF_EACH), deadline=None)
 @given(contents=CHATS)
 def test_the_second_tokenizer_encodes_other_text_like_the_first(name: str, template: str, contents: list[str]) -> None:
     """A special token in a variable makes the gateway use its second tokenizer, even though the template ignores it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Awaitable, Callable
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
@@ -131,9 +131,8 @@ def test_options_reach_the_template_over_both_protocols(tmp_path: Path) -> None:
     assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == prompts
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
+def test_wrong_options_are_a_400_that_names_them(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str, str]] = [
         (CONTINUE | {"add_generation_prompt": True}, "continue_final_message", "both true"),
         (CONTINUE | {"messages": [*OPEN, {"role": "assistant", "content": None}]}, "messages", "last message is empty"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages', which the server sets"),
@@ -143,17 +142,14 @@ def test_options_reach_the_template_over_both_protocols(tmp_path: Path) -> None:
         ({"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs", "65 elements, at most 64"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
         ({"chat_template_kwargs": {"break": True}}, "messages", "fails on this chat: ZeroDivisionError"),
-    ],
-)
-def test_wrong_options_are_a_400_that_names_them(
-    tmp_path: Path, fields: dict[str, Any], param: str, words: str
-) -> None:
+    ]
+
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        for path in (CHATS, TOKENIZE):
+        for (fields, param, words), path in itertools.product(wrong, (CHATS, TOKENIZE)):
             response = await client.post(path, json={"messages": OPEN, **fields})
             assert response.status_code == 400, response.text
-            assert response.json()["error"]["param"] == param
-            assert words in response.json()["error"]["message"]
+            assert response.json()["error"]["param"] == param, response.text
+            assert words in response.json()["error"]["message"], response.text
 
     with_model(tmp_path, test, "{% if break is defined %}{{ 1 // 0 }}{% endif %}" + TEMPLATE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,21 +55,19 @@ def test_one_text_and_several_texts_are_tokenized(tmp_path: Path, adds: bool | N
     with_client(tmp_path, test)
 
 
-@pytest.mark.parametrize("begins", [None, True, False])
-@pytest.mark.parametrize("adds", [None, True, False])
-def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path, begins: bool | None, adds: bool | None) -> None:
+def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        body = {"messages": CHAT, "add_generation_prompt": begins, "add_special_tokens": adds}
-        text = REFERENCE.apply_chat_template(PLAIN_CHAT, add_generation_prompt=begins is not False, tokenize=False)
-        expected = REFERENCE.encode(text, add_special_tokens=bool(adds))
-        assert (await client.post("/tokenize", json=body)).json()["tokens"] == expected
+        for begins, adds in itertools.product((None, True, False), repeat=2):
+            body = {"messages": CHAT, "add_generation_prompt": begins, "add_special_tokens": adds}
+            text = REFERENCE.apply_chat_template(PLAIN_CHAT, add_generation_prompt=begins is not False, tokenize=False)
+            expected = REFERENCE.encode(text, add_special_tokens=bool(adds))
+            assert (await client.post("/tokenize", json=body)).json()["tokens"] == expected, (begins, adds)
 
     with_client(tmp_path, test)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "words"),
-    [
+def test_wrong_lists_are_a_400(tmp_path: Path) -> None:
+    wrong: list[tuple[str, dict[str, Any], str, str]] = [
         ("/tokenize", {"prompt": []}, "prompt", "0 elements, must have 1 to 3"),
         ("/tokenize", {"prompt": ["a"] * 4}, "prompt", "4 elements, must have 1 to 3"),
         ("/tokenize", {"prompt": ["a"] * 1025}, "prompt", "1025 elements, at most 1024"),
@@ -77,14 +76,14 @@ def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path, begins: bool | N
         ("/detokenize", {"tokens": [[5]] * 4}, "tokens", "4 elements, must have 1 to 3"),
         ("/detokenize", {"tokens": [[5], [10**6]]}, "tokens", "1000000"),
         ("/detokenize", {"tokens": [[5], 5]}, "tokens[1]", "5"),
-    ],
-)
-def test_wrong_lists_are_a_400(tmp_path: Path, path: str, body: dict[str, Any], param: str, words: str) -> None:
+    ]
+
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        response = await client.post(path, json=body)
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert error["param"] == param and words in error["message"]
+        for path, body, param, words in wrong:
+            response = await client.post(path, json=body)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == param and words in error["message"], error
 
     with_client(tmp_path, test, max_prompts=3)
 

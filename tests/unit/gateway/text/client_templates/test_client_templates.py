@@ -41,28 +41,28 @@ def expected_text(**options: Any) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"add_generation_prompt": False},
-        {"continue_final_message": True, "add_generation_prompt": False},
-        {"chat_template_kwargs": {"mood": "!"}},
-    ],
-)
-def test_a_template_of_the_request_takes_the_place_of_the_models(tmp_path: Path, options: dict[str, Any]) -> None:
-    expected = expected_text(**(options.get("chat_template_kwargs") or options))
-    body = {"messages": MESSAGES, "chat_template": TEMPLATE, **options}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"add_generation_prompt": False},
+    {"continue_final_message": True, "add_generation_prompt": False},
+    {"chat_template_kwargs": {"mood": "!"}},
+]
 
+
+def test_a_template_of_the_request_takes_the_place_of_the_models(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        assert (await client.post("/apply-template", json=body)).json() == {"prompt": expected}
-        tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
-        # A special token in a message is plain text, as with the model's own template.
-        assert tokens.count(REFERENCE.eos_token_id) == 0 < REFERENCE.encode(expected).count(REFERENCE.eos_token_id)
-        assert REFERENCE.decode(tokens, clean_up_tokenization_spaces=False) == expected
-        response = await client.post(CHATS, json={**body, "max_tokens": 1})
-        assert response.status_code == 200, response.text
-        assert list(dense.submits[0].spec.prompt_token_ids) == tokens
+        for options in OPTIONS:
+            expected = expected_text(**(options.get("chat_template_kwargs") or options))
+            body = {"messages": MESSAGES, "chat_template": TEMPLATE, **options}
+            assert (await client.post("/apply-template", json=body)).json() == {"prompt": expected}, options
+            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+            # A special token in a message is plain text, as with the model's own template.
+            assert tokens.count(REFERENCE.eos_token_id) == 0 < REFERENCE.encode(expected).count(REFERENCE.eos_token_id)
+            assert REFERENCE.decode(tokens, clean_up_tokenization_spaces=False) == expected, options
+            response = await client.post(CHATS, json={**body, "max_tokens": 1})
+            assert response.status_code == 200, response.text
+            assert list(dense.submits[-1].spec.prompt_token_ids) == tokens, options
+        assert len(dense.submits) == len(OPTIONS)
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test, **ON)
