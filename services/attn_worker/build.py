@@ -13,8 +13,9 @@ from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.tiers.block_copier import BlockCopier
+from services.attn_worker.cache.tiers.block_copier import BlockCopier, CpuBlockCopier
 from services.attn_worker.cache.tiers.host_tier import HostTier
+from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.layers import CapturableAttention
@@ -50,9 +51,16 @@ class StepLimits:
 
 
 def build_engine(
-    section: AttentionSection, model: ResolvedModel, limits: StepLimits, metrics: AttentionMetrics
+    section: AttentionSection,
+    model: ResolvedModel,
+    limits: StepLimits,
+    metrics: AttentionMetrics,
+    pinned_tier: PinnedFile | None = None,
 ) -> AttentionEngine:
-    """Allocates the KV cache and starts the engine. Raises `CapacityError` if the cache cannot hold one sequence."""
+    """Allocates the KV cache and starts the engine. `pinned_tier`: what `prepare_device` has returned.
+
+    Raises `CapacityError` if the cache cannot hold one sequence.
+    """
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     spec = make_cache_spec(section, model, limits)
@@ -79,30 +87,31 @@ def build_engine(
     )
     runner, storage = _build_runner(section, model, limits, spec, max_model_len)
     if section.host_kv_bytes:
-        cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"]))
+        cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"], pinned_tier))
     engine = AttentionEngine(cache, runner, metrics)
     engine.start()
     return engine
 
 
-def prepare_device(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> None:
+def prepare_device(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> PinnedFile | None:
     """Makes the context of the model's GPU and loads its kernels, for a worker whose cache comes later.
 
-    `limits`: of the steps that are to be expected. Raises `CapacityError` if there is too little memory.
+    `limits`: of the steps that are to be expected. Returns the memory of the host tier, if there is one that can be
+    pinned. Raises `CapacityError` if there is too little memory.
     """
     if (free := available_bytes()) < STANDBY_BYTES:
         raise CapacityError(
             f"a standby of the attention worker needs {STANDBY_BYTES} bytes of host memory, {free} are available"
         )
     if model.device.type == "cpu":
-        return
+        return None
     with naming_what_needs_memory("the context of a standby"):
         torch.zeros(1, device=model.device)
     from services.attn_worker.runner.cuda_layer_runner import load_kernels
 
     make_backend = _capturable_backend(has_states=bool(model.config.gated_delta_layers))
     if model.config.gated_delta_layers:
-        return  # states take much memory
+        return None  # states take much memory, and have no tier
     arguments = (model.config, _one_block(section, model), model.dtype, model.device, model.max_model_len)
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
     rows = {"dtype": model.dtype, "device": model.device}
@@ -110,6 +119,7 @@ def prepare_device(section: AttentionSection, model: ResolvedModel, limits: Step
     load_kernels(backend, qkv, torch.empty(limits.max_num_seqs, model.config.attn_size, **rows))
     del backend, qkv
     torch.cuda.empty_cache()  # the cache of the worker that serves may need the memory
+    return PinnedFile.open(section.host_kv_path) if section.host_kv_bytes and section.host_kv_path else None
 
 
 def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:
@@ -221,7 +231,11 @@ def check_host_tier(section: AttentionSection, model: ResolvedModel) -> None:
 
 
 def _open_host_tier(
-    section: AttentionSection, model: ResolvedModel, storage: BlockStorage, findable: BlockPool
+    section: AttentionSection,
+    model: ResolvedModel,
+    storage: BlockStorage,
+    findable: BlockPool,
+    pinned: PinnedFile | None,
 ) -> HostTier:
     identity = {
         "model": model.config.fingerprint,
@@ -229,8 +243,10 @@ def _open_host_tier(
         "block_size": section.block_size,
         "layout": blake2b(storage.layout.encode(), digest_size=16).hexdigest(),
     }
-    region = TierRegion.open(section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity)
-    tier = HostTier(region, BlockCopier(storage, model.device), findable)
+    region = TierRegion.open(
+        section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity, pinned=pinned
+    )
+    tier = HostTier(region, _make_block_copier(storage, region, model.device), findable)
     tier.start()
     log.info(
         "host tier",
@@ -239,8 +255,17 @@ def _open_host_tier(
         num_blocks=region.num_slots,
         num_used_blocks=tier.counts.num_used_slots,
         num_corrupt_blocks=tier.counts.num_corrupt_blocks,
+        is_pinned=region.is_pinned,
     )
     return tier
+
+
+def _make_block_copier(storage: BlockStorage, region: TierRegion, device: torch.device) -> BlockCopier:
+    if device.type == "cpu":
+        return CpuBlockCopier(storage, region.rows())
+    from services.attn_worker.cache.tiers.cuda_block_copier import CudaBlockCopier
+
+    return CudaBlockCopier(storage, region.rows(), device, are_pinned=region.is_pinned)
 
 
 def _build_runner(

@@ -57,9 +57,10 @@ class AttentionWorker:
         use_device(model.device, section.num_threads)
         if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
             section = section.model_copy(update={"captures_lazily": True})
+        pinned_tier = None
         if options.standby is not None:
-            scheduler = config.scheduler
-            prepare_device(section, model, StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+            limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+            pinned_tier = prepare_device(section, model, limits)
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
         self._servicer = servicer = AttentionServicer(
@@ -71,6 +72,7 @@ class AttentionWorker:
             tracer,
             config.watchdog.stall_timeout_s,
             server.set_stall,
+            pinned_tier,
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
         self._opened.push_async_callback(asyncio.to_thread, servicer.stop)

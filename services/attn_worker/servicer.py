@@ -16,6 +16,7 @@ from services.attn_worker.attach_request import read_gated_delta, read_scales, r
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
@@ -69,8 +70,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         tracer: Tracer,
         stall_timeout_s: float,
         on_stall: OnStall,
+        pinned_tier: PinnedFile | None = None,
     ) -> None:
+        """`pinned_tier`: the memory of the host tier, of a standby that has pinned it."""
         self._section = section
+        self._pinned_tier = pinned_tier
         self._model = model
         self._engine: AttentionEngine | None = None
         self._building: asyncio.Task[AttentionEngine] | None = None
@@ -263,7 +267,9 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         """The engine, built only once for all callers: a second KV cache would not fit."""
         if self._building is None:
             self._limits = limits
-            build = asyncio.to_thread(build_engine, self._section, self._model, limits, self._metrics)
+            build = asyncio.to_thread(
+                build_engine, self._section, self._model, limits, self._metrics, self._pinned_tier
+            )
             self._building = asyncio.create_task(build)
         try:
             self._engine = await asyncio.shield(self._building)

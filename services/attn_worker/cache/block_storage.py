@@ -82,17 +82,19 @@ class BlockStorage:
 
         block_ids: int64 [num_blocks]; out: int64 [num_blocks, block_words], contiguous, on the same device.
         """
-        for part, blocks in self._parts(out):
+        for part, blocks in self.parts(out):
             part.copy_(blocks.index_select(1, block_ids).transpose(0, 1))
 
     def scatter_blocks(self, block_ids: torch.Tensor, words: torch.Tensor) -> None:
         """Writes what `gather_blocks` has copied to different blocks of the first group."""
-        for part, blocks in self._parts(words):
+        for part, blocks in self.parts(words):
             blocks.index_copy_(1, block_ids, part.transpose(0, 1))
 
-    def _parts(self, words: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def parts(self, words: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each tensor of the first group: its part of `words`, [num_blocks, num_layers, size], and itself,
-        [num_layers, num_blocks + 1, size], both as bytes or, if their size allows it, as words.
+        [num_layers, num_blocks + 1, size], both as bytes or, if their size allows it, as words of int64.
+
+        words: int64 [num_blocks, block_words].
         """
         first = 0
         for tensor in self._tensors[0]:

@@ -4,6 +4,8 @@ go on from it after the attention worker was killed.
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,7 +13,11 @@ import pytest
 import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.cache.tiers.block_copier import BlockCopier
+from services.attn_worker.cache.tiers.block_copier import CpuBlockCopier
+from services.attn_worker.cache.tiers.cuda_block_copier import CudaBlockCopier
+from services.attn_worker.cache.tiers.pinned_file import PinnedFile
+from services.attn_worker.cache.tiers.region import TierRegion
+from services.channel.shm_cleanup import SHM_DIR
 from tests.gpu.gpu_cluster import DEVICE, gpu_cluster
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import free_port, request
@@ -33,25 +39,60 @@ def on_gpu(storage: BlockStorage, spec: object) -> BlockStorage:
     return copy
 
 
+def memory_for(storage: BlockStorage, num_rows: int) -> torch.Tensor:
+    """Rows that begin with a page, in memory that another process could share."""
+    row_bytes = 8 * storage.block_words
+    memory = mmap.mmap(-1, num_rows * row_bytes)
+    return torch.frombuffer(memory, dtype=torch.int64).view(num_rows, storage.block_words)
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
 @pytest.mark.parametrize("name", SPECS)
-def test_blocks_and_checksums_are_those_of_a_cpu(name: str) -> None:
+def test_blocks_and_checksums_are_those_of_a_cpu(name: str, can_pin: bool) -> None:
     storage = random_storage(SPECS[name])
-    on_cpu = BlockCopier(storage, torch.device("cpu"))
-    gpu_storage = on_gpu(storage, SPECS[name])
-    copier = BlockCopier(gpu_storage, torch.device(DEVICE))
-    (rows, checksums), (found, found_checksums) = on_cpu.read([3, 1]), copier.read([3, 1])
-    assert torch.equal(found, rows) and found_checksums == checksums
-    rows = found.clone()
-    assert copier.finish([copier.write([5], [rows[0]]), copier.write([0], [rows[1]])]) == checksums
+    on_cpu = torch.zeros(2, storage.block_words, dtype=torch.int64)
+    checksums = CpuBlockCopier(storage, on_cpu).read([3, 1], [0, 1])
+    gpu_storage, rows = on_gpu(storage, SPECS[name]), memory_for(storage, 600)
+    copier = CudaBlockCopier(gpu_storage, rows, torch.device(DEVICE))
+    copier._pins._can_pin = can_pin
+    copier.load_kernels()
+    assert copier.read([3, 1], [599, 7]) == checksums
+    assert torch.equal(rows[[599, 7]], on_cpu) and rows.count_nonzero() == on_cpu.count_nonzero()
+    assert copier.finish([copier.write([5], [599]), copier.write([0], [7])]) == checksums
     for after, before in zip(tensors_of(gpu_storage), tensors_of(storage), strict=True):
         assert torch.equal(after[5].cpu(), before[3]) and torch.equal(after[0].cpu(), before[1])
         assert torch.equal(after[[1, 2, 3, 4, 6, 7]].cpu(), before[[1, 2, 3, 4, 6, 7]])
+    assert bool(copier._pins._pieces) is can_pin
+    copier.close()
+
+
+def test_a_standby_pins_the_file_of_the_worker_that_serves(tmp_path: Path) -> None:
+    storage = on_gpu(random_storage(PLAIN), PLAIN)
+    block_bytes = 8 * storage.block_words
+    with tempfile.NamedTemporaryFile(dir=SHM_DIR) as file:
+        path = Path(file.name)
+        assert PinnedFile.open(tmp_path / "none") is None and PinnedFile.open(path) is None
+        region = TierRegion.open(path, 2**20, block_bytes, {})
+        copier = CudaBlockCopier(storage, region.rows(), torch.device(DEVICE), are_pinned=region.is_pinned)
+        pinned = PinnedFile.open(path)
+        assert pinned is not None and not region.is_pinned
+        checksums = copier.read([3, 1], [500, 7])
+        copier.close()
+        region.close()
+        region = TierRegion.open(path, 2**20, block_bytes, {}, pinned=pinned)
+        assert region.is_pinned
+        copier = CudaBlockCopier(storage, region.rows(), torch.device(DEVICE), are_pinned=True)
+        assert copier.finish([copier.write([5, 0], [500, 7])]) == checksums
+        assert not copier._pins._pieces
+        copier.close()
+        region.close()
+        assert not TierRegion.open(path, 2**19, block_bytes, {}, pinned=pinned).is_pinned, "of another size"
 
 
 def test_a_load_begins_after_the_steps_that_were_launched_before() -> None:
     storage = on_gpu(random_storage(PLAIN), PLAIN)
-    copier = BlockCopier(storage, torch.device(DEVICE))
-    rows = copier.read([1])[0].clone()
+    copier = CudaBlockCopier(storage, memory_for(storage, 1), torch.device(DEVICE))
+    copier.read([1], [0])
     keys_and_values = tensors_of(storage)[0]  # as bytes: random ones are NaN in places, which equals nothing
     before, expected = keys_and_values[2].clone(), keys_and_values[1].clone()
     torch.cuda.synchronize()
@@ -61,9 +102,10 @@ def test_a_load_begins_after_the_steps_that_were_launched_before() -> None:
         read_by_step = keys_and_values[2].clone()
         fence = steps.record_event()
     copier.wait_for(fence)
-    copier.finish([copier.write([2], [rows[0]])])
+    copier.finish([copier.write([2], [0])])
     torch.cuda.synchronize()
     assert torch.equal(read_by_step, before) and torch.equal(keys_and_values[2], expected)
+    copier.close()
 
 
 def test_streams_and_evicted_prompts_go_on_from_the_tier(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from services.attn_worker.cache.tiers.block_copier import BlockCopier, copy_row
+from services.attn_worker.cache.tiers.block_copier import BlockCopier
 from services.attn_worker.cache.tiers.region import Entry, TierRegion
 from services.attn_worker.cache.tiers.tier import MissingBlock, TierCounts
 from services.common.errors import DeviceError
@@ -60,9 +60,6 @@ class HostTier:
         self._slots = OrderedDict(region.slots)
         used = set(region.slots.values())
         self._free_slots = [slot for slot in reversed(range(region.num_slots)) if slot not in used]
-        words = region.num_slots * region.slot_bytes // 8
-        data = torch.frombuffer(region.memory, dtype=torch.int64, count=words, offset=region.slot_offset(0))
-        self._rows = data.view(region.num_slots, -1)[:, : copier.block_words]
         self._offered: deque[bytes] = deque()
         self._loads: deque[_Load] = deque()
         self._is_loading = threading.Lock()  # held while a load runs
@@ -118,13 +115,14 @@ class HostTier:
         self._has_work.set()
         self._thread.join(timeout_s + _CANCEL_TIMEOUT_S)
         if not self._thread.is_alive():  # otherwise everything that it uses stays open
-            del self._rows
+            self._copier.close()
             self._region.close()
 
     # The thread
 
     def _run(self) -> None:
         try:
+            self._copier.load_kernels()
             while self._end_s is None:
                 self._has_work.wait()
                 self._has_work.clear()
@@ -153,7 +151,8 @@ class HostTier:
 
     def _take_offered(self) -> list[bytes]:
         """The next offered blocks that are not here yet."""
-        most, taken = min(_MAX_WRITTEN_AT_ONCE, self._copier.max_blocks), list[bytes]()
+        most = min(_MAX_WRITTEN_AT_ONCE, self._copier.max_blocks, self._region.num_slots)
+        taken = list[bytes]()
         while self._offered and len(taken) < most:
             digest = self._offered.popleft()
             if digest not in self._slots:  # another sequence may have offered it, too
@@ -170,19 +169,20 @@ class HostTier:
                 found.append((digest, block_id, self._findable.generation(block_id)))
         if not found:
             return
-        rows, checksums = self._copier.read([block_id for _, block_id, _ in found])
-        for (digest, block_id, generation), row, checksum in zip(found, rows, checksums, strict=True):
+        slots = [self._take_slot() for _ in found]
+        for slot in slots:
+            self._region.invalidate(slot)
+        checksums = self._copier.read([block_id for _, block_id, _ in found], slots)
+        for (digest, block_id, generation), slot, checksum in zip(found, slots, checksums, strict=True):
             # In this order: a block that was findable by another digest between the first two calls has changed since.
             if self._findable.lookup(digest) != block_id or self._findable.generation(block_id) != generation:
                 self.counts.num_skipped_blocks += 1
+                self._free_slots.append(slot)
                 continue
-            slot = self._take_slot()
-            self._region.invalidate(slot)
-            copy_row(self._rows[slot], row)
             self._region.publish(slot, Entry(digest, checksum))
             self._slots[digest] = slot
             self.counts.num_written_blocks += 1
-            self.counts.num_used_slots = len(self._slots)
+        self.counts.num_used_slots = len(self._slots)
 
     def _take_slot(self) -> int:
         if self._free_slots:
@@ -197,15 +197,18 @@ class HostTier:
             except IndexError:
                 return  # cancelled
             try:
-                num_loaded = self._load(load)
+                loaded = self._load(load)
             except BaseException:
                 load.on_loaded(0)
                 raise
             if not self._is_cancelled:
-                load.on_loaded(num_loaded)
+                load.on_loaded(len(loaded))
+            for entry in loaded:  # their last use, also for the next process
+                self._slots.move_to_end(entry.digest)
+                self._region.publish(self._slots[entry.digest], entry)
 
-    def _load(self, load: _Load) -> int:
-        """Returns how many of the first blocks are there."""
+    def _load(self, load: _Load) -> list[Entry]:
+        """Returns the entries of the first blocks, which are there now."""
         self._copier.wait_for(load.fence)
         expected, checksums = list[Entry](), list[torch.Tensor]()
         for first in range(0, len(load.blocks), self._copier.max_blocks):
@@ -214,21 +217,19 @@ class HostTier:
             blocks = load.blocks[first : first + self._copier.max_blocks]
             entries = self._find_entries(digest for digest, _ in blocks)
             if entries:
-                rows = [self._rows[self._slots[entry.digest]] for entry in entries]
-                checksums.append(self._copier.write([block_id for _, block_id in blocks[: len(entries)]], rows))
+                block_ids = [block_id for _, block_id in blocks[: len(entries)]]
+                checksums.append(self._copier.write(block_ids, [self._slots[entry.digest] for entry in entries]))
                 expected += entries
             if len(entries) < len(blocks):
                 break
-        num_loaded = 0
+        loaded = list[Entry]()
         for entry, checksum in zip(expected, self._copier.finish(checksums) if checksums else (), strict=True):
             if checksum != entry.checksum:
                 self._forget_corrupt(entry.digest)
                 break
-            self._slots.move_to_end(entry.digest)
-            self._region.publish(self._slots[entry.digest], entry)  # its last use, also for the next process
-            num_loaded += 1
-        self.counts.num_read_blocks += num_loaded
-        return num_loaded
+            loaded.append(entry)
+        self.counts.num_read_blocks += len(loaded)
+        return loaded
 
     def _find_entries(self, digests: Iterable[bytes]) -> list[Entry]:
         """The entries of the first blocks that are here, up to one that is not."""

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import structlog
+import torch
 
+from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.channel import align_up
 from services.channel.shm_cleanup import SHM_DIR
 from services.common.errors import CapacityError, ConfigError
@@ -55,17 +57,19 @@ class TierRegion:
     The mapping, `memory`, holds slot i at `slot_offset(i)`; its owner writes it between `invalidate` and `publish`.
     """
 
-    def __init__(self, file: int, where: str, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, file: int, where: str, num_slots: int, block_bytes: int, pinned: mmap.mmap | None) -> None:
         """Called by `open`, which says what the parameters are."""
         self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
+        self.block_bytes = block_bytes
+        self.slot_bytes = _slot_bytes(block_bytes)
         self.slots: dict[bytes, int] = {}
         self.num_corrupt_entries = 0
         self.where = where
         self._file = file
         self._data_at = _data_offset(num_slots)
-        self.num_bytes = self._data_at + num_slots * slot_bytes
-        self.memory = mmap.mmap(file, self.num_bytes)
+        self.num_bytes = self._data_at + num_slots * self.slot_bytes
+        self.is_pinned = pinned is not None
+        self.memory = pinned or mmap.mmap(file, self.num_bytes)
         self._num_uses = 0
 
     @classmethod
@@ -75,6 +79,7 @@ class TierRegion:
         num_bytes: int,
         block_bytes: int,
         identity: Mapping[str, str | int],
+        pinned: PinnedFile | None = None,
         lock_timeout_s: float = 10.0,
     ) -> Self:
         """Opens or makes a region of at most `num_bytes` for blocks of `block_bytes`.
@@ -84,7 +89,7 @@ class TierRegion:
         block, if another process has locked the file for `lock_timeout_s`, or if it is not such a file; CapacityError
         if there is too little space.
         """
-        slot_bytes = align_up(block_bytes, _SLOT_ALIGNMENT)
+        slot_bytes = _slot_bytes(block_bytes)
         num_slots = _most_slots(num_bytes, slot_bytes)
         if num_slots < 1:
             needed = _data_offset(1) + slot_bytes
@@ -96,7 +101,7 @@ class TierRegion:
             _lock(file, where, lock_timeout_s)
             change = _find_change(file, where, header)
             _allocate(file, where, _data_offset(num_slots) + num_slots * slot_bytes)
-            region = cls(file, where, num_slots, slot_bytes)
+            region = cls(file, where, num_slots, block_bytes, pinned and pinned.memory_of(file))
         except BaseException:
             os.close(file)
             raise
@@ -107,6 +112,14 @@ class TierRegion:
             if change:
                 log.warning("the host tier is made anew", path=where, reason=change)
         return region
+
+    def rows(self) -> torch.Tensor:
+        """The content of all slots: int64 [num_slots, words of a block]. Shares the memory, which outlives it."""
+        row_words = self.slot_bytes // 8
+        words = torch.frombuffer(
+            self.memory, dtype=torch.int64, count=self.num_slots * row_words, offset=self.slot_offset(0)
+        )
+        return words.view(self.num_slots, row_words)[:, : self.block_bytes // 8]
 
     def slot_offset(self, slot: int) -> int:
         """Where a slot begins in `memory`; a multiple of 64."""
@@ -160,6 +173,10 @@ class TierRegion:
         content = self.memory[offset : offset + _CONTENT.size]
         check = self.memory[offset + _CONTENT.size : offset + _CONTENT.size + _CHECK_BYTES]
         return content, check == _check(slot, content)
+
+
+def _slot_bytes(block_bytes: int) -> int:
+    return align_up(block_bytes, _SLOT_ALIGNMENT)
 
 
 def _most_slots(num_bytes: int, slot_bytes: int) -> int:

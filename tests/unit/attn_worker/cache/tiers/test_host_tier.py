@@ -21,7 +21,7 @@ from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.tiers.block_copier import BlockCopier
+from services.attn_worker.cache.tiers.block_copier import CpuBlockCopier
 from services.attn_worker.cache.tiers.host_tier import HostTier
 from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.openings import Openings
@@ -61,8 +61,8 @@ class Worker:
         self.cache = build_cache(num_blocks, BLOCK_SIZE, max_model_len=num_blocks * BLOCK_SIZE)
         spec = KVCacheSpec(num_blocks, BLOCK_SIZE, 1, HEAD_DIM, torch.float32, (None,) * NUM_LAYERS)
         self.storage = BlockStorage(spec, spec.token_major_block, CPU)
-        self.copier = BlockCopier(self.storage, CPU, staging_bytes=3 * BLOCK_BYTES)
         self.region = TierRegion.open(path, 8192 + num_slots * BLOCK_BYTES, BLOCK_BYTES, {"test": 1})
+        self.copier = CpuBlockCopier(self.storage, self.region.rows(), staging_bytes=3 * BLOCK_BYTES)
         self.tier = WatchedTier(self.region, self.copier, self.cache.pools["blocks"])
         self.cache.use_tier(self.tier)
         self.cache.use_weights(weights)
@@ -326,10 +326,10 @@ def test_a_block_that_changes_during_its_copy_is_not_kept(path: Path, monkeypatc
     worker = Worker(path)
     read = worker.copier.read
 
-    def change_then_read(block_ids: Sequence[int]) -> Any:
+    def change_then_read(*arguments: Any) -> Any:
         monkeypatch.undo()
         worker.run(prompt(2, 31))
-        return read(block_ids)
+        return read(*arguments)
 
     worker.run(prompt(1, 18))
     monkeypatch.setattr(worker.copier, "read", change_then_read)

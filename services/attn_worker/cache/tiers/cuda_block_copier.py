@@ -1,0 +1,151 @@
+"""`CudaBlockCopier`: copies between a GPU and rows of pinned host memory, on a stream of their own.
+
+The engine thread launches steps meanwhile. A copy from or to memory that is not pinned makes the driver keep a lock
+until all copies before it have ended, and launches of other threads wait for that. So every copy here is of pinned
+memory, also those of block ids and of checksums. And small copies of steps wait until a copy before them has ended, so
+each row is one of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.tiers.block_copier import (
+    STAGING_BYTES,
+    checksum_weights,
+    checksums,
+    copy_row,
+    max_blocks,
+)
+from services.attn_worker.cache.tiers.row_pins import RowPins
+from services.attn_worker.cache.tiers.triton_copies import copy_blocks
+
+_NUM_STAGINGS = 2  # the host writes into one while the device works on the other
+
+
+class CudaBlockCopier:
+    """A `BlockCopier` for blocks on a GPU."""
+
+    rest_factor = 0.0
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        rows: torch.Tensor,
+        device: torch.device,
+        *,
+        are_pinned: bool = False,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """rows: int64 [num_rows, block_words], as `RowPins` wants them; `are_pinned`: all of them, already."""
+        self.max_blocks = max_blocks(storage, staging_bytes)
+        self._storage = storage
+        self._device = device
+        self._rows = rows
+        self._pins = RowPins(rows, are_pinned=are_pinned)
+        self._stream = torch.cuda.Stream(device)
+        stagings = [_Staging(self.max_blocks, storage.block_words, device) for _ in range(_NUM_STAGINGS)]
+        self._stagings = itertools.cycle(stagings)
+        self._weights = checksum_weights(storage.block_words).to(device)
+
+    @torch.inference_mode()
+    def load_kernels(self) -> None:
+        staging = self._take_staging()
+        with torch.cuda.stream(self._stream):
+            self._copy_blocks(staging.put_ids([0]), staging.on_device[:1], to_rows=True)
+
+    @torch.inference_mode()
+    def read(self, block_ids: Sequence[int], rows: Sequence[int]) -> list[int]:
+        staging, num_blocks = self._take_staging(), len(block_ids)
+        is_pinned = [self._pins.pin(row) for row in rows]
+        with torch.cuda.stream(self._stream):
+            sums = self._copy_blocks(staging.put_ids(block_ids), staging.on_device[:num_blocks], to_rows=True)
+            for index, row in enumerate(rows):
+                place = self._rows[row] if is_pinned[index] else staging.on_host[index]
+                place.copy_(staging.on_device[index], non_blocking=True)
+            staging.sums_on_host[:num_blocks].copy_(sums, non_blocking=True)
+            staging.is_done.record()
+        staging.is_done.synchronize()
+        for index, row in enumerate(rows):
+            if not is_pinned[index]:
+                copy_row(self._rows[row], staging.on_host[index])
+        return staging.sums_on_host[:num_blocks].tolist()
+
+    @torch.inference_mode()
+    def write(self, block_ids: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        staging, num_blocks = self._take_staging(), len(block_ids)
+        places = list[torch.Tensor]()
+        for index, row in enumerate(rows):
+            if self._pins.pin(row):
+                places.append(self._rows[row])
+            else:
+                copy_row(staging.on_host[index], self._rows[row])
+                places.append(staging.on_host[index])
+        with torch.cuda.stream(self._stream):
+            for index, place in enumerate(places):
+                staging.on_device[index].copy_(place, non_blocking=True)
+            sums = self._copy_blocks(staging.put_ids(block_ids), staging.on_device[:num_blocks], to_rows=False)
+            staging.is_done.record()
+        return sums
+
+    @torch.inference_mode()
+    def finish(self, checksums: Sequence[torch.Tensor]) -> list[int]:
+        with torch.cuda.stream(self._stream):
+            sums = torch.cat(list(checksums))
+            on_host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
+            is_done = torch.cuda.Event(blocking=True)
+            is_done.record()
+        is_done.synchronize()
+        return on_host.tolist()
+
+    def wait_for(self, fence: torch.cuda.Event | None) -> None:
+        if fence is not None:
+            self._stream.wait_event(fence)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._pins.close()
+        del self._rows
+
+    def _take_staging(self) -> _Staging:
+        staging = next(self._stagings)
+        staging.is_done.synchronize()
+        return staging
+
+    def _copy_blocks(self, block_ids: torch.Tensor, rows: torch.Tensor, *, to_rows: bool) -> torch.Tensor:
+        """Copies between blocks and rows, int64 [num_blocks, block_words], and returns the checksums of the rows."""
+        parts = list(self._storage.parts(rows))
+        if any(blocks.dtype != torch.int64 for _, blocks in parts):
+            copy = self._storage.gather_blocks if to_rows else self._storage.scatter_blocks
+            copy(block_ids, rows)
+            return checksums(rows, self._weights)
+        sums = torch.zeros(len(block_ids), dtype=torch.int64, device=self._device)
+        first = 0
+        for part, blocks in parts:
+            weights = self._weights[first : first + part[0].numel()]
+            copy_blocks(blocks, block_ids, part, weights, sums, to_rows=to_rows)
+            first += part[0].numel()
+        return sums
+
+
+class _Staging:
+    """Room for the blocks of one copy on the device, and in pinned memory for rows that cannot be pinned."""
+
+    def __init__(self, max_blocks: int, block_words: int, device: torch.device) -> None:
+        size = (max_blocks, block_words)
+        self.on_host = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
+        self.sums_on_host = torch.zeros(max_blocks, dtype=torch.int64, pin_memory=True)
+        self.is_done = torch.cuda.Event(blocking=True)  # the device needs nothing of this any more
+        self._ids_on_host = torch.zeros(max_blocks, dtype=torch.int64, pin_memory=True)
+        self._ids_on_device = torch.zeros(max_blocks, dtype=torch.int64, device=device)
+
+    def put_ids(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Copies them to the device, in order with the current stream: int64 [num_blocks]."""
+        ids = self._ids_on_device[: len(block_ids)]
+        self._ids_on_host[: len(block_ids)] = torch.tensor(block_ids, dtype=torch.int64)
+        return ids.copy_(self._ids_on_host[: len(block_ids)], non_blocking=True)
