@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -231,8 +232,11 @@ def measure(arguments: argparse.Namespace, *standbys: str) -> Result:
         sizes = (arguments.streams, arguments.prompt_tokens, arguments.max_tokens)
         try:
             with busy_processes(arguments.busy), Streams(cluster, *sizes) as streams:
+                end_s = time.monotonic() + arguments.seconds
                 for _ in range(arguments.kills):
                     for name, kind in kinds.items():
+                        if time.monotonic() > end_s:
+                            break
                         kill(cluster, streams, control, name, kind)
         finally:
             if arguments.log is not None:
@@ -252,6 +256,8 @@ def print_gaps(results: dict[str, Result]) -> None:
     print("|---|---|---|---|---|---|---|")
     for mode, result in results.items():
         for name, kind in result.kinds.items():
+            if not kind.gaps_s:
+                continue
             gaps = [percentile(kind.gaps_s, percent) for percent in (50, 90, 99, 100)]
             print(f"| {name} | {mode} | {len(kind.gaps_s)} | {' | '.join(f'{gap:.2f}' for gap in gaps)} |")
 
@@ -263,6 +269,8 @@ def print_timelines(results: dict[str, Result]) -> None:
     print(f"|---|{'---|' * len(phases)}")
     for mode, result in results.items():
         for name, kind in result.kinds.items():
+            if not kind.gaps_s:
+                continue
             timeline = kind.timelines[kind.gaps_s.index(percentile(kind.gaps_s, 50))]
             print(f"| {name}, standbys {mode} | {' | '.join(f'{timeline[phase]:.2f}' for phase in phases)} |")
 
@@ -291,6 +299,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--kills", type=int, default=5, help="of each kind (5)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no kill after so many seconds")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--standby", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--busy", type=int, default=2, help="processes that compete for the CPU (2)")
