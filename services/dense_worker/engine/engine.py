@@ -2,10 +2,10 @@
 
     admit → schedule → publish → collect → update → report
 
-A plan is published while the previous step still runs, so that the attention worker never waits for a plan. The thread
-handles calls from outside between two steps, while a GPU runs a step, and near the end of a long step on a CPU. Such a
-step is run in two parts, and the next plan is published between them, so that a client who comes before that waits for
-no other step.
+A plan is published while the previous step still runs, so that the attention worker never waits for a plan, but as late
+as that allows, so that a client who comes before that waits for no other step: on a GPU near the step's predicted end
+(`PlanTiming`). A long step on a CPU is run in two parts, and the next plan is published between them. The thread
+handles calls from outside between two steps, while a GPU runs a step, and between these two parts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineCounts, EngineObserver, StepStats
+from services.dense_worker.engine.plan_timing import PlanTiming
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
@@ -39,6 +40,7 @@ log = structlog.get_logger()
 
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
 _POLL_S = 20e-6  # how often to look whether a GPU has ended a step
+_LOOK_S = 0.5e-3  # the same while the next plan waits: a step may end before its predicted end
 _LONG_STEP_S = 0.012  # a quarter of it is time enough for a plan to arrive at the attention worker: about 1 ms
 _AFTER_SUSPECT_S = 0.1  # in which its token leaves the process, also on a busy machine
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
@@ -73,6 +75,7 @@ class Engine:
         self._thread = EngineThread(self._work)
         self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
+        self._timing = PlanTiming()
         self._has_run_suspect = False  # since the last opening
         self._drains = False  # starts no sequence
         for feature in features:
@@ -147,12 +150,17 @@ class Engine:
         step = next(iter(session.in_flight), None)
         try:
             self._admit(session)
+            has_waited = False
             if step is not None and self._is_long(session, step):
                 self._run_most(step)
                 self._make_calls(session)
+            elif step is not None:
+                has_waited = self._await_calls(session, step)
             published = self._schedule(session)
             if published is not None:
                 self._publish(session, published)
+                if has_waited:
+                    self._timing.note(was_late=step.running.is_done())
             self._publish_openings(session)
             if step is not None:
                 result = self._collect(session, step)
@@ -195,6 +203,23 @@ class Engine:
         """Makes the calls that have come while a step ran."""
         while self._make_call(session, 0.0):
             self._admit(session)
+
+    def _await_calls(self, session: Session, step: InFlight) -> bool:
+        """Makes the calls that come while a GPU runs the step, until the next plan must leave.
+
+        Returns whether it has waited for that.
+        """
+        assert step.running is not None, "a step is launched before it is collected"
+        if step.running.runs_when_collected:
+            return False
+        begin_s = max(session.last_end_s, step.launch_start_s)
+        leaves_s, has_waited = self._timing.leaves_at(step.published.plan.num_tokens, begin_s), False
+        while (left_s := leaves_s - time.monotonic()) > 0.0 and not step.running.is_done():
+            has_waited = True
+            if self._make_call(session, min(left_s, _LOOK_S)):
+                self._admit(session)
+                self._publish_openings(session)
+        return has_waited
 
     def _schedule(self, session: Session) -> PublishedPlan | None:
         """The next plan; None if there is none yet."""
@@ -253,6 +278,7 @@ class Engine:
     def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
         """Appends the step's tokens to their sequences."""
         session.complete(step, time.monotonic())
+        self._timing.add(step.published.plan.num_tokens, session.last_step_s)
         step.follow_up_s = result.follow_up_s
         published = step.published
         sequences = [entry.sequence for entry in published.entries]
