@@ -44,8 +44,8 @@ def every(token_id: int, count: int) -> list[int]:
 MESSAGES_4001 = [HI, {"role": "assistant", "content": "a"}] * 2000 + [HI]
 LOGITS = {
     "inputs": [
-        {"name": "input_ids", "datatype": "INT32", "shape": [1, 1200], "data": every(3, 1200)},
-        {"name": "input_lengths", "datatype": "INT32", "shape": [1, 1], "data": [1200]},
+        {"name": "input_ids", "datatype": "INT32", "shape": [1, 800], "data": every(3, 800)},
+        {"name": "input_lengths", "datatype": "INT32", "shape": [1, 1], "data": [800]},
         {"name": "request_output_len", "datatype": "INT32", "shape": [1, 1], "data": [1]},
         {"name": "return_context_logits", "datatype": "BOOL", "shape": [1, 1], "data": [True]},
     ]
@@ -67,7 +67,7 @@ HEAVY: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, status
     ),
     "log-probabilities of the vocabulary, streamed": (
         "/v1/completions",
-        {"prompt": every(5, 200), "prompt_logprobs": -1, "max_tokens": 1, "stream": True},
+        {"prompt": every(5, 100), "prompt_logprobs": -1, "max_tokens": 1, "stream": True},
         200,
     ),
     "logits as JSON": ("/v2/models/tensorrt_llm/infer", LOGITS, 200),
