@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,17 +25,24 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in python_files("services")}
 
 
-def imports_of(name: str) -> set[str]:
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    """A module's syntax tree, for all who read it."""
+    return ast.parse(MODULES[name].read_text())
+
+
+@functools.cache
+def imports_of(name: str) -> frozenset[str]:
     """The modules of services/ that a module imports, also within functions and only for type checkers."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, f"{name} imports relatively"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {full if full in MODULES else node.module for full in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {each for each in found if each.startswith("services.")} - {name}
+    return frozenset(each for each in found if each.startswith("services.")) - {name}
 
 
 def sources_of(names: Iterable[str]) -> dict[str, Path]:

@@ -26,18 +26,18 @@ LAYERS = {
 
 
 @pytest.fixture(scope="module")
-def graph() -> dict[str, set[str]]:
+def graph() -> dict[str, frozenset[str]]:
     """What each module imports. To read all takes seconds, which only the process that runs these tests needs."""
     return {name: imports_of(name) for name in MODULES}
 
 
-def test_the_graph_contains_imports_in_functions_and_for_types(graph: dict[str, set[str]]) -> None:
+def test_the_graph_contains_imports_in_functions_and_for_types(graph: dict[str, frozenset[str]]) -> None:
     assert "services.rpc.otel" in graph["services.rpc.tracing"], "imported in a function"
     assert "services.gateway.link.journal_entry" in graph["services.gateway.link.stream_sequences"]
     assert "services.step.plan" in graph["services.step.codec"]
 
 
-def test_no_cyclic_imports(graph: dict[str, set[str]]) -> None:
+def test_no_cyclic_imports(graph: dict[str, frozenset[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -45,7 +45,7 @@ def test_no_cyclic_imports(graph: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize("package", sorted(LAYERS))
-def test_a_package_imports_only_those_below_it(package: str, graph: dict[str, set[str]]) -> None:
+def test_a_package_imports_only_those_below_it(package: str, graph: dict[str, frozenset[str]]) -> None:
     allowed = LAYERS[package] | {package}
     wrong = [
         f"{name} imports {imported}"
@@ -57,5 +57,5 @@ def test_a_package_imports_only_those_below_it(package: str, graph: dict[str, se
     assert not wrong
 
 
-def test_every_package_has_its_layer(graph: dict[str, set[str]]) -> None:
+def test_every_package_has_its_layer(graph: dict[str, frozenset[str]]) -> None:
     assert {name.split(".")[1] for name in graph if "." in name} | {"pb"} == set(LAYERS)

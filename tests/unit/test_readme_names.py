@@ -7,8 +7,6 @@ import re
 from itertools import chain
 from pathlib import Path
 
-import pytest
-
 from services.common.config import Config
 from tests.support.cluster import REPOSITORY
 from tests.support.documents import (
@@ -23,11 +21,16 @@ from tests.support.documents import (
 NUM_STAGES = 15  # the minimum for a token's life
 
 
-@pytest.mark.parametrize(("path", "name"), sorted(set(chain.from_iterable(map(function_references, PAGES)))))
-def test_a_named_function_is_in_its_file(path: str, name: str) -> None:
-    tree = ast.parse(_find(path).read_text())
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    assert name in {node.name for node in ast.walk(tree) if isinstance(node, definitions)}
+def test_a_named_function_is_in_its_file() -> None:
+    named = set(chain.from_iterable(map(function_references, PAGES)))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = {
+        (path, node.name)
+        for path in {path for path, _ in named}
+        for node in ast.walk(ast.parse(_find(path).read_text()))
+        if isinstance(node, kinds)
+    }
+    assert named and not named - defined
 
 
 def test_every_stage_of_a_token_names_one_function() -> None:
@@ -36,22 +39,24 @@ def test_every_stage_of_a_token_names_one_function() -> None:
     assert stages == [f"`{path}:{name}`" for path, name in function_references(LIFE_OF_A_TOKEN)]
 
 
-@pytest.mark.parametrize("path", sorted(set(chain.from_iterable(map(mentioned_paths, PAGES)))))
-def test_a_named_file_exists(path: str) -> None:
-    _find(path)
+def test_a_named_file_exists() -> None:
+    paths = set(chain.from_iterable(map(mentioned_paths, PAGES)))
+    assert paths
+    for path in paths:
+        _find(path)
 
 
-@pytest.mark.parametrize(
-    "setting", sorted({setting for page in PAGES for setting in mentioned_settings(page, Config.model_fields)})
-)
-def test_a_named_setting_exists(setting: str) -> None:
-    section, key = setting.split(".")
-    assert key in type(getattr(Config(), section)).model_fields
+def test_a_named_setting_exists() -> None:
+    settings = {setting for page in PAGES for setting in mentioned_settings(page, Config.model_fields)}
+    config = Config()
+    existing = {f"{name}.{key}" for name in Config.model_fields for key in type(getattr(config, name)).model_fields}
+    assert settings and not settings - existing
 
 
-@pytest.mark.parametrize("target", sorted(set(chain.from_iterable(map(mentioned_make_targets, PAGES)))))
-def test_a_named_make_target_is_in_the_makefile(target: str) -> None:
-    assert f"\n{target}:" in (REPOSITORY / "Makefile").read_text()
+def test_a_named_make_target_is_in_the_makefile() -> None:
+    targets = set(chain.from_iterable(map(mentioned_make_targets, PAGES)))
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert targets and not [target for target in targets if f"\n{target}:" not in makefile]
 
 
 def _find(path: str) -> Path:

@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
-from tests.support.imports import MODULES, imports_of
+from tests.support.imports import MODULES, imports_of, tree_of
 
 FEWEST_LINES = 40
 # Modules that list parts of one kind: each part is a file of its own, however short.
@@ -27,8 +27,7 @@ def importers() -> dict[str, set[str]]:
 
 def imports_at_start(name: str) -> set[str]:
     """The modules that a module imports when it is imported, and not in a function, as what is not always there."""
-    body = ast.parse(MODULES[name].read_text()).body
-    return {node.module for node in body if isinstance(node, ast.ImportFrom) and node.module is not None}
+    return {node.module for node in tree_of(name).body if isinstance(node, ast.ImportFrom) and node.module is not None}
 
 
 def test_what_is_short_and_imported_once_is_part_of_its_importer() -> None:
@@ -52,8 +51,8 @@ def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Async
 def test_what_is_public_says_what_a_caller_must_know() -> None:
     silent = [
         f"{name}: {node.name} in line {node.lineno}"
-        for name, path in MODULES.items()
-        for node in public_definitions(ast.parse(path.read_text()))
+        for name in MODULES
+        for node in public_definitions(tree_of(name))
         if not ast.get_docstring(node)
     ]
     assert not silent
