@@ -16,6 +16,7 @@ from services.gateway.text.deltas import CallEnd, Delta
 from services.gateway.text.tools.formats import FORMATS
 from services.gateway.text.tools.tool import read_tools
 from services.gateway.text.tools.unfinished_value import unfinished_to_json
+from tests.support.examples import examples
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}}
 TOOLS = read_tools(
@@ -117,7 +118,7 @@ def begins(part: Any, whole: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6, 3), deadline=None)
 @given(calls=CALLS, size=st.integers(1, 9))
 def test_an_answer_cut_at_any_character_is_a_beginning(name: str, calls: list[Call], size: int) -> None:
     format_name, write, _ = WRITERS[name]
