@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,3 +58,17 @@ def sources_of(names: Iterable[str]) -> dict[str, Path]:
         found[name] = MODULES[name]
         waiting += [*imports_of(name), name.rpartition(".")[0]]
     return found
+
+
+@contextlib.contextmanager
+def as_in_a_new_process() -> Iterator[None]:
+    """Within, modules of services/ are read again when they are imported, as by a process that imports them first."""
+    before = {name: module for name, module in sys.modules.items() if name in MODULES}
+    for name in before:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in MODULES:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)

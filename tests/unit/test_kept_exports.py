@@ -13,7 +13,7 @@ import pytest
 from services.dense_worker.tensorrt import onnx_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from tests.support.dense.kept_exports import MAX_UNUSED_S, KeptFiles
-from tests.support.imports import MODULES, sources_of
+from tests.support.imports import MODULES, as_in_a_new_process, sources_of
 
 
 class Maker:
@@ -66,16 +66,9 @@ def test_what_was_not_used_for_a_day_is_removed(tmp_path: Path) -> None:
 
 def test_the_sources_contain_all_that_an_export_and_a_build_import() -> None:
     names = onnx_segments.__name__, TensorRT.__module__
-    before = {name: module for name, module in sys.modules.items() if name == "services" or name in MODULES}
-    for name in before:
-        del sys.modules[name]
-    try:
+    with as_in_a_new_process():
         for name in names:
             importlib.import_module(name)
         own = {name for name in sys.modules if name in MODULES}
-    finally:
-        for name in MODULES:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
     assert len(own) > 50 and own <= sources_of(names).keys()
     assert not [name for name in sources_of(names) if name.startswith("services.gateway")]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
-import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -31,6 +31,7 @@ from services.dense_worker.tensorrt.export_check import OneSequenceAttention, gr
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.onnx_segments import TracedSegment, export_networks, export_segment
 from tests.support.dense.steps import make_noisy, relative_error
+from tests.support.imports import as_in_a_new_process
 from tests.support.model_configs import VARIANTS, small_config, write_config
 from tests.support.models import make_model_dir
 
@@ -373,8 +374,10 @@ def test_missing_packages_are_named(
         OnnxRuntimeBackend({}, empty_weights(config_of("llama"), torch.float32, CPU))
 
 
-def test_the_commands_and_the_worker_start_without_the_optional_packages() -> None:
-    code = "import sys; sys.modules |= dict.fromkeys(('onnx', 'onnxruntime', 'tensorrt'))\n"
-    code += "import services.dense_worker.service\n"
-    code += "from services.dense_worker.tensorrt import build, export\n"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[4], timeout=60)
+def test_the_commands_and_the_worker_start_without_the_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    optional = ("onnx", "onnxruntime", "tensorrt")
+    for name in {*optional, *(each for each in sys.modules if each.partition(".")[0] in optional)}:
+        monkeypatch.setitem(sys.modules, name, None)  # so that its import fails
+    with as_in_a_new_process():
+        for name in ("service", "tensorrt.build", "tensorrt.export"):
+            importlib.import_module(f"services.dense_worker.{name}")
