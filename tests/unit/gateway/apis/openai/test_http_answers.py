@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import httpx2
@@ -152,30 +153,28 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_choices_are_numbered_prompt_by_prompt(kind: str, is_stream: bool, tmp_path: Path) -> None:
-    prompt, expected = PROMPTS[kind]
+def test_choices_are_numbered_prompt_by_prompt(tmp_path: Path) -> None:
     n = 3
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        body = {"prompt": prompt, "max_tokens": 2, "n": n, "stream": is_stream, "return_token_ids": True}
-        if is_stream:
-            body["stream_options"] = {"include_usage": True}
-        response = await client.post("/v1/completions", json=body)
-        objects = events(response.text) if is_stream else [response.json()]
-        token_ids: dict[int, list[int]] = {}
-        for each in objects:
-            for choice in each["choices"]:
-                token_ids.setdefault(choice["index"], []).extend(choice.get("token_ids", ()))
-        # Each answer consists of the prompt's first token and its number of tokens.
-        assert token_ids == {
-            index * n + j: [prompt_ids[0], len(prompt_ids)]
-            for index, prompt_ids in enumerate(expected)
-            for j in range(n)
-        }
-        assert objects[-1]["usage"]["prompt_tokens"] == sum(map(len, expected))
-        assert objects[-1]["usage"]["completion_tokens"] == 2 * n * len(expected)
+        for (prompt, expected), is_stream in itertools.product(PROMPTS.values(), [False, True]):
+            body = {"prompt": prompt, "max_tokens": 2, "n": n, "stream": is_stream, "return_token_ids": True}
+            if is_stream:
+                body["stream_options"] = {"include_usage": True}
+            response = await client.post("/v1/completions", json=body)
+            objects = events(response.text) if is_stream else [response.json()]
+            token_ids: dict[int, list[int]] = {}
+            for each in objects:
+                for choice in each["choices"]:
+                    token_ids.setdefault(choice["index"], []).extend(choice.get("token_ids", ()))
+            # Each answer consists of the prompt's first token and its number of tokens.
+            assert token_ids == {
+                index * n + j: [prompt_ids[0], len(prompt_ids)]
+                for index, prompt_ids in enumerate(expected)
+                for j in range(n)
+            }, (prompt, is_stream)
+            assert objects[-1]["usage"]["prompt_tokens"] == sum(map(len, expected))
+            assert objects[-1]["usage"]["completion_tokens"] == 2 * n * len(expected)
 
     dense = FakeDense(lambda submit: [submit.spec.prompt_token_ids[0], len(submit.spec.prompt_token_ids)])
     with_client(tmp_path, dense, test)

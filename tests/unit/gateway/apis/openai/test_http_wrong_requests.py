@@ -9,7 +9,16 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.clients.http_gateway import CHAT, CHATS, COMPLETIONS, PROMPT, USER, check_error, with_client
+from tests.support.clients.http_gateway import (
+    CHAT,
+    CHATS,
+    COMPLETIONS,
+    PROMPT,
+    USER,
+    answers_to,
+    check_error,
+    with_client,
+)
 from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
@@ -218,24 +227,21 @@ def test_a_context_overflow_has_the_error_that_clients_recognise(tmp_path: Path)
 LONG_TEXT = "é" * 500_000
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"model": LONG_TEXT},
-        {"user": LONG_TEXT},
-        {"cache_salt": LONG_TEXT},
-        {"logit_bias": {LONG_TEXT: 1}},
-        {"logit_bias": {LONG_TEXT: "x"}},
-        {"stream_options": {LONG_TEXT: LONG_TEXT}},
-        {"temperature": LONG_TEXT},
-        {"temperature": [[[[["x" * 60] * 6] * 6] * 6] * 6] * 6},
-    ],
-)
-def test_an_error_repeats_little_of_the_request(tmp_path: Path, fields: dict[str, Any]) -> None:
-    async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
-        response = await client.post(COMPLETIONS, json={**PROMPT, **fields})
+LONG_FIELDS: list[dict[str, Any]] = [
+    {"model": LONG_TEXT},
+    {"user": LONG_TEXT},
+    {"cache_salt": LONG_TEXT},
+    {"logit_bias": {LONG_TEXT: 1}},
+    {"logit_bias": {LONG_TEXT: "x"}},
+    {"stream_options": {LONG_TEXT: LONG_TEXT}},
+    {"temperature": LONG_TEXT},
+    {"temperature": [[[[["x" * 60] * 6] * 6] * 6] * 6] * 6},
+]
+
+
+def test_an_error_repeats_little_of_the_request(tmp_path: Path) -> None:
+    bodies = [{**PROMPT, **fields} for fields in LONG_FIELDS]
+    for response in answers_to(tmp_path, FakeDense(lambda _: []), COMPLETIONS, bodies):
         assert response.status_code in (400, 404)
         assert len(response.content) < 2000
         assert len(json.dumps(dict(response.headers))) < 1000
-
-    with_client(tmp_path, FakeDense(lambda _: []), test)
