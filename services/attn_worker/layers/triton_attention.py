@@ -1,4 +1,4 @@
-"""Paged attention on CUDA with Triton kernels: one launch per layer for decode rows, two more for prompts.
+"""Paged attention on CUDA with Triton kernels: one launch per layer for decode rows, two or three more for prompts.
 
 Everything that the kernels read about a step lies in one int32 buffer on the device, which one asynchronous copy in
 `begin_step` fills. Called by the engine thread alone; all work goes to the current stream.
@@ -38,9 +38,17 @@ from services.attn_worker.layers.mha.triton_prefill import (
 )
 from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, append_prefill
 from services.attn_worker.layers.mha.triton_scores import ScoreOptions
+from services.attn_worker.layers.mha.triton_short_chunks import (
+    MAX_SHORT_CHUNK,
+    ChunkTiles,
+    attend_short_chunks,
+    choose_chunk_tiles,
+)
 from services.attn_worker.layers.mha.work_items import (
     NUM_FIELDS,
+    ChunkRows,
     DecodeRows,
+    chunk_items,
     fill_decode_items,
     prefill_items,
 )
@@ -52,6 +60,7 @@ from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, RopeConfig
 
 _DECODE_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
+_KEYS_PER_QUERY = 4  # at least, in a piece of a short chunk's context; smaller pieces cost more in merging
 _RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables may be stored without padding
 
 
@@ -64,13 +73,20 @@ class LayerKernels:
     decode: Callable[..., None]  # rows of sequences with one token: appends and attends
     append: Callable[..., None]  # the other rows
     attend: Callable[..., None]  # for the other rows, whose keys have been appended
+    # For those of them that belong to short chunks; None: `attend` takes these, too.
+    attend_short_chunks: Callable[..., None] | None
 
 
 PLAIN_KERNELS = LayerKernels(
-    choose_decode_tiles, choose_prefill_tiles, decode_attention, append_prefill, prefill_attention
+    choose_decode_tiles,
+    choose_prefill_tiles,
+    decode_attention,
+    append_prefill,
+    prefill_attention,
+    attend_short_chunks,
 )
 LATENT_KERNELS = LayerKernels(
-    choose_latent_decode_tiles, choose_latent_prefill_tiles, decode_latent, append_latent, prefill_latent
+    choose_latent_decode_tiles, choose_latent_prefill_tiles, decode_latent, append_latent, prefill_latent, None
 )
 
 
@@ -78,10 +94,18 @@ LATENT_KERNELS = LayerKernels(
 class _Prefill:
     """The inputs of the kernels for rows of prompts, in the layers of one group."""
 
-    items: dict[int, torch.Tensor]  # int32 [num_items, NUM_FIELDS], by the number of their rows
     slots: torch.Tensor  # int32 [num_tokens], -1 for decode rows
     angle_rows: torch.Tensor  # int32 [num_tokens]
-    tiles: dict[_KernelKind, PrefillTiles]
+    items: dict[int, torch.Tensor]  # of long chunks, int32 [num_items, NUM_FIELDS], by the number of their rows
+    tiles: dict[_KernelKind, PrefillTiles]  # for long chunks; empty: there are none
+
+
+@dataclass(frozen=True, slots=True)
+class _ShortChunks:
+    """The inputs of the kernel for short chunks, in the layers of all groups."""
+
+    tiles: dict[_KernelKind, ChunkTiles]
+    items: dict[tuple[_ItemKind, int], torch.Tensor]  # int32 [num_items, NUM_FIELDS], by kind and tokens of a tile
 
 
 class _KernelKind(NamedTuple):
@@ -155,6 +179,9 @@ class TritonAttention:
             self._kernels, programs_per_item = LATENT_KERNELS, decode_load(config.num_heads, dtype)
             angles_config = replace(config, head_dim=config.rope.rotary_dim)
         self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * self._num_sms // programs_per_item)
+        # Streamed texts have windows, so that their contexts are never long.
+        has_short_chunks = self._kernels.attend_short_chunks is not None and not options.num_sink_tokens
+        self._max_short_chunk = MAX_SHORT_CHUNK if has_short_chunks else 0
         self._kernel_kinds = [
             _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
         ]
@@ -172,6 +199,7 @@ class TritonAttention:
             + num_groups * max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
             # Prefill items, and arrays with one element per token.
             + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 3 + num_groups)
+            + self._num_chunk_entries(max_num_tokens)
             + TABLE_SLACK
         )
         self.storage = BlockStorage(spec, spec.head_major_block, device)
@@ -184,6 +212,7 @@ class TritonAttention:
                 torch.empty(max_num_items, config.num_heads, device=device),
                 torch.zeros(max_num_items, most_kv_heads, dtype=torch.int32, device=device),
             )
+            self._chunk_workspace = self._make_chunk_workspace(most_kv_heads, device)
             self._angles: RopeAngles | StreamingAngles
             if options.num_sink_tokens:
                 last_place = options.num_sink_tokens + spec.window - 1
@@ -236,7 +265,7 @@ class TritonAttention:
         angle_rows = self._angles.write(step, upload)
         by_group = list(zip(parts, table_starts, strict=True))
         decodes = [_decode_rows(part, starts, angle_rows, padded) for part, starts in by_group]
-        self._decode_items, self._prefills = None, []
+        self._decode_items, self._prefills, self._short_chunks = None, [], None
         if len(decodes[0].rows):
             self._decode_tiles = self._choose_decode_tiles(padded)
             piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
@@ -247,7 +276,11 @@ class TritonAttention:
             self._decode_items = {kind: on_device for kind, (_, on_device) in decode_items.items()}
         if num_tokens > num_seqs:
             rows = self._send(angle_rows)
-            self._prefills = [self._write_prefill(part, starts, rows) for part, starts in by_group]
+            chunks = [_chunk_rows(part, starts) for part, starts in by_group]
+            self._prefills = [
+                self._write_prefill(part, each, rows) for part, each in zip(parts, chunks, strict=True)
+            ]
+            self._short_chunks = self._write_short_chunks(chunks)
         upload.send()
         self._angles.compute()
 
@@ -275,38 +308,61 @@ class TritonAttention:
             )
         if self._prefills:
             prefill = self._prefills[self._item_kinds[layer].group]
-            rows, tiles = prefill.angle_rows, prefill.tiles[kernel_kind]
+            rows = prefill.angle_rows
             if heads.kv_layer is None:
                 self._kernels.append(qkv, cache, scales, angles, rows, prefill.slots, pairs)
-            self._kernels.attend(
-                qkv,
-                out,
-                cache,
-                scales,
-                angles,
-                rows,
-                prefill.items[tiles.block_m],
-                self._block_tables,
-                window,
-                tiles,
-                scores,
-                pairs,
-            )
+            if prefill.tiles:
+                tiles = prefill.tiles[kernel_kind]
+                self._kernels.attend(
+                    qkv,
+                    out,
+                    cache,
+                    scales,
+                    angles,
+                    rows,
+                    prefill.items[tiles.block_m],
+                    self._block_tables,
+                    window,
+                    tiles,
+                    scores,
+                    pairs,
+                )
+            if self._short_chunks is not None:
+                chunk_tiles = self._short_chunks.tiles[kernel_kind]
+                self._kernels.attend_short_chunks(
+                    qkv,
+                    out,
+                    cache,
+                    scales,
+                    angles,
+                    rows,
+                    self._short_chunks.items[self._item_kinds[layer], chunk_tiles.num_tokens],
+                    self._block_tables,
+                    self._chunk_workspace,
+                    window,
+                    chunk_tiles,
+                    scores,
+                    pairs,
+                )
 
     @torch.inference_mode()
     def _compile_prompts(self, max_model_len: int) -> None:
         """Runs the prefill kernels on a sequence in the null block, so that no request waits for the compiler."""
-        config, caches = self._config, self._caches
-        qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=caches[0].device)
-        out = torch.empty(2, config.attn_size, dtype=self._dtype, device=caches[0].device)
         kinds = zip(self._item_kinds, self._kernel_kinds, self._pairs, strict=True)
         layers = {kind: layer for layer, kind in enumerate(kinds)}.values()
-        for context_len in {min(length, max_model_len) for length in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}:
-            num_tokens, length = np.full(1, 2), np.full(1, context_len)
+        chunk = self._max_short_chunk + 2
+        chunks = {(chunk, context_len) for context_len in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}
+        if self._max_short_chunk:  # which have tiles of few and of many rows
+            chunks |= {(2, 2), (self._max_short_chunk, self._max_short_chunk)}
+        most, device = min(self._max_num_tokens, max_model_len), self._caches[0].device
+        for num_tokens, context_len in {(min(each, most), min(length, max_model_len)) for each, length in chunks}:
+            qkv = torch.zeros(num_tokens, self._config.qkv_size, dtype=self._dtype, device=device)
+            out = torch.empty(num_tokens, self._config.attn_size, dtype=self._dtype, device=device)
+            counts, lengths = np.full(1, num_tokens), np.full(1, context_len)
             width, step = -(-context_len // self._block_size), None
             for group in reversed(range(self._spec.num_groups)):
                 table = np.full((1, width), self._spec.num_blocks_of(group), np.int32)
-                step = build_step_metadata(num_tokens, length - 2, length, table, self._block_size, windows=step)
+                step = build_step_metadata(counts, lengths - counts, lengths, table, self._block_size, windows=step)
             self.begin_step(step)
             for layer in layers:
                 self.forward(layer, qkv, out)
@@ -353,25 +409,69 @@ class TritonAttention:
         np.concatenate(flat, out=host[:size])
         return device, all_starts
 
-    def _write_prefill(
-        self, step: StepMetadata, table_starts: np.ndarray, angle_rows: torch.Tensor
-    ) -> _Prefill:
-        num_tokens = step.num_tokens
-        is_prefill = num_tokens > 1
-        max_context_len = int(step.context_lens[is_prefill].max())
+    def _write_prefill(self, step: StepMetadata, chunks: ChunkRows, angle_rows: torch.Tensor) -> _Prefill:
+        is_prefill = np.repeat(step.num_tokens > 1, step.num_tokens)
+        slots = self._send(np.where(is_prefill, step.slot_mapping, -1))
+        long_chunks = chunks.select(chunks.num_tokens > max(self._max_short_chunk, 1))
+        if not len(long_chunks.num_tokens):
+            return _Prefill(slots, angle_rows, {}, {})
+        max_context_len = int(long_chunks.context_lens.max())
         tiles = {
             kind: self._kernels.choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
             for kind in self._distinct_kernel_kinds
         }
-        first_rows = np.cumsum(num_tokens) - num_tokens
-        slots = np.where(np.repeat(is_prefill, num_tokens), step.slot_mapping, -1)
-
-        def items(block_m: int) -> np.ndarray:
-            sequences = (first_rows, num_tokens, step.context_lens, table_starts)
-            return prefill_items(*(array[is_prefill] for array in sequences), block_m)
-
         sizes = dict.fromkeys(each.block_m for each in tiles.values())
-        return _Prefill({size: self._send(items(size)) for size in sizes}, self._send(slots), angle_rows, tiles)
+        items = {size: self._send(prefill_items(long_chunks, size)) for size in sizes}
+        return _Prefill(slots, angle_rows, items, tiles)
+
+    def _write_short_chunks(self, chunks: Sequence[ChunkRows]) -> _ShortChunks | None:
+        """`chunks`: of all sequences, for each group."""
+        is_short = (chunks[0].num_tokens > 1) & (chunks[0].num_tokens <= self._max_short_chunk)
+        if not is_short.any():
+            return None
+        short = [each.select(is_short) for each in chunks]
+        tiles = self._choose_chunk_tiles(int(short[0].num_tokens.max()))
+        piece_tile = max(each.block_n for each in tiles.values())
+        min_piece = _KEYS_PER_QUERY * max(each.num_rows for each in tiles.values())
+        items = {}
+        for kind in self._distinct_item_kinds:
+            for size in dict.fromkeys(each.num_tokens for each in tiles.values()):
+                splitting = (kind.window, size, self._max_num_pieces, min_piece, piece_tile)
+                items[kind, size] = self._send(chunk_items(short[kind.group], *splitting))
+        return _ShortChunks(tiles, items)
+
+    def _choose_chunk_tiles(self, max_num_tokens: int) -> dict[_KernelKind, ChunkTiles]:
+        return {
+            kind: choose_chunk_tiles(
+                kind.head_dim,
+                self._dtype,
+                kind.cache_dtype,
+                self._config.num_heads // kind.num_kv_heads,
+                max_num_tokens,
+            )
+            for kind in self._distinct_kernel_kinds
+        }
+
+    def _num_chunk_entries(self, max_num_tokens: int) -> int:
+        """The most int32 elements that the items of short chunks take in a step."""
+        if not self._max_short_chunk:
+            return 0
+        num_arrays = len(self._distinct_item_kinds) * len(self._distinct_kernel_kinds)
+        return num_arrays * (max_num_tokens + self._max_num_pieces) * NUM_FIELDS
+
+    def _make_chunk_workspace(self, most_kv_heads: int, device: torch.device) -> DecodeWorkspace | None:
+        if not self._max_short_chunk:
+            return None
+        num_items = 2 * self._max_num_pieces  # that are split, see `chunk_items`
+        rows, sizes = [], []
+        for kind, tiles in self._choose_chunk_tiles(self._max_short_chunk).items():
+            rows.append(kind.num_kv_heads * tiles.num_rows)
+            sizes.append(rows[-1] * kind.head_dim)
+        return DecodeWorkspace(
+            torch.empty(num_items, max(sizes), device=device),
+            torch.empty(num_items, max(rows), device=device),
+            torch.zeros(num_items, most_kv_heads, dtype=torch.int32, device=device),
+        )
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         """Puts an array into the step's upload."""
@@ -384,6 +484,11 @@ def _pairs_of(rope: RopeConfig, head_dim: int, rotates_pairs: bool) -> RotaryPai
     """None: whole heads, dimensions half a head apart."""
     is_plain = rope.rotary_dim == head_dim and not rotates_pairs
     return None if is_plain else RotaryPairs(rope.rotary_dim, rotates_pairs)
+
+
+def _chunk_rows(step: StepMetadata, table_starts: np.ndarray) -> ChunkRows:
+    """The rows of all sequences."""
+    return ChunkRows(np.cumsum(step.num_tokens) - step.num_tokens, step.num_tokens, step.context_lens, table_starts)
 
 
 def _decode_rows(

@@ -210,7 +210,7 @@ def _prefill_kernel(
         else:
             far_query = join_halves(to_factor(far_1, dtype), to_factor(far_2, dtype))
         num_far = tl.minimum(tl.maximum(end - WINDOW, 0), NUM_SINK_TOKENS)
-        acc, exp_sum, log_max = _attend(
+        acc, exp_sum, log_max = attend_tiles(
             acc, exp_sum, log_max, far_query, cache, scales, table, kv_head, positions, 0,
             num_far, end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
             HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, 1, slope, RAW_SCALE, SOFTCAP, has_alibi, NUM_SINK_TOKENS,
@@ -221,17 +221,17 @@ def _prefill_kernel(
     if WINDOW > 0:
         seen_by_first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         full_start = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
-        acc, exp_sum, log_max = _attend(
+        acc, exp_sum, log_max = attend_tiles(
             acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, seen_by_first,
             tl.minimum(full_start, full_end), end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE,
             HEAD_DIM, HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
         )  # fmt: skip
-    acc, exp_sum, log_max = _attend(
+    acc, exp_sum, log_max = attend_tiles(
         acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_start,
         full_end, end, False, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
-    acc, exp_sum, log_max = _attend(
+    acc, exp_sum, log_max = attend_tiles(
         acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_end,
         end, end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
@@ -248,7 +248,7 @@ def _prefill_kernel(
 
 
 @triton.jit
-def _attend(
+def attend_tiles(
     acc,
     exp_sum,
     log_max,

@@ -1,7 +1,7 @@
 """Splits the attention of one step into equal pieces of GPU work. Plain numpy, once per step.
 
 An *item* is a row of int32 that tells one kernel program its work. This module fixes the order of the columns, which
-the kernels of `triton_decode.py` and `triton_prefill.py` read.
+the kernels of `triton_decode.py`, `triton_prefill.py` and `triton_short_chunks.py` read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,23 @@ import numpy as np
 NUM_FIELDS = 8  # int32 columns of an item
 NO_ITEM = -1  # in the first column: the item has no work
 
-_MIN_CHUNK = 64  # keys; smaller pieces cost more in merging than they gain
+_MIN_PIECE = 64  # keys; smaller pieces cost more in merging than they gain
+_MAX_PIECES = 32  # of one block of queries in a short chunk, which one program merges
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The chunks of some sequences in the step; integer arrays [num_seqs]."""
+
+    first_rows: np.ndarray  # rows of qkv and out
+    num_tokens: np.ndarray
+    context_lens: np.ndarray  # including this step's tokens
+    table_starts: np.ndarray  # index of the sequence's first block in the flat block tables
+
+    def select(self, is_selected: np.ndarray) -> ChunkRows:
+        """The chunks where `is_selected`, bool [num_seqs], is true."""
+        columns = (self.first_rows, self.num_tokens, self.context_lens, self.table_starts)
+        return ChunkRows(*(column[is_selected] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +59,7 @@ def fill_decode_items(
     first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     first_tiles = first_keys // tile * tile
     lengths = ends - first_tiles
-    chunk = max(_MIN_CHUNK, -(-int(lengths.sum()) // num_pieces))
-    counts = -(-lengths // chunk)
-    sizes = -(-lengths // np.maximum(counts * tile, 1)) * tile
-    counts = np.maximum(-(-lengths // np.maximum(sizes, 1)), 1)
-
+    counts, sizes = _split(lengths, num_pieces, _MIN_PIECE, tile)
     order = np.argsort(-sizes, kind="stable")
     ordered_counts = counts[order]
     num_items = int(ordered_counts.sum())
@@ -72,23 +84,67 @@ def fill_decode_items(
     items[num_items:, 0] = NO_ITEM
 
 
-def prefill_items(
-    first_rows: np.ndarray,  # int [num_seqs], rows of qkv and out
-    num_tokens: np.ndarray,  # int [num_seqs]
-    context_lens: np.ndarray,  # int [num_seqs], including this step's tokens
-    table_starts: np.ndarray,  # int [num_seqs]
-    block_m: int,
+def chunk_items(
+    chunks: ChunkRows, window: int | None, block_m: int, num_pieces: int, min_piece: int, tile: int
 ) -> np.ndarray:
+    """Items of up to `block_m` tokens of one sequence and a piece of their keys, int32 [num_items, NUM_FIELDS].
+
+    Columns: first row, number of rows, position of the first row, table_start, first key, end of the keys, first item
+    of these rows, number of their items. A piece has at least `min_piece` keys and consists of whole tiles, except the
+    last one. First come rows with several pieces, at most 2 * `num_pieces` items, and long pieces before short ones.
+    """
+    tokens = _token_blocks(chunks, block_m)
+    firsts, counts, positions = tokens.first_rows, tokens.num_tokens, tokens.context_lens - tokens.num_tokens
+    lowest = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
+    first_tiles = lowest // tile * tile
+    num_items, sizes = _split(tokens.context_lens - first_tiles, num_pieces, min_piece, tile, _MAX_PIECES)
+
+    order = np.lexsort((-sizes, num_items == 1))
+    ordered = num_items[order]
+    owners = np.repeat(order, ordered)
+    first_items = np.repeat(np.cumsum(ordered) - ordered, ordered)
+    starts = first_tiles[owners] + (np.arange(len(owners)) - first_items) * sizes[owners]
+    items = np.empty((len(owners), NUM_FIELDS), np.int32)
+    items[:, 0] = firsts[owners]
+    items[:, 1] = counts[owners]
+    items[:, 2] = positions[owners]
+    items[:, 3] = tokens.table_starts[owners]
+    items[:, 4] = starts
+    items[:, 5] = np.minimum(starts + sizes[owners], tokens.context_lens[owners])
+    items[:, 6] = first_items
+    items[:, 7] = num_items[owners]
+    return items
+
+
+def prefill_items(chunks: ChunkRows, block_m: int) -> np.ndarray:
     """Items of up to `block_m` queries of one sequence, int32 [num_items, NUM_FIELDS], longest work first.
 
     Columns: first row, number of rows, position of the first row, table_start; the others are unused.
     """
-    counts = -(-num_tokens // block_m)
+    tokens = _token_blocks(chunks, block_m)
+    items = np.zeros((len(tokens.num_tokens), NUM_FIELDS), np.int32)
+    items[:, 0] = tokens.first_rows
+    items[:, 1] = tokens.num_tokens
+    items[:, 2] = tokens.context_lens - tokens.num_tokens
+    items[:, 3] = tokens.table_starts
+    return items[np.argsort(-items[:, 2], kind="stable")]
+
+
+def _token_blocks(chunks: ChunkRows, block_m: int) -> ChunkRows:
+    """The chunks in blocks of up to `block_m` tokens; the context of a block ends with its last token."""
+    counts = -(-chunks.num_tokens // block_m)
     owners = np.repeat(np.arange(len(counts)), counts)
     offsets = (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]) * block_m
-    items = np.zeros((len(owners), NUM_FIELDS), np.int32)
-    items[:, 0] = first_rows[owners] + offsets
-    items[:, 1] = np.minimum(num_tokens[owners] - offsets, block_m)
-    items[:, 2] = (context_lens - num_tokens)[owners] + offsets
-    items[:, 3] = table_starts[owners]
-    return items[np.argsort(-items[:, 2], kind="stable")]
+    num_tokens = np.minimum(chunks.num_tokens[owners] - offsets, block_m)
+    ends = (chunks.context_lens - chunks.num_tokens)[owners] + offsets + num_tokens
+    return ChunkRows(chunks.first_rows[owners] + offsets, num_tokens, ends, chunks.table_starts[owners])
+
+
+def _split(
+    lengths: np.ndarray, num_pieces: int, min_piece: int, tile: int, max_pieces: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The number of pieces of each length, at least 1, and their size: whole tiles of about total / num_pieces keys."""
+    piece = max(min_piece, -(-int(lengths.sum()) // num_pieces))
+    counts = np.minimum(-(-lengths // piece), max_pieces or num_pieces)
+    sizes = -(-lengths // np.maximum(counts * tile, 1)) * tile
+    return np.maximum(-(-lengths // np.maximum(sizes, 1)), 1), sizes

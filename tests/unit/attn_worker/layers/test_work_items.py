@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from services.attn_worker.layers.mha.work_items import (
     NO_ITEM,
     NUM_FIELDS,
+    ChunkRows,
     DecodeRows,
+    chunk_items,
     fill_decode_items,
     prefill_items,
 )
@@ -76,7 +78,7 @@ def test_one_long_sequence_among_short_ones_is_split_and_comes_first() -> None:
 def test_prefill_items_contain_each_query_once(block_m: int) -> None:
     num_tokens, context_lens = np.array([1, 64, 200, 17]), np.array([1, 64, 900, 40])
     first_rows, table_starts = np.array([5, 6, 70, 270]), np.array([0, 10, 20, 30])
-    items = prefill_items(first_rows, num_tokens, context_lens, table_starts, block_m)
+    items = prefill_items(ChunkRows(first_rows, num_tokens, context_lens, table_starts), block_m)
     assert (items[:, 1] <= block_m).all() and (np.diff(items[:, 2]) <= 0).all()
     covered = [
         (row, position, table)
@@ -95,3 +97,43 @@ def test_prefill_items_contain_each_query_once(block_m: int) -> None:
         for index in range(num_tokens[seq])
     ]
     assert sorted(covered) == expected
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 5000)), min_size=1, max_size=8),
+    window=st.none() | st.integers(1, 3000),
+    block_m=st.sampled_from([1, 4, 16, 64]),
+    num_pieces=st.integers(1, 40),
+    tile=st.sampled_from([16, 32, 64]),
+)
+def test_chunk_items_cover_the_keys_that_each_row_sees(
+    chunks: list[tuple[int, int]], window: int | None, block_m: int, num_pieces: int, tile: int
+) -> None:
+    num_tokens, contexts = np.array(chunks).T
+    first_rows, tables = np.cumsum(num_tokens) - num_tokens, np.arange(len(chunks)) * 1000
+    items = chunk_items(
+        ChunkRows(first_rows, num_tokens, contexts + num_tokens, tables), window, block_m, num_pieces, 4 * tile, tile
+    )
+    assert len(items) <= num_tokens.sum() + num_pieces
+    is_split = items[:, 7] > 1
+    assert is_split.sum() <= 2 * num_pieces and (np.diff(is_split.astype(int)) <= 0).all()
+    rows: list[int] = []
+    for first_item in sorted(set(items[:, 6].tolist())):
+        own = np.flatnonzero(items[:, 6] == first_item)
+        assert own.tolist() == list(range(first_item, first_item + len(own))) and (items[own, 7] == len(own)).all()
+        row, count, position, table = items[first_item, :4].tolist()
+        assert 1 <= count <= block_m and (items[own, :4] == items[first_item, :4]).all()
+        starts, ends = items[own, 4], items[own, 5]
+        lowest = 0 if window is None else max(0, position - window + 1)
+        assert starts[0] == lowest // tile * tile and ends[-1] == position + count
+        assert (starts[1:] == ends[:-1]).all() and (starts % tile == 0).all() and (starts < ends).all()
+        seq = table // 1000
+        assert position == contexts[seq] + row - first_rows[seq]
+        rows += range(row, row + count)
+    assert sorted(rows) == list(range(num_tokens.sum()))
+
+
+def test_a_short_chunk_behind_a_long_context_fills_the_pieces() -> None:
+    chunks = ChunkRows(np.array([0]), np.array([48]), np.array([8048]), np.array([0]))
+    items = chunk_items(chunks, None, 64, num_pieces=9, min_piece=256, tile=64)
+    assert len(items) == 9 and (items[:, 5] - items[:, 4]).max() <= 960
