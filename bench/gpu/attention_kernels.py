@@ -58,7 +58,7 @@ class Bench:
         num_layers = self._num_layers(shape, batch * context)
         backend, tables = self._make_backend(shape, block_size, batch, context, num_layers)
         qkv, out = self._make_rows(shape, batch)
-        backend.begin_step(make_step(tables, context, 1, block_size), padded_num_seqs=batch)
+        backend.begin_step(make_step(tables, context, 1, block_size), padded_num_rows=batch)
         microseconds = time_graph(lambda layer: backend.forward(layer, qkv, out), num_layers)
         rate = self._kv_bytes(shape, batch * context) / microseconds / 1e6
         theirs = None
@@ -126,7 +126,7 @@ class Bench:
         seconds = []
         for _ in range(50):
             start = time.perf_counter()
-            backend.begin_step(step, padded_num_seqs=batch)
+            backend.begin_step(step, padded_num_rows=batch)
             seconds.append(time.perf_counter() - start)
             torch.cuda.synchronize()
         step_name = f"begin {batch} x {context}"

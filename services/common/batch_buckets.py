@@ -7,11 +7,18 @@ import bisect
 MAX_CAPTURED_TOKENS = 2048  # for larger steps the GPU takes longer than launching the kernels
 # Longer steps use another flag (see `channel.qkv_flag`), so no step of up to this size is padded beyond it.
 SHORT_STEP_TOKENS = 32
+MAX_CAPTURED_CHUNK_ROWS = 64  # of a step with short chunks of prompts or drafts, as the attention worker captures it
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
     """Ascending numbers of sequences up to `max_num_seqs`. Padding adds at most an eighth, or 3."""
     return _buckets(1, max_num_seqs)
+
+
+def chunk_buckets(max_num_tokens: int) -> list[int]:
+    """Ascending numbers of rows, few, because the attention worker's kernels for chunks pay little for padding."""
+    largest = min(max_num_tokens, MAX_CAPTURED_CHUNK_ROWS)
+    return [size for size in (4, 8, 16, SHORT_STEP_TOKENS, 48) if size < largest] + [largest]
 
 
 def token_buckets(max_num_seqs: int, max_num_tokens: int) -> list[int]:

@@ -137,16 +137,16 @@ class Pair:
         return qkv.to(self.dtype).to(self.device)
 
     def run(
-        self, step: StepMetadata, qkv: torch.Tensor | None = None, padded_num_seqs: int | None = None
+        self, step: StepMetadata, qkv: torch.Tensor | None = None, padded_num_rows: int | None = None, chunk: int = 1
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(kernels' output, reference) of each layer. The output is NaN where the kernels did not write."""
         num_tokens = len(step.positions)
-        num_rows = padded_num_seqs or num_tokens
+        num_rows = padded_num_rows or num_tokens
         qkv = self.make_qkv(num_rows) if qkv is None else qkv
         before = qkv.clone()
         outputs = []
         with torch.inference_mode():
-            self.kernels.begin_step(step, padded_num_seqs)
+            self.kernels.begin_step(step, padded_num_rows, chunk)
             self.reference.begin_step(step)
             for layer in range(self.config.num_layers):
                 out = torch.full(

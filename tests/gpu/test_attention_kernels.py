@@ -122,7 +122,7 @@ def test_long_contexts_are_split_and_merged(
 def test_padding_rows_become_zero(kernels: Kernels) -> None:
     pair = Pair(make_config(), kernels)
     pair.check({"a": 30, "b": 3})
-    ((out, expected),) = pair.run(pair.plan({"a": 1, "b": 1}), padded_num_seqs=8)
+    ((out, expected),) = pair.run(pair.plan({"a": 1, "b": 1}), padded_num_rows=8)
     assert relative_error(out[:2], expected) < kernels.tolerance
     assert (out[2:] == 0).all()
     pair.check({"b": 1, "a": 1})
@@ -159,7 +159,7 @@ def test_a_step_beyond_the_limits_is_refused(kernels: Kernels) -> None:
     pair = Pair(make_config(), kernels)
     step = pair.plan({"a": 1})
     with pytest.raises(CapacityError, match=r"33 sequences and 1 tokens.*32 and 2048"):
-        pair.kernels.begin_step(step, padded_num_seqs=33)
+        pair.kernels.begin_step(step, padded_num_rows=33)
 
 
 @pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(
     empty = build_step_metadata(*np.zeros((3, 0), np.int64), np.zeros((0, 0), np.int32), pair.block_size)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
-        backend.begin_step(empty, padded_num_seqs=bucket)
+        backend.begin_step(empty, padded_num_rows=bucket)
         backend.forward(0, qkv, outs[0])
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -189,7 +189,7 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(
             with torch.inference_mode():
                 qkv.copy_(pair.make_qkv(bucket))
                 outs.fill_(float("nan"))
-                backend.begin_step(step, padded_num_seqs=bucket)
+                backend.begin_step(step, padded_num_rows=bucket)
                 graph.replay()
                 pair.reference.begin_step(step)
                 for layer in range(2):
@@ -203,14 +203,14 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(
 def test_steps_planned_ahead_of_the_device_keep_their_plans(kernels: Kernels) -> None:
     pair = Pair(make_config(), kernels)
     pair.check({"a": 100, "b": 1500})
-    pair.run(pair.plan({"a": 1}), padded_num_seqs=4)  # creates what is created once for each size
+    pair.run(pair.plan({"a": 1}), padded_num_rows=4)  # creates what is created once for each size
     steps = [pair.plan(dict.fromkeys(names, 1)) for names in ("a", "ab", "b", "ba", "a", "ab")]
     qkvs = [pair.make_qkv(4) for _ in steps]
     outs = [torch.empty(4, pair.config.attn_size, dtype=pair.dtype, device=pair.device) for _ in steps]
     with torch.inference_mode():
         torch.cuda._sleep(200_000_000)  # cycles, about 0.1 s
         for step, qkv, out in zip(steps, qkvs, outs, strict=True):
-            pair.kernels.begin_step(step, padded_num_seqs=4)
+            pair.kernels.begin_step(step, padded_num_rows=4)
             pair.kernels.forward(0, qkv, out)
         for step, qkv, out in zip(steps, qkvs, outs, strict=True):
             num_seqs = len(step.num_tokens)

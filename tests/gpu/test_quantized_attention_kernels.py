@@ -132,7 +132,7 @@ def test_one_graph_replays_decode_steps_and_follows_new_scales(kernels: Kernels,
     empty = build_step_metadata(*np.zeros((3, 0), np.int64), np.zeros((0, 0), np.int32), pair.block_size)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
-        backend.begin_step(empty, padded_num_seqs=bucket)
+        backend.begin_step(empty, padded_num_rows=bucket)
         for layer in backend.layers_to_compile:
             backend.forward(layer, qkv, outs[0])
         torch.cuda.synchronize()
@@ -147,7 +147,7 @@ def test_one_graph_replays_decode_steps_and_follows_new_scales(kernels: Kernels,
             step = pair.plan(dict.fromkeys(names, 1))
             with torch.inference_mode():
                 qkv.copy_(pair.make_qkv(bucket))
-                backend.begin_step(step, padded_num_seqs=bucket)
+                backend.begin_step(step, padded_num_rows=bucket)
                 graph.replay()
                 pair.reference.begin_step(step)
                 for layer in range(2):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
-from tests.gpu.attention_pair import MAX_MODEL_LEN, Kernels, Pair, make_config, relative_error
+from tests.gpu.attention_pair import MAX_MODEL_LEN, TOLERANCES, Kernels, Pair, make_config, relative_error
 
 pytestmark = pytest.mark.timeout(900)  # for Triton's interpreter
 HEAD_DIM = 16
@@ -62,6 +64,62 @@ def test_caches_of_8_bits(kernels: Kernels, cache_dtype: torch.dtype, tolerance:
         tolerance = 0.2  # Triton's interpreter cuts e4m3 off where a GPU and the reference round: 2^-3 of a number
     config = config_of(AttentionOptions(has_sinks=True))
     check_steps(Pair(config, kernels, cache_dtype=cache_dtype, scales=SCALES), tolerance)
+
+
+def test_a_graph_of_short_chunks_has_room_for_any_of_its_steps(kernels: Kernels) -> None:
+    """Its inputs are padded; rows beyond those of the step are not written."""
+    pair = Pair(config_of(AttentionOptions()), kernels)
+    pair.run(pair.plan({"a": 150, "b": 3}))
+    sizes = []
+    for num_tokens in ({"a": 3, "b": 2, "c": 1}, {"c": 30, "a": 1}):
+        step = pair.plan(num_tokens)
+        chunk = pair.kernels.captured_chunk(step)
+        assert chunk is not None
+        sizes.append(chunk)
+        for out, expected in pair.run(step, padded_num_rows=40, chunk=chunk):
+            num_rows = len(step.positions)
+            assert relative_error(out[:num_rows], expected) < kernels.tolerance
+            assert out[num_rows:].isnan().all()
+    assert sizes == list(pair.kernels.captured_chunks)[1:]
+    assert pair.kernels.captured_chunk(pair.plan({"d": 65})) is None
+    assert pair.kernels.captured_chunk(pair.plan({"e": 40, "f": 25})) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+def test_one_graph_replays_every_step_of_short_chunks(kernels: Kernels, num_kv_heads: int) -> None:
+    config = make_config(8, num_kv_heads, 64, (None, 100))
+    pair = Pair(config, kernels, torch.bfloat16)
+    backend, num_rows = pair.kernels, 32
+    qkv = torch.zeros(num_rows, config.qkv_size, dtype=torch.bfloat16, device=pair.device)
+    outs = torch.empty(2, num_rows, config.attn_size, dtype=torch.bfloat16, device=pair.device)
+    graphs = {}
+    empty = build_step_metadata(*np.zeros((3, 0), np.int64), np.zeros((0, 0), np.int32), pair.block_size)
+    with torch.inference_mode():
+        for chunk in list(backend.captured_chunks)[1:]:
+            graphs[chunk] = torch.cuda.CUDAGraph()
+            backend.begin_step(empty, num_rows, chunk)
+            backend.forward(0, qkv, outs[0])
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graphs[chunk]):
+                for layer in range(2):
+                    backend.forward(layer, qkv, outs[layer])
+    pair.check({"a": 1800, "b": 3})
+    replayed = set()
+    for num_tokens in ({"a": 2, "b": 2}, {"a": 26, "c": 5}, {"c": 1, "d": 31}, {"a": 2, "d": 1}, {"b": 20}):
+        step = pair.plan(num_tokens)
+        chunk, num_tokens_of_step = backend.captured_chunk(step), len(step.positions)
+        replayed.add(chunk)
+        with torch.inference_mode():
+            qkv.copy_(pair.make_qkv(num_rows))
+            backend.begin_step(step, num_rows, chunk)
+            graphs[chunk].replay()
+            pair.reference.begin_step(step)
+            for layer in range(2):
+                expected = torch.empty(num_tokens_of_step, config.attn_size, device=pair.device)
+                pair.reference.forward(layer, qkv[:num_tokens_of_step].float(), expected)
+                assert relative_error(outs[layer, :num_tokens_of_step], expected) < TOLERANCES[torch.bfloat16]
+    assert replayed == set(graphs)
 
 
 @pytest.mark.gpu

@@ -63,28 +63,32 @@ class RecurrentAttention(AttentionBackend, Protocol):
 
 
 class CapturableAttention(AttentionBackend, Protocol):
-    """An AttentionBackend on CUDA whose decode-only steps can be captured, one graph per `padded_num_seqs`.
+    """An AttentionBackend on CUDA whose steps of few tokens a sequence can be captured.
 
-    In such a step the grids and addresses of `forward` depend only on `padded_num_seqs`. To capture, call `begin_step`
-    with any decode-only step (also one without sequences) and `padded_num_seqs`, run `forward` of `layers_to_compile`
-    uncaptured, so that kernels are compiled, and capture `forward` of all layers on `qkv` and `out` at their final
-    addresses. To replay, call `begin_step` with the same `padded_num_seqs` on the stream of the replay, outside the
-    graph. Steps with prompts cannot be captured: their grids depend on the batch.
+    There is one graph per `padded_num_rows` and `chunk`, an element of `captured_chunks`: the most tokens of a
+    sequence in the step. On these two alone depend the grids and addresses of `forward`. To capture, call `begin_step`
+    with any such step (also one without sequences), run `forward` of `layers_to_compile` uncaptured, so that kernels
+    are compiled, and capture `forward` of all layers on `qkv` and `out` at their final addresses. To replay, call
+    `begin_step` with the same sizes on the stream of the replay, outside the graph. Steps with long prompts cannot be
+    captured: their grids depend on the batch.
 
     No method waits for the device, except `begin_step` when it is three steps ahead of the device.
     """
 
     layers_to_compile: Sequence[int]  # one for each kernel: layers that differ only in their windows share it
 
-    def is_decode_only(self, step: StepMetadata) -> bool:
-        """Whether every sequence has one token in the step, so that a captured graph can run it."""
+    captured_chunks: Sequence[int]  # ascending; 1 is for decode-only steps, in which every sequence has one token
+
+    def captured_chunk(self, step: StepMetadata) -> int | None:
+        """The element of `captured_chunks` whose graph can run the step; None: it runs kernel by kernel."""
         ...
 
-    def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
+    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None, chunk: int = 1) -> None:
         """Plans the kernels' work and sends the plan to the device.
 
-        padded_num_seqs: for decode-only steps, the number of rows of qkv and out. Rows beyond the step's sequences
-        are padding, whose output becomes zero. None: no padding. Raises CapacityError for more sequences or
-        tokens than the backend was created for.
+        padded_num_rows: for steps that a graph can run, the number of rows of qkv and out. None: no padding. Rows
+        beyond the step's are padding, whose output becomes zero in decode-only steps and is not written in others.
+        chunk: of the graph; 1 also if there is none. Raises CapacityError for more sequences or tokens than the
+        backend was created for.
         """
         ...

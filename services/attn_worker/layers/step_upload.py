@@ -12,14 +12,14 @@ import torch
 
 _ALIGNMENT = 32  # int32 elements; kernels are compiled for pointers that are multiples of 16 bytes
 _NUM_STAGING_BUFFERS = 3  # steps whose copies may be pending
-_MAX_NUM_ARRAYS = 16  # in one step
+_MAX_NUM_ARRAYS = 32  # in one step
 
 
 class StepUpload:
     """Call `begin`, then `reserve` and fill arrays, then `send`. Addresses depend only on the reserved shapes."""
 
     def __init__(self, num_entries: int, device: torch.device) -> None:
-        """Makes room for `num_entries` int32 elements in up to 16 arrays. Raises RuntimeError if memory is short."""
+        """Makes room for `num_entries` int32 elements in up to 32 arrays. Raises RuntimeError if memory is short."""
         size = num_entries + _ALIGNMENT * _MAX_NUM_ARRAYS
         is_cuda = device.type == "cuda"
         self._device_buffer = torch.zeros(size, dtype=torch.int32, device=device)

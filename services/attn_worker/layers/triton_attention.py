@@ -43,8 +43,10 @@ from services.attn_worker.layers.mha.triton_short_chunks import (
     ChunkTiles,
     attend_short_chunks,
     choose_chunk_tiles,
+    most_tokens_of_few_rows,
 )
 from services.attn_worker.layers.mha.work_items import (
+    NO_ITEM,
     NUM_FIELDS,
     ChunkRows,
     DecodeRows,
@@ -55,12 +57,14 @@ from services.attn_worker.layers.mha.work_items import (
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
+from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
 from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, RopeConfig
 
-_DECODE_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
+_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
 _KEYS_PER_QUERY = 4  # at least, in a piece of a short chunk's context; smaller pieces cost more in merging
+_MAX_LONGER_CHUNKS = 8  # in a captured step
 _RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables may be stored without padding
 
 
@@ -178,10 +182,11 @@ class TritonAttention:
         if options.value_dim is not None:
             self._kernels, programs_per_item = LATENT_KERNELS, decode_load(config.num_heads, dtype)
             angles_config = replace(config, head_dim=config.rope.rotary_dim)
-        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * self._num_sms // programs_per_item)
+        self._max_num_pieces = -(-_PROGRAMS_PER_SM * self._num_sms // programs_per_item)
         # Streamed texts have windows, so that their contexts are never long.
         has_short_chunks = self._kernels.attend_short_chunks is not None and not options.num_sink_tokens
         self._max_short_chunk = MAX_SHORT_CHUNK if has_short_chunks else 0
+        self._num_chunk_pieces = max(1, _PROGRAMS_PER_SM * self._num_sms // fewest_kv_heads)
         self._kernel_kinds = [
             _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
         ]
@@ -192,6 +197,10 @@ class TritonAttention:
         # What a step is prepared for: one of each kind, not one of each layer.
         self._distinct_kernel_kinds = list(dict.fromkeys(self._kernel_kinds))
         self._distinct_item_kinds = list(dict.fromkeys(self._item_kinds))
+        self.captured_chunks: Sequence[int] = [1]
+        if self._max_short_chunk:  # graphs for tiles of few rows, and for tiles of many
+            few = min(most_tokens_of_few_rows(config.num_heads // kind.num_kv_heads) for kind in self._kernel_kinds)
+            self.captured_chunks = sorted({1, few, self._max_short_chunk} - {0})
         num_groups = spec.num_groups
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
@@ -227,10 +236,20 @@ class TritonAttention:
         if device.type == "cuda" and min(max_num_tokens, max_model_len) > 1:  # not in Triton's interpreter
             self._compile_prompts(max_model_len)
 
-    @staticmethod
-    def is_decode_only(step: StepMetadata) -> bool:
-        """Whether every sequence has one token, so that one launch per layer runs the step."""
-        return len(step.positions) == len(step.num_tokens)
+    def captured_chunk(self, step: StepMetadata) -> int | None:
+        """Which of `captured_chunks` the step's graph has; None: none has it."""
+        num_tokens = step.num_tokens
+        if _is_decode_only(step):
+            return 1
+        if len(step.positions) > MAX_CAPTURED_CHUNK_ROWS:
+            return None
+        longest = int(num_tokens.max())
+        fitting = (each for each in self.captured_chunks if longest <= each)
+        return next((each for each in fitting if len(num_tokens) <= self._max_captured_seqs(each)), None)
+
+    def _max_captured_seqs(self, chunk: int) -> int:
+        """The most sequences in a graph of chunks of up to `chunk` tokens: tiles of many rows are too large for one."""
+        return _MAX_LONGER_CHUNKS if chunk == self._max_short_chunk else MAX_CAPTURED_CHUNK_ROWS
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
@@ -244,18 +263,29 @@ class TritonAttention:
         """Sets the learned sinks of all layers, in place: captured graphs read them."""
         self._sinks[:, : self._config.num_heads].copy_(torch.tensor(sinks))
 
-    def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
+    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None, chunk: int = 1) -> None:
         """Splits the kernels' work into items and sends them to the device."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
-        padded = num_seqs if padded_num_seqs is None else padded_num_seqs
-        assert padded == num_seqs or (self.is_decode_only(step) and padded > num_seqs), "no room for the step"
+        padded = num_seqs if padded_num_rows is None or chunk > 1 else padded_num_rows
         if padded > self._max_num_seqs or num_tokens > self._max_num_tokens:
             raise CapacityError(
                 f"a step has {padded} sequences and {num_tokens} tokens, the attention backend was made for"
                 f" {self._max_num_seqs} and {self._max_num_tokens}"
             )
+        self._upload.begin()
+        self._decode_items, self._prefills, self._short_chunks = None, [], None
+        if chunk > 1:
+            assert padded_num_rows is not None and padded_num_rows >= num_tokens, "no room for the step"
+            self._begin_chunks(step, padded_num_rows, chunk)
+        else:
+            assert padded == num_seqs or (_is_decode_only(step) and padded > num_seqs), "no room for the step"
+            self._begin_mixed(step, padded)
+        self._upload.send()
+        self._angles.compute()
+
+    def _begin_mixed(self, step: StepMetadata, padded: int) -> None:
+        """The inputs of a step of decode rows and prompts; a graph can have it if it is decode-only."""
         upload = self._upload
-        upload.begin()
         # The arrays that a graph reads come first, so that their addresses depend only on `padded`.
         num_pieces = self._num_pieces(padded)
         num_items = padded + num_pieces
@@ -265,7 +295,6 @@ class TritonAttention:
         angle_rows = self._angles.write(step, upload)
         by_group = list(zip(parts, table_starts, strict=True))
         decodes = [_decode_rows(part, starts, angle_rows, padded) for part, starts in by_group]
-        self._decode_items, self._prefills, self._short_chunks = None, [], None
         if len(decodes[0].rows):
             self._decode_tiles = self._choose_decode_tiles(padded)
             piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
@@ -274,15 +303,40 @@ class TritonAttention:
                     items, decodes[kind.group], kind.window, num_pieces, piece_tile, appends=kind.appends
                 )
             self._decode_items = {kind: on_device for kind, (_, on_device) in decode_items.items()}
-        if num_tokens > num_seqs:
+        if not _is_decode_only(step):
             rows = self._send(angle_rows)
             chunks = [_chunk_rows(part, starts) for part, starts in by_group]
             self._prefills = [
                 self._write_prefill(part, each, rows) for part, each in zip(parts, chunks, strict=True)
             ]
             self._short_chunks = self._write_short_chunks(chunks)
-        upload.send()
-        self._angles.compute()
+
+    def _begin_chunks(self, step: StepMetadata, padded: int, chunk: int) -> None:
+        """The inputs of a step whose rows are all of short chunks, of up to `chunk` tokens, as its graph reads them."""
+        upload, num_tokens = self._upload, len(step.positions)
+        parts = step.parts(self._spec.num_groups)
+        tiles = self._choose_chunk_tiles(chunk)
+        # The arrays that a graph reads come first, so that their addresses depend only on `padded` and `chunk`.
+        items = {}
+        for size in dict.fromkeys(each.num_tokens for each in tiles.values()):
+            num_blocks = min(padded, padded // size + min(padded, self._max_captured_seqs(chunk)))
+            shape = (num_blocks + self._num_chunk_pieces, NUM_FIELDS)
+            items |= {(kind, size): upload.reserve(shape) for kind in self._distinct_item_kinds}
+        slots = [upload.reserve((padded,)) for _ in parts]
+        host_rows, rows = upload.reserve((padded,))
+        self._block_tables, table_starts = self._write_block_tables(parts)
+        host_rows[:num_tokens] = self._angles.write(step, upload)
+        host_rows[num_tokens:] = 0
+        for part, (host, _) in zip(parts, slots, strict=True):
+            host[:num_tokens] = part.slot_mapping
+            host[num_tokens:] = -1
+        chunks = [_chunk_rows(part, starts) for part, starts in zip(parts, table_starts, strict=True)]
+        for (kind, size), (host, _) in items.items():
+            used = self._chunk_items(chunks, kind, size, tiles)
+            host[: len(used)] = used
+            host[len(used) :, 0] = NO_ITEM
+        self._prefills = [_Prefill(on_device, rows, {}, {}) for _, on_device in slots]
+        self._short_chunks = _ShortChunks(tiles, {key: on_device for key, (_, on_device) in items.items()})
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
@@ -431,14 +485,16 @@ class TritonAttention:
             return None
         short = [each.select(is_short) for each in chunks]
         tiles = self._choose_chunk_tiles(int(short[0].num_tokens.max()))
+        sizes = dict.fromkeys(each.num_tokens for each in tiles.values())
+        keys = [(kind, size) for kind in self._distinct_item_kinds for size in sizes]
+        return _ShortChunks(tiles, {key: self._send(self._chunk_items(short, *key, tiles)) for key in keys})
+
+    def _chunk_items(
+        self, chunks: Sequence[ChunkRows], kind: _ItemKind, size: int, tiles: dict[_KernelKind, ChunkTiles]
+    ) -> np.ndarray:
         piece_tile = max(each.block_n for each in tiles.values())
         min_piece = _KEYS_PER_QUERY * max(each.num_rows for each in tiles.values())
-        items = {}
-        for kind in self._distinct_item_kinds:
-            for size in dict.fromkeys(each.num_tokens for each in tiles.values()):
-                splitting = (kind.window, size, self._max_num_pieces, min_piece, piece_tile)
-                items[kind, size] = self._send(chunk_items(short[kind.group], *splitting))
-        return _ShortChunks(tiles, items)
+        return chunk_items(chunks[kind.group], kind.window, size, self._num_chunk_pieces, min_piece, piece_tile)
 
     def _choose_chunk_tiles(self, max_num_tokens: int) -> dict[_KernelKind, ChunkTiles]:
         return {
@@ -457,12 +513,12 @@ class TritonAttention:
         if not self._max_short_chunk:
             return 0
         num_arrays = len(self._distinct_item_kinds) * len(self._distinct_kernel_kinds)
-        return num_arrays * (max_num_tokens + self._max_num_pieces) * NUM_FIELDS
+        return num_arrays * (max_num_tokens + self._num_chunk_pieces) * NUM_FIELDS
 
     def _make_chunk_workspace(self, most_kv_heads: int, device: torch.device) -> DecodeWorkspace | None:
         if not self._max_short_chunk:
             return None
-        num_items = 2 * self._max_num_pieces  # that are split, see `chunk_items`
+        num_items = self._num_chunk_pieces  # that are split, see `chunk_items`
         rows, sizes = [], []
         for kind, tiles in self._choose_chunk_tiles(self._max_short_chunk).items():
             rows.append(kind.num_kv_heads * tiles.num_rows)
@@ -486,19 +542,24 @@ def _pairs_of(rope: RopeConfig, head_dim: int, rotates_pairs: bool) -> RotaryPai
     return None if is_plain else RotaryPairs(rope.rotary_dim, rotates_pairs)
 
 
+def _is_decode_only(step: StepMetadata) -> bool:
+    """Whether every sequence has one token, so that one launch per layer runs the step."""
+    return len(step.positions) == len(step.num_tokens)
+
+
 def _chunk_rows(step: StepMetadata, table_starts: np.ndarray) -> ChunkRows:
     """The rows of all sequences."""
     return ChunkRows(np.cumsum(step.num_tokens) - step.num_tokens, step.num_tokens, step.context_lens, table_starts)
 
 
 def _decode_rows(
-    step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray, padded_num_seqs: int
+    step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray, padded_num_rows: int
 ) -> DecodeRows:
     """The rows of sequences with one token, then padding rows."""
     num_tokens = step.num_tokens
-    num_padding = padded_num_seqs - len(num_tokens)
-    if TritonAttention.is_decode_only(step):
-        rows = np.arange(padded_num_seqs, dtype=np.int32)
+    num_padding = padded_num_rows - len(num_tokens)
+    if _is_decode_only(step):
+        rows = np.arange(padded_num_rows, dtype=np.int32)
 
         def pad(array: np.ndarray) -> np.ndarray:
             return np.concatenate((array, np.zeros(num_padding, np.int32))) if num_padding else array

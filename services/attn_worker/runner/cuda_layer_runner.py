@@ -1,13 +1,14 @@
-"""`CudaLayerRunner`: runs decode steps as captured CUDA graphs, handoffs included, and other steps kernel by kernel.
+"""`CudaLayerRunner`: runs steps of few tokens a sequence as captured CUDA graphs, others kernel by kernel.
 
-The host never waits between layers: the stream does the handoffs (see `channel/cuda_flags.py`). Runs on the engine
-thread, on a stream of its own.
+The graphs include the handoffs. The host never waits between layers: the stream does the handoffs (see
+`channel/cuda_flags.py`). Runs on the engine thread, on a stream of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +19,16 @@ from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import Channel
 from services.common.attention.gated_delta import GatedDeltaWeights
-from services.common.batch_buckets import batch_buckets, bucket_for
+from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.kv_cache.scales import KVScales
+
+
+class _Size(NamedTuple):
+    """What the graph of a step depends on; see `CapturableAttention`."""
+
+    num_rows: int
+    chunk: int
 
 
 class CudaLayerRunner:
@@ -34,7 +42,7 @@ class CudaLayerRunner:
         self._num_layers = num_layers
         self._buckets = batch_buckets(max_num_seqs)
         self._stream = torch.cuda.Stream()
-        self._graphs: dict[Channel, StepGraphs[int]] = {}
+        self._graphs: dict[Channel, StepGraphs[_Size]] = {}
 
     def attach(
         self,
@@ -60,17 +68,26 @@ class CudaLayerRunner:
             self._graphs[channel] = self._make_graphs(channel)
         self._captures_lazily = True
 
-    def _make_graphs(self, channel: Channel) -> StepGraphs[int]:
+    def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         backend, layers = self._backend, range(self._num_layers)
 
-        def warm_up(bucket: int) -> None:
+        def warm_up(size: _Size) -> None:
             # Does not write to the channel: the dense worker may still be reading the previous step.
-            _run_empty_step(backend, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
+            attn_out = torch.empty_like(channel.attn_out[: size.num_rows])
+            _run_empty_step(backend, channel.qkv[: size.num_rows], attn_out, size.chunk)
 
-        graphs = StepGraphs(self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket))
+        def run(size: _Size) -> None:
+            run_layers(backend, channel, layers, size.num_rows)
+
+        graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
-            graphs.capture_all(reversed(self._buckets))
+            chunks = backend.captured_chunks
+            graphs.capture_all(_Size(rows, each) for each in chunks for rows in reversed(self._rows(channel, each)))
         return graphs
+
+    def _rows(self, channel: Channel, chunk: int) -> list[int]:
+        """The numbers of rows of which there are graphs."""
+        return self._buckets if chunk == 1 else chunk_buckets(len(channel.qkv))
 
     def fence(self) -> torch.cuda.Event:
         """An event on the stream of the steps."""
@@ -84,12 +101,13 @@ class CudaLayerRunner:
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
-        """Enqueues a step: a graph if it is decode-only. Waits for the device only to capture a graph."""
+        """Enqueues a step: its graph, if there is one. Waits for the device only to capture a graph."""
+        chunk = self._backend.captured_chunk(step)
         with torch.cuda.stream(self._stream):
-            if self._backend.is_decode_only(step):
-                bucket = bucket_for(self._buckets, len(step.num_tokens))
-                graph = self._graphs[channel].find(bucket)
-                self._backend.begin_step(step, bucket)
+            if chunk is not None:
+                num_rows = bucket_for(self._rows(channel, chunk), len(step.positions))
+                graph = self._graphs[channel].find(_Size(num_rows, chunk))
+                self._backend.begin_step(step, num_rows, chunk)
                 graph.replay()
             else:
                 self._backend.begin_step(step)
@@ -122,8 +140,10 @@ def load_kernels(backend: CapturableAttention, qkv: torch.Tensor, attn_out: torc
     torch.cuda.synchronize()
 
 
-def _run_empty_step(backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor) -> None:
-    backend.begin_step(_empty_step(), len(qkv))
+def _run_empty_step(
+    backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor, chunk: int = 1
+) -> None:
+    backend.begin_step(_empty_step(), len(qkv), chunk)
     for layer in backend.layers_to_compile:
         backend.forward(layer, qkv, attn_out)
 

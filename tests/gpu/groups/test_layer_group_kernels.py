@@ -82,13 +82,13 @@ class GroupPair:
             self.lengths[seq_id] += count
         return plan
 
-    def begin(self, plan: StepPlan, padded_num_seqs: int | None = None) -> PlannedStep:
+    def begin(self, plan: StepPlan, padded_num_rows: int | None = None) -> PlannedStep:
         planned, expected = self.cache.plan_step(plan), self.reference_cache.plan_step(plan)
         assert planned.errors == expected.errors == {}
         self.kernels.copy_blocks(planned.block_copies[0])
         self.kernels.copy_blocks(planned.block_copies[1], 1)
         self.reference.copy_blocks(expected.block_copies[0])
-        self.kernels.begin_step(planned.metadata, padded_num_seqs)
+        self.kernels.begin_step(planned.metadata, padded_num_rows)
         self.reference.begin_step(expected.metadata)
         for cache in (self.cache, self.reference_cache):
             cache.commit_step()
@@ -108,12 +108,12 @@ class GroupPair:
         self,
         num_tokens: dict[int, int],
         fork: tuple[int, int] | None = None,
-        padded_num_seqs: int | None = None,
+        padded_num_rows: int | None = None,
         tolerance: float | None = None,
     ) -> None:
         num_rows = sum(num_tokens.values())
-        self.begin(self.plan(num_tokens, fork), padded_num_seqs)
-        qkv = self.make_qkv(padded_num_seqs or num_rows)
+        self.begin(self.plan(num_tokens, fork), padded_num_rows)
+        qkv = self.make_qkv(padded_num_rows or num_rows)
         for layer, heads in enumerate(self.config.layer_heads):
             out = torch.full(
                 (len(qkv), self.config.attn_size), float("nan"), dtype=self.dtype, device=self.device
@@ -130,7 +130,7 @@ def check_all_kinds_of_steps(pair: GroupPair, tolerance: float | None = None) ->
         pair.check(num_tokens, tolerance=tolerance)
     pair.check({3: 1, 5: 1, 1: 1}, fork=(3, 5), tolerance=tolerance)
     pair.check({5: 40, 3: 2, 2: 1}, tolerance=tolerance)
-    pair.check({5: 1, 3: 1, 1: 1, 4: 1}, padded_num_seqs=8, tolerance=tolerance)
+    pair.check({5: 1, 3: 1, 1: 1, 4: 1}, padded_num_rows=8, tolerance=tolerance)
     assert pair.cache.pools["windows"].num_used_blocks < pair.cache.num_used_blocks
 
 

@@ -96,7 +96,7 @@ def test_long_contexts_are_split_and_merged(kernels: Kernels, num_heads: int) ->
 def test_padding_rows_become_zero(kernels: Kernels) -> None:
     pair = Pair(latent_config(4), kernels)
     pair.check({"a": 30, "b": 5})
-    [(out, expected)] = pair.run(pair.plan({"a": 1, "b": 1}), padded_num_seqs=8)
+    [(out, expected)] = pair.run(pair.plan({"a": 1, "b": 1}), padded_num_rows=8)
     assert relative_error(out[:2], expected) < kernels.tolerance
     assert not out[2:].any()
 
@@ -136,7 +136,7 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(kernels: Kernels, num
     empty = build_step_metadata(*np.zeros((3, 0), np.int64), np.zeros((0, 0), np.int32), pair.block_size)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
-        backend.begin_step(empty, padded_num_seqs=bucket)
+        backend.begin_step(empty, padded_num_rows=bucket)
         backend.forward(0, qkv, outs[0])
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -150,7 +150,7 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(kernels: Kernels, num
             with torch.inference_mode():
                 qkv.copy_(pair.make_qkv(bucket))
                 outs.fill_(float("nan"))
-                backend.begin_step(step, padded_num_seqs=bucket)
+                backend.begin_step(step, padded_num_rows=bucket)
                 graph.replay()
                 pair.reference.begin_step(step)
                 for layer in range(2):

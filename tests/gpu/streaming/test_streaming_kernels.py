@@ -74,7 +74,7 @@ def test_a_cache_of_int8(kernels: Kernels) -> None:
 def test_padding_rows_of_a_graph_become_zero(kernels: Kernels) -> None:
     pair = Pair(config_of("plain", 4, 9), kernels)
     pair.check({"a": 30, "b": 3})
-    for out, expected in pair.run(pair.plan({"a": 1, "b": 1}), padded_num_seqs=4):
+    for out, expected in pair.run(pair.plan({"a": 1, "b": 1}), padded_num_rows=4):
         assert relative_error(out[:2], expected) < TOLERANCES[torch.float32]
         assert not out[2:].any()
 

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.batch_buckets import (
+    MAX_CAPTURED_CHUNK_ROWS,
     MAX_CAPTURED_TOKENS,
     SHORT_STEP_TOKENS,
     batch_buckets,
     bucket_for,
+    chunk_buckets,
     token_buckets,
 )
 
@@ -43,3 +45,11 @@ def test_padding_never_changes_whether_a_step_is_short(
     batches = batch_buckets(max_num_seqs)
     if num_tokens <= max_num_seqs:
         assert (bucket_for(batches, num_tokens) <= SHORT_STEP_TOKENS) == is_short
+
+
+@given(st.integers(1, 9000))
+def test_short_chunks_fit_and_stay_short_when_padded(max_num_tokens: int) -> None:
+    buckets = chunk_buckets(max_num_tokens)
+    assert buckets == sorted(set(buckets)) and buckets[-1] == min(max_num_tokens, MAX_CAPTURED_CHUNK_ROWS)
+    for num_tokens in range(1, buckets[-1] + 1):
+        assert (bucket_for(buckets, num_tokens) <= SHORT_STEP_TOKENS) == (num_tokens <= SHORT_STEP_TOKENS)

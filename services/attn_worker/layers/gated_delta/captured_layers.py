@@ -21,17 +21,19 @@ class CapturableLayeredAttention(LayeredAttention):
         self._capturable, self._captured_states = attention, gated_delta
         layers = list(self._places)
         of_each_size = {sizes: layer for layer, sizes in spec.gated_delta.items()}.values()
+        self.captured_chunks = (1,)
         self.layers_to_compile = [*(layers[place] for place in attention.layers_to_compile), *of_each_size]
 
-    def is_decode_only(self, step: StepMetadata) -> bool:
-        """Whether every sequence has one token in the step."""
-        return self._capturable.is_decode_only(step)
+    def captured_chunk(self, step: StepMetadata) -> int | None:
+        """1 if every sequence has one token in the step; other steps have no graph."""
+        return 1 if len(step.positions) == len(step.num_tokens) else None
 
-    def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
+    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None, chunk: int = 1) -> None:
         """Begins the step in both."""
         assert step.states is not None, "the KV cache has states"
-        self._capturable.begin_step(step, padded_num_seqs)
-        self._captured_states.begin_step(step.states, padded_num_seqs)
+        assert chunk == 1, "gated delta layers capture decode-only steps"
+        self._capturable.begin_step(step, padded_num_rows)
+        self._captured_states.begin_step(step.states, padded_num_rows)
 
 
 def layered_triton_attention(

@@ -59,7 +59,11 @@ def fill_decode_items(
     first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     first_tiles = first_keys // tile * tile
     lengths = ends - first_tiles
-    counts, sizes = _split(lengths, num_pieces, _MIN_PIECE, tile)
+    piece = max(_MIN_PIECE, -(-int(lengths.sum()) // num_pieces))
+    counts = -(-lengths // piece)
+    sizes = -(-lengths // np.maximum(counts * tile, 1)) * tile
+    counts = np.maximum(-(-lengths // np.maximum(sizes, 1)), 1)
+
     order = np.argsort(-sizes, kind="stable")
     ordered_counts = counts[order]
     num_items = int(ordered_counts.sum())
@@ -91,13 +95,18 @@ def chunk_items(
 
     Columns: first row, number of rows, position of the first row, table_start, first key, end of the keys, first item
     of these rows, number of their items. A piece has at least `min_piece` keys and consists of whole tiles, except the
-    last one. First come rows with several pieces, at most 2 * `num_pieces` items, and long pieces before short ones.
+    last one. First come rows with several pieces, at most `num_pieces` items, and long pieces before short ones.
     """
     tokens = _token_blocks(chunks, block_m)
-    firsts, counts, positions = tokens.first_rows, tokens.num_tokens, tokens.context_lens - tokens.num_tokens
+    positions = tokens.context_lens - tokens.num_tokens
     lowest = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
     first_tiles = lowest // tile * tile
-    num_items, sizes = _split(tokens.context_lens - first_tiles, num_pieces, min_piece, tile, _MAX_PIECES)
+    lengths = (tokens.context_lens - first_tiles).astype(np.int64)
+    # Rounded down: programs beyond those that run at a time would begin when others end, and take as long again.
+    shares = lengths * num_pieces // max(int(lengths.sum()), 1)
+    counts = np.clip(np.minimum(shares, lengths // min_piece), 1, _MAX_PIECES)
+    sizes = -(-lengths // (counts * tile)) * tile
+    num_items = -(-lengths // sizes)
 
     order = np.lexsort((-sizes, num_items == 1))
     ordered = num_items[order]
@@ -105,8 +114,8 @@ def chunk_items(
     first_items = np.repeat(np.cumsum(ordered) - ordered, ordered)
     starts = first_tiles[owners] + (np.arange(len(owners)) - first_items) * sizes[owners]
     items = np.empty((len(owners), NUM_FIELDS), np.int32)
-    items[:, 0] = firsts[owners]
-    items[:, 1] = counts[owners]
+    items[:, 0] = tokens.first_rows[owners]
+    items[:, 1] = tokens.num_tokens[owners]
     items[:, 2] = positions[owners]
     items[:, 3] = tokens.table_starts[owners]
     items[:, 4] = starts
@@ -138,13 +147,3 @@ def _token_blocks(chunks: ChunkRows, block_m: int) -> ChunkRows:
     num_tokens = np.minimum(chunks.num_tokens[owners] - offsets, block_m)
     ends = (chunks.context_lens - chunks.num_tokens)[owners] + offsets + num_tokens
     return ChunkRows(chunks.first_rows[owners] + offsets, num_tokens, ends, chunks.table_starts[owners])
-
-
-def _split(
-    lengths: np.ndarray, num_pieces: int, min_piece: int, tile: int, max_pieces: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The number of pieces of each length, at least 1, and their size: whole tiles of about total / num_pieces keys."""
-    piece = max(min_piece, -(-int(lengths.sum()) // num_pieces))
-    counts = np.minimum(-(-lengths // piece), max_pieces or num_pieces)
-    sizes = -(-lengths // np.maximum(counts * tile, 1)) * tile
-    return np.maximum(-(-lengths // np.maximum(sizes, 1)), 1), sizes

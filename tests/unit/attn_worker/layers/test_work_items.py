@@ -116,7 +116,7 @@ def test_chunk_items_cover_the_keys_that_each_row_sees(
     )
     assert len(items) <= num_tokens.sum() + num_pieces
     is_split = items[:, 7] > 1
-    assert is_split.sum() <= 2 * num_pieces and (np.diff(is_split.astype(int)) <= 0).all()
+    assert is_split.sum() <= num_pieces and (np.diff(is_split.astype(int)) <= 0).all()
     rows: list[int] = []
     for first_item in sorted(set(items[:, 6].tolist())):
         own = np.flatnonzero(items[:, 6] == first_item)
