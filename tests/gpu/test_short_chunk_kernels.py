@@ -30,9 +30,18 @@ STEPS = ({"a": 3, "b": 2, "c": 1}, {"a": 20, "b": 64, "c": 1}, {"a": 17, "b": 1,
 
 
 @pytest.fixture
-def kernels(kernel_device: torch.device) -> Kernels:
+def kernels_as_they_are(kernel_device: torch.device) -> Kernels:
     triton = pytest.importorskip("services.attn_worker.layers.triton_attention", reason="needs triton")
     return Kernels(triton.TritonAttention, kernel_device, torch.float32)
+
+
+@pytest.fixture
+def kernels(kernels_as_they_are: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Split every context, also those that are too short for that to pay."""
+    from services.attn_worker.layers import triton_attention  # needs triton
+
+    monkeypatch.setattr(triton_attention, "shortest_split_context", lambda group: 1)
+    return kernels_as_they_are
 
 
 def config_of(options: AttentionOptions, num_kv_heads: int = 2) -> ModelConfig:
@@ -56,6 +65,18 @@ def test_every_option(kernels: Kernels, options: str) -> None:
 def test_heads_and_block_sizes(kernels: Kernels, num_kv_heads: int, block_size: int) -> None:
     config = config_of(AttentionOptions(), num_kv_heads)
     check_steps(Pair(config, kernels, block_size=block_size), kernels.tolerance)
+
+
+def test_chunks_that_are_split_beside_some_that_are_not(
+    kernels_as_they_are: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.attn_worker.layers import triton_attention  # needs triton
+
+    monkeypatch.setattr(triton_attention, "shortest_split_context", lambda group: 160)
+    pair = Pair(config_of(AttentionOptions()), kernels_as_they_are)
+    pair.run(pair.plan({"a": 150, "b": 70, "c": 4, "d": 30}))
+    for out, expected in pair.run(pair.plan({"a": 20, "b": 30, "c": 1, "d": 3})):
+        assert relative_error(out, expected) < kernels_as_they_are.tolerance
 
 
 @pytest.mark.parametrize(("cache_dtype", "tolerance"), [(torch.int8, 1e-3), (torch.float8_e4m3fn, 1e-3)], ids=str)
@@ -83,6 +104,19 @@ def test_a_graph_of_short_chunks_has_room_for_any_of_its_steps(kernels: Kernels)
     assert sizes == list(pair.kernels.captured_chunks)[1:]
     assert pair.kernels.captured_chunk(pair.plan({"d": 65})) is None
     assert pair.kernels.captured_chunk(pair.plan({"e": 40, "f": 25})) is None
+
+
+@pytest.mark.parametrize(("num_kv_heads", "shortest", "few"), [(4, 4096, 16), (1, 2048, 4)])
+def test_longer_chunks_are_split_and_captured_behind_long_contexts_only(
+    kernels_as_they_are: Kernels, num_kv_heads: int, shortest: int, few: int
+) -> None:
+    pair = Pair(config_of(AttentionOptions(), num_kv_heads), kernels_as_they_are)
+    pair.plan({"long": shortest - 2 * few - 1, "short": 100})
+    chunk_of = pair.kernels.captured_chunk
+    assert chunk_of(pair.plan({"long": few, "short": few})) == few, "few rows, behind any context"
+    assert chunk_of(pair.plan({"long": few, "short": few + 1})) is None
+    assert chunk_of(pair.plan({"long": few + 1, "short": 1})) == 64
+    assert chunk_of(pair.plan({"long": few + 1, "short": few + 1})) is None, "not every chunk is split"
 
 
 @pytest.mark.gpu

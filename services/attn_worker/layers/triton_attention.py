@@ -44,6 +44,7 @@ from services.attn_worker.layers.mha.triton_short_chunks import (
     attend_short_chunks,
     choose_chunk_tiles,
     most_tokens_of_few_rows,
+    shortest_split_context,
 )
 from services.attn_worker.layers.mha.work_items import (
     NO_ITEM,
@@ -100,13 +101,14 @@ class _Prefill:
 
     slots: torch.Tensor  # int32 [num_tokens], -1 for decode rows
     angle_rows: torch.Tensor  # int32 [num_tokens]
-    items: dict[int, torch.Tensor]  # of long chunks, int32 [num_items, NUM_FIELDS], by the number of their rows
-    tiles: dict[_KernelKind, PrefillTiles]  # for long chunks; empty: there are none
+    # Of chunks whose contexts are not split, int32 [num_items, NUM_FIELDS], by the number of their rows.
+    items: dict[int, torch.Tensor]
+    tiles: dict[_KernelKind, PrefillTiles]  # for these chunks; empty: there are none
 
 
 @dataclass(frozen=True, slots=True)
 class _ShortChunks:
-    """The inputs of the kernel for short chunks, in the layers of all groups."""
+    """The inputs of the kernel for short chunks whose contexts are split, in the layers of all groups."""
 
     tiles: dict[_KernelKind, ChunkTiles]
     items: dict[tuple[_ItemKind, int], torch.Tensor]  # int32 [num_items, NUM_FIELDS], by kind and tokens of a tile
@@ -183,9 +185,6 @@ class TritonAttention:
             self._kernels, programs_per_item = LATENT_KERNELS, decode_load(config.num_heads, dtype)
             angles_config = replace(config, head_dim=config.rope.rotary_dim)
         self._max_num_pieces = -(-_PROGRAMS_PER_SM * self._num_sms // programs_per_item)
-        # Streamed texts have windows, so that their contexts are never long.
-        has_short_chunks = self._kernels.attend_short_chunks is not None and not options.num_sink_tokens
-        self._max_short_chunk = MAX_SHORT_CHUNK if has_short_chunks else 0
         self._num_chunk_pieces = max(1, _PROGRAMS_PER_SM * self._num_sms // fewest_kv_heads)
         self._kernel_kinds = [
             _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
@@ -197,10 +196,16 @@ class TritonAttention:
         # What a step is prepared for: one of each kind, not one of each layer.
         self._distinct_kernel_kinds = list(dict.fromkeys(self._kernel_kinds))
         self._distinct_item_kinds = list(dict.fromkeys(self._item_kinds))
-        self.captured_chunks: Sequence[int] = [1]
-        if self._max_short_chunk:  # graphs for tiles of few rows, and for tiles of many
-            few = min(most_tokens_of_few_rows(config.num_heads // kind.num_kv_heads) for kind in self._kernel_kinds)
-            self.captured_chunks = sorted({1, few, self._max_short_chunk} - {0})
+        self._max_few_rows_chunk, self._max_short_chunk, self._shortest_split_context = 0, 0, 0
+        # Streamed texts have windows, so that their contexts are never long.
+        if self._kernels.attend_short_chunks is not None and not options.num_sink_tokens:
+            groups = [config.num_heads // kind.num_kv_heads for kind in self._kernel_kinds]
+            self._max_few_rows_chunk = min(map(most_tokens_of_few_rows, groups))
+            self._shortest_split_context = max(map(shortest_split_context, groups))
+            has_long_contexts = max_model_len >= self._shortest_split_context
+            self._max_short_chunk = MAX_SHORT_CHUNK if has_long_contexts else self._max_few_rows_chunk
+        # Graphs for tiles of few rows, and for tiles of many.
+        self.captured_chunks: Sequence[int] = sorted({1, self._max_few_rows_chunk, self._max_short_chunk} - {0})
         num_groups = spec.num_groups
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
@@ -241,7 +246,7 @@ class TritonAttention:
         num_tokens = step.num_tokens
         if _is_decode_only(step):
             return 1
-        if len(step.positions) > MAX_CAPTURED_CHUNK_ROWS:
+        if len(step.positions) > MAX_CAPTURED_CHUNK_ROWS or not (self._is_split(step) | (num_tokens == 1)).all():
             return None
         longest = int(num_tokens.max())
         fitting = (each for each in self.captured_chunks if longest <= each)
@@ -249,7 +254,13 @@ class TritonAttention:
 
     def _max_captured_seqs(self, chunk: int) -> int:
         """The most sequences in a graph of chunks of up to `chunk` tokens: tiles of many rows are too large for one."""
-        return _MAX_LONGER_CHUNKS if chunk == self._max_short_chunk else MAX_CAPTURED_CHUNK_ROWS
+        return _MAX_LONGER_CHUNKS if chunk > self._max_few_rows_chunk else MAX_CAPTURED_CHUNK_ROWS
+
+    def _is_split(self, step: StepMetadata) -> np.ndarray:
+        """Whose contexts are split, bool [num_seqs]: those of chunks of few rows, and long contexts of short chunks."""
+        is_long = step.context_lens >= self._shortest_split_context
+        longest = np.where(is_long, self._max_short_chunk, self._max_few_rows_chunk)
+        return (step.num_tokens > 1) & (step.num_tokens <= longest)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
@@ -306,10 +317,14 @@ class TritonAttention:
         if not _is_decode_only(step):
             rows = self._send(angle_rows)
             chunks = [_chunk_rows(part, starts) for part, starts in by_group]
+            is_split = self._is_split(step)
+            is_unsplit = (step.num_tokens > 1) & ~is_split
             self._prefills = [
-                self._write_prefill(part, each, rows) for part, each in zip(parts, chunks, strict=True)
+                self._write_prefill(part, each.select(is_unsplit), rows)
+                for part, each in zip(parts, chunks, strict=True)
             ]
-            self._short_chunks = self._write_short_chunks(chunks)
+            if is_split.any():
+                self._short_chunks = self._write_short_chunks([each.select(is_split) for each in chunks])
 
     def _begin_chunks(self, step: StepMetadata, padded: int, chunk: int) -> None:
         """The inputs of a step whose rows are all of short chunks, of up to `chunk` tokens, as its graph reads them."""
@@ -407,7 +422,7 @@ class TritonAttention:
         chunk = self._max_short_chunk + 2
         chunks = {(chunk, context_len) for context_len in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}
         if self._max_short_chunk:  # which have tiles of few and of many rows
-            chunks |= {(2, 2), (self._max_short_chunk, self._max_short_chunk)}
+            chunks |= {(2, 2), (self._max_short_chunk, max(self._max_short_chunk, self._shortest_split_context))}
         most, device = min(self._max_num_tokens, max_model_len), self._caches[0].device
         for num_tokens, context_len in {(min(each, most), min(length, max_model_len)) for each, length in chunks}:
             qkv = torch.zeros(num_tokens, self._config.qkv_size, dtype=self._dtype, device=device)
@@ -463,27 +478,22 @@ class TritonAttention:
         np.concatenate(flat, out=host[:size])
         return device, all_starts
 
-    def _write_prefill(self, step: StepMetadata, chunks: ChunkRows, angle_rows: torch.Tensor) -> _Prefill:
+    def _write_prefill(self, step: StepMetadata, unsplit: ChunkRows, angle_rows: torch.Tensor) -> _Prefill:
         is_prefill = np.repeat(step.num_tokens > 1, step.num_tokens)
         slots = self._send(np.where(is_prefill, step.slot_mapping, -1))
-        long_chunks = chunks.select(chunks.num_tokens > max(self._max_short_chunk, 1))
-        if not len(long_chunks.num_tokens):
+        if not len(unsplit.num_tokens):
             return _Prefill(slots, angle_rows, {}, {})
-        max_context_len = int(long_chunks.context_lens.max())
+        max_context_len = int(unsplit.context_lens.max())
         tiles = {
             kind: self._kernels.choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
             for kind in self._distinct_kernel_kinds
         }
         sizes = dict.fromkeys(each.block_m for each in tiles.values())
-        items = {size: self._send(prefill_items(long_chunks, size)) for size in sizes}
+        items = {size: self._send(prefill_items(unsplit, size)) for size in sizes}
         return _Prefill(slots, angle_rows, items, tiles)
 
-    def _write_short_chunks(self, chunks: Sequence[ChunkRows]) -> _ShortChunks | None:
-        """`chunks`: of all sequences, for each group."""
-        is_short = (chunks[0].num_tokens > 1) & (chunks[0].num_tokens <= self._max_short_chunk)
-        if not is_short.any():
-            return None
-        short = [each.select(is_short) for each in chunks]
+    def _write_short_chunks(self, short: Sequence[ChunkRows]) -> _ShortChunks:
+        """`short`: those whose contexts are split, for each group."""
         tiles = self._choose_chunk_tiles(int(short[0].num_tokens.max()))
         sizes = dict.fromkeys(each.num_tokens for each in tiles.values())
         keys = [(kind, size) for kind in self._distinct_item_kinds for size in sizes]

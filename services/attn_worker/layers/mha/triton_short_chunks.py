@@ -1,9 +1,10 @@
 """Attention of short chunks behind a context as a Triton kernel that splits the context: drafts, next turns of chats.
 
-A chunk of up to 64 tokens has too few blocks of queries for a GPU, so its keys are split into pieces that run at the
-same time, as in `triton_decode.py`, and the piece that ends last merges them. A program holds tokens of one sequence
-with all query heads of one kv head, so that each key is read once for all of them. Keys of the context and of the chunk
-itself are treated alike: all are in the cache by then. The launch depends only on sizes, so it can be captured.
+A chunk of up to 64 tokens behind a long context has too few blocks of queries for a GPU, so its keys are split into
+pieces that run at the same time, as in `triton_decode.py`, and the piece that ends last merges them. A program holds
+tokens of one sequence with all query heads of one kv head, so that each key is read once for all of them. Keys of the
+context and of the chunk itself are treated alike: all are in the cache by then. The launch depends only on sizes, so it
+can be captured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from services.attn_worker.layers.mha.triton_scores import ScoreOptions, sink_wei
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 MAX_SHORT_CHUNK = 64  # tokens; longer chunks have enough blocks of queries
+# In keys. Behind shorter contexts, merging tiles of many rows costs more than splitting gains: on an H100 the kernel is
+# as fast as the prefill kernel behind about 3,000 keys for one head per kv head, and 1,000 for groups of four.
+_SHORTEST_CONTEXT, _SHORTEST_CONTEXT_OF_GROUPS = 4096, 2048
 _FEW_ROWS = 16  # the fewest that the tensor cores take
 _MERGED_ELEMENTS = 8192  # of partial outputs that are held at a time
 
@@ -41,6 +45,11 @@ class ChunkTiles:
 def most_tokens_of_few_rows(group: int) -> int:
     """The most tokens of a chunk that is one tile of the fewest rows; 0: those of a single token are more."""
     return _FEW_ROWS // triton.next_power_of_2(group)
+
+
+def shortest_split_context(group: int) -> int:
+    """From which length of their contexts on, in keys, chunks that need tiles of many rows are split."""
+    return _SHORTEST_CONTEXT if group == 1 else _SHORTEST_CONTEXT_OF_GROUPS
 
 
 def choose_chunk_tiles(
