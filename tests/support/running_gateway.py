@@ -28,6 +28,7 @@ from services.gateway.text import tokenizer
 from services.grammar.hf_tokenizer import load_hf_tokenizer
 from services.pb import gateway_pb2_grpc
 from services.rpc.server import serve
+from tests.support.cluster import RECONNECTING
 from tests.support.shared_routes import share_routes
 from tests.support.warm_process import WarmProcess, warm_server
 from tests.support.workers.fake_dense import FakeDense
@@ -197,7 +198,9 @@ async def running_gateway(
     if dense is not None:
         await dense.start(dense_address)
     service = asyncio.create_task(serve(lambda: Gateway(config, asyncio.Event(), options or ChildOptions())))
-    async with grpc.aio.insecure_channel(gateway_options.get("local_address", address)) as channel:
+    # It may not listen yet when its client connects, which then tries again soon.
+    own_address = gateway_options.get("local_address", address)
+    async with grpc.aio.insecure_channel(own_address, options=RECONNECTING) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         gateway = RunningGateway(address, http_address, dense_address, channel, stub, service)
         try:
