@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="needs triton")
+
 from services.attn_worker.cache.tiers.triton_copies import copy_blocks
 
 NUM_LAYERS, NUM_BLOCKS, IDS = 3, 6, [4, 0, 5, 2]

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="needs triton")
+pytest.importorskip("cuda", reason="needs cuda-bindings")
+
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.tiers.block_copier import CpuBlockCopier
 from services.attn_worker.cache.tiers.cuda_block_copier import CudaBlockCopier
