@@ -20,7 +20,7 @@ SEED = 1
 def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(
     speculation: str, options: dict[str, bool], tmp_path: Path
 ) -> None:
-    size = replace(SHORT, num_layers=2)
+    size = replace(SHORT, num_layers=2, max_tokens=50)
     with arena(tmp_path, speculation, size, is_warm=True, **{"has_standbys": False} | options) as where:
         try:
             actions = run(where, SEED)
