@@ -64,6 +64,8 @@ def build_engine(
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     spec = make_cache_spec(section, model, limits)
+    if model.device.type == "cpu":
+        check_host_memory(section, spec)
     window, num_sinks = spec.window, config.attention.num_sink_tokens
     if window is not None and window >= model.max_model_len:
         window, num_sinks = None, 0  # it hides nothing
@@ -166,6 +168,23 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         dtype=str(spec.dtype).removeprefix("torch."),
     )
     return spec
+
+
+def check_host_memory(section: AttentionSection, spec: KVCacheSpec) -> None:
+    """Raises CapacityError, which names a value that fits, if a CPU has too little memory for the cache.
+
+    The system would grant it, and end a process when the cache fills.
+    """
+    available = available_bytes()
+    if spec.num_bytes <= available:
+        return
+    mend = f"attention.kv_cache_bytes to {available}"
+    if section.num_blocks is not None:
+        mend = f"attention.num_blocks to {available // spec.block_bytes}"
+    raise CapacityError(
+        f"{spec.num_blocks} KV blocks need {spec.num_bytes} bytes of host memory, {available} are available: set {mend}"
+        " or less"
+    )
 
 
 def _one_block(section: AttentionSection, model: ResolvedModel) -> KVCacheSpec:

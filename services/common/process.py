@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import math
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 
 STANDBY_BYTES = 2**30  # of the host that must be available for a standby's modules; they take about half
 LOW_PRIORITY = 10  # added to the nice value: a tenth of a core beside a thread that is always busy
+CGROUPS = Path("/sys/fs/cgroup")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
@@ -118,17 +120,31 @@ def cpu_wait_s(pid: int) -> float:
 
 
 def available_bytes() -> int:
-    """Memory that this process could still get: of the machine, or of its control group if that has less."""
+    """Memory that this process could still get: of the machine, or of a control group above it that has less.
+
+    Pages of files that were read, such as a model's, count as free: the kernel gives them up for others.
+    """
     with open("/proc/meminfo") as meminfo:
         available = next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/cgroup") as groups:
+        group = next(line.strip().removeprefix("0::/") for line in groups if line.startswith("0::/"))
+        for directory in (CGROUPS / group, *(CGROUPS / group).parents):
+            if not directory.is_relative_to(CGROUPS):
+                break
+            available = int(min(available, _available_to_group(directory)))
+    return max(0, available)
+
+
+def _available_to_group(directory: Path) -> float:
+    """What a control group of version 2 may still take; infinite without a limit, as the root has none."""
     try:
-        with open("/proc/self/cgroup") as groups:
-            group = next(line.strip().removeprefix("0::") for line in groups if line.startswith("0::"))
-        directory = Path(f"/sys/fs/cgroup{group}")
         limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except (OSError, StopIteration):
-        return available  # no control groups of version 2
-    return available if limit == "max" else min(available, int(limit) - int(used))
+        statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except OSError:
+        return math.inf
+    if limit == "max":
+        return math.inf
+    return int(limit) - int(used) + int(statistics["active_file"]) + int(statistics["inactive_file"])
 
 
 def low_priority_thread() -> ThreadPoolExecutor:

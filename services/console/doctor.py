@@ -7,11 +7,9 @@ imports no torch.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import resource
-import runpy
 import shutil
 import sys
 import tempfile
@@ -22,12 +20,14 @@ from typing import Literal
 
 from services.channel.shm_cleanup import SHM_DIR
 from services.common.config import Config
-from services.common.errors import ConfigError, TwostrokeError
-from services.common.process import available_bytes, importing
+from services.common.errors import CapacityError, ConfigError, ModelError, TwostrokeError
+from services.common.process import importing
 from services.gateway.resources.open_files import RESERVE
 from services.launch.addresses import check_free
 from services.launch.arguments import parse_args
+from services.launch.gpus import torch_cuda
 from services.launch.hub import is_hub_name
+from services.launch.memory_plan import plan_memory
 from services.launch.mps import CONTROL, has_gpu
 
 GIB = 2**30
@@ -80,7 +80,8 @@ def examine(config: Config, hub_name: str | None) -> Iterator[Finding]:
         plans = config.dense.plan_dir.expanduser()
         yield check_directory("directory of TensorRT plans", plans, GOOD_PLAN_BYTES, "set dense.plan_dir")
     if hub_name is None:
-        yield check_model(config, available_bytes())
+        yield check_model(config)
+        yield from check_memory(config)
     else:
         yield Finding("ok", "model", f"{hub_name} is not examined: serve downloads what the cache lacks")
 
@@ -163,14 +164,6 @@ def driver_version() -> str | None:
     return found and found[1]
 
 
-def torch_cuda() -> str | None:
-    """The CUDA version of torch, which is not imported for it; None for a build without CUDA, or without torch."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
-
-
 def check_shared_memory(num_bytes: int | None) -> Finding:
     """Whether `num_bytes` free bytes of /dev/shm suffice for the regions in which the workers meet."""
     mend = "in a container: --shm-size 1g, or --ipc=host"
@@ -218,8 +211,8 @@ def check_directory(subject: str, directory: Path, least: int, mend: str) -> Fin
     return Finding("ok", subject, text)
 
 
-def check_model(config: Config, available: int) -> Finding:
-    """Whether the model is supported, and whether without a GPU its weights fit into `available` bytes."""
+def check_model(config: Config) -> Finding:
+    """Whether the model is supported, and its weights are in a format that is read."""
     with importing():
         from services.common.model_config import load_model_config
     path = config.model.path
@@ -234,7 +227,21 @@ def check_model(config: Config, available: int) -> Finding:
         mend = "download the model whole; other formats are not read"
         return Finding("failure", "model", f"{path} has no safetensors", mend)
     num_bytes = sum(file.stat().st_size for file in files)
-    text = f"{path} has {num_bytes / GIB:.2f} GiB of weights, {available / GIB:.1f} GiB of memory are free"
-    if not has_gpu() and num_bytes > available:
-        return Finding("failure", "model", text, "use a smaller or a quantized model")
-    return Finding("ok", "model", text)
+    return Finding("ok", "model", f"{path} has {num_bytes / GIB:.2f} GiB of weights")
+
+
+def check_memory(config: Config) -> Iterator[Finding]:
+    """Whether what a start needs fits into each kind of memory."""
+    try:
+        places = plan_memory(config)
+    except ModelError as error:
+        yield Finding("failure", "memory", str(error), "download the model again")
+        return
+    for place in places:
+        try:
+            place.check()
+        except CapacityError as error:
+            yield Finding("failure", "memory", str(error))
+        else:
+            text = f"{place.name} has {place.free_bytes / GIB:.2f} GiB free, {place.num_bytes / GIB:.2f} GiB are needed"
+            yield Finding("ok", "memory", text)

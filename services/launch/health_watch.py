@@ -65,9 +65,7 @@ class HealthRecord:
 class HealthWatch:
     """Watches some of the launcher's children."""
 
-    def __init__(
-        self, children: Callable[[], Iterable[Child]], stall_timeout_s: float, start_timeout_s: float
-    ) -> None:
+    def __init__(self, children: Callable[[], Iterable[Child]], stall_timeout_s: float, start_timeout_s: float) -> None:
         """`children` returns those that are watched now. `stall_timeout_s`: how long they may be silent or stalled."""
         self._children = children
         self._stall_timeout_s = stall_timeout_s

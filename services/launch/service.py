@@ -24,6 +24,7 @@ from services.launch.children import Children
 from services.launch.gpu_faults import GpuFaults
 from services.launch.health_watch import HealthWatch
 from services.launch.lifelines import Lifelines
+from services.launch.memory_plan import check_memory
 from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, start_mps, stop_mps
 from services.launch.replace import DenseReplacer
@@ -53,7 +54,10 @@ class Launcher:
         self._gpu_faults: GpuFaults | None = None  # without MPS there are none to watch
 
     async def start(self) -> None:
-        """Starts all services and begins to answer `ctl`. Raises `ConfigError` or `PeerError`."""
+        """Starts all services and begins to answer `ctl`.
+
+        Raises `ConfigError`, `PeerError`, and what `check_memory` raises.
+        """
         run_dir = self._opened.enter_context(run_directory())
         config = self._config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
         check_addresses(config)
@@ -68,6 +72,7 @@ class Launcher:
             ATTENTION_ROLE: SwitchedAddress(config.attention.address, run_dir, "attention"),
         }
         services = service_configs(config, run_dir, addresses)
+        await asyncio.to_thread(check_memory, config)
         self._mps = start_mps(config, run_dir)
         if self._mps is not None:
             self._opened.callback(stop_mps, self._mps)

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import pytest
+
+from services.common import process
 from services.common.process import LOW_PRIORITY, available_bytes, low_priority_thread, proportional_bytes
 
 
@@ -26,6 +30,25 @@ def test_the_memory_of_a_process_grows_by_what_it_writes() -> None:
 def test_no_more_memory_is_available_than_the_machine_has() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_bytes() < total
+
+
+def test_a_control_groups_limit_counts_without_pages_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
+    if group is None:
+        pytest.skip("this kernel has no control groups of version 2")
+    monkeypatch.setattr(process, "CGROUPS", tmp_path)
+    unlimited = available_bytes()
+    own = tmp_path / group
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "memory.max").write_text("max\n")
+    (own / "memory.current").write_text(f"{90 << 20}\n")
+    (own / "memory.stat").write_text(f"anon {20 << 20}\nactive_file {30 << 20}\ninactive_file {40 << 20}\n")
+    assert available_bytes() > unlimited // 2
+    (own / "memory.max").write_text(f"{100 << 20}\n")
+    assert available_bytes() == 80 << 20
+    (own / "memory.max").write_text(f"{10 << 20}\n")
+    assert available_bytes() == 0
 
 
 def test_only_the_thread_and_those_that_it_starts_have_a_low_priority() -> None:

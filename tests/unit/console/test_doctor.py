@@ -151,19 +151,15 @@ def test_a_directory_must_be_writable_and_have_room(tmp_path: Path) -> None:
     assert doctor.check_directory("cache", tmp_path / "file" / "below", 1, "set X").state == "failure"
 
 
-def model_finding(path: Path, available: int = GIB, **changes: object) -> Finding:
+def model_finding(path: Path, **changes: object) -> Finding:
     config = Config()
     return doctor.check_model(
-        config.model_copy(update={"model": config.model.model_copy(update={"path": path, **changes})}), available
+        config.model_copy(update={"model": config.model.model_copy(update={"path": path, **changes})})
     )
 
 
-def test_a_model_must_be_supported_and_have_weights_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "has_gpu", lambda: False)
+def test_a_model_must_be_supported_and_have_weights(tmp_path: Path) -> None:
     assert model_finding(EMBEDDED_MODEL).state == "ok"
-    num_bytes = (EMBEDDED_MODEL / "model.safetensors").stat().st_size
-    assert model_finding(EMBEDDED_MODEL, num_bytes).state == "ok"
-    assert model_finding(EMBEDDED_MODEL, num_bytes - 1).state == "failure"
     missing = model_finding(tmp_path)
     assert missing.state == "failure" and "config.json" in missing.text
     raw = json.loads((EMBEDDED_MODEL / "config.json").read_text())
@@ -173,3 +169,11 @@ def test_a_model_must_be_supported_and_have_weights_that_fit(tmp_path: Path, mon
     assert model_finding(tmp_path, load_format="dummy").state == "ok"
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "bert"}))
     assert "'bert'" in model_finding(tmp_path).text
+
+
+def test_what_does_not_fit_into_memory_is_a_failure() -> None:
+    cpu = ["dense.device=cpu", "attention.device=cpu"]
+    states = [each.state for each in doctor.check_memory(load_config(None, cpu))]
+    assert states == ["ok", "ok"], "host memory and /dev/shm"
+    host, _ = doctor.check_memory(load_config(None, [*cpu, f"attention.kv_cache_bytes={2**60}"]))
+    assert host.state == "failure" and f"the KV cache {2**60}" in host.text

@@ -1,0 +1,133 @@
+"""What a start needs of memory, and what is said if that does not fit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.config import EMBEDDED_MODEL, load_config
+from services.common.errors import CapacityError, ModelError
+from services.dense_worker import standby
+from services.dense_worker.build import resolve_dense_model
+from services.launch import memory_plan
+from services.launch.gpus import Gpu
+from services.launch.memory_plan import check_memory, plan_memory, weight_bytes
+from tests.support.cluster import REPOSITORY
+from tests.support.dense.family_models import load_true_model, make_family_model
+from tests.support.models import make_model_dir
+from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
+
+CPU = ("dense.device=cpu", "attention.device=cpu")
+GIB = 2**30
+TIMEOUT_S = 30.0
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "falcon-7b", "mixtral", "opt", "gpt_oss", "qwen3_next"])
+def test_the_weights_are_those_of_hugging_face(variant: str, tmp_path: Path) -> None:
+    path = make_family_model(tmp_path, variant)
+    assert weight_bytes(path, "float32") == 4 * sum(each.numel() for each in load_true_model(path).parameters())
+    assert weight_bytes(path, "bfloat16") * 2 == weight_bytes(path, "float32")
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "int8 channel, token", "mxfp4", "awq g32", "gptq g32, act-order"])
+def test_quantized_weights_are_those_of_the_worker(name: str, tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path, "llama", hidden_size=128, intermediate_size=256, dtype=torch.bfloat16)
+    quantize_model_dir(path, FORMATS[name])
+    config = load_config(None, [f"model.path={path}", "model.dtype=bfloat16", *CPU])
+    exact, planned = standby.weight_bytes(resolve_dense_model(config)), weight_bytes(path, "bfloat16")
+    assert exact * 0.95 < planned <= exact
+
+
+def test_layers_that_do_not_run_and_parts_of_no_text_do_not_count(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path, "llama", max_shard_size="50KB")
+    whole, layer = weight_bytes(path, "float32"), 4 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3 + 2 * 64)
+    assert weight_bytes(path, "float32", num_layers=1) == whole - 2 * layer
+    names = {"model.vision_tower.weight": torch.zeros(64, 64), "mtp.layers.0.weight": torch.zeros(64, 64)}
+    from safetensors.torch import load_file, save_file
+
+    shard = min(path.glob("*.safetensors"))
+    save_file(load_file(shard) | names, shard)
+    assert weight_bytes(path, "float32") == whole
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, host: int, shared: int = GIB) -> None:
+    monkeypatch.setattr(memory_plan, "available_bytes", lambda: host)
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda path: type("Usage", (), {"free": shared}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "shared", "named"),
+    [
+        ((f"attention.kv_cache_bytes={GIB}",), GIB, GIB, "attention.kv_cache_bytes"),
+        ((f"attention.host_kv_bytes={GIB}", f"attention.kv_cache_bytes={2**20}"), GIB, GIB, "attention.host_kv_bytes"),
+        ((), 10 * GIB, 2**20, "scheduler.max_num_batched_tokens"),
+        (("launch.standby_dense=imports",), 3 * GIB // 2, GIB, "launch.standby_dense"),
+    ],
+)
+def test_the_proposed_value_is_the_greatest_that_fits(
+    settings: tuple[str, ...], host: int, shared: int, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_memory(monkeypatch, host, shared)
+    with pytest.raises(CapacityError) as refused:
+        check_memory(load_config(None, [*CPU, *settings]))
+    free, needed, excess = map(
+        int, re.findall(r"has (\d+) bytes free, (\d+) are .*, (\d+) too many", str(refused.value))[0]
+    )
+    assert needed - free == excess and free == (host if named[0] != "s" else shared)
+    value = re.search(rf"{named} to (\w+)", str(refused.value))[1]
+    check_memory(load_config(None, [*CPU, *settings, f"{named}={value}"]))
+    if value.isdecimal():
+        with pytest.raises(CapacityError):
+            check_memory(load_config(None, [*CPU, *settings, f"{named}={int(value) + 1}"]))
+
+
+def test_smaller_weights_are_proposed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, [*CPU, f"attention.kv_cache_bytes={2**20}"])
+    host, _ = plan_memory(config)
+    saved = weight_bytes(EMBEDDED_MODEL, "float32") // 2
+    with_memory(monkeypatch, host.num_bytes - saved)
+    with pytest.raises(CapacityError, match=f"{saved} too many: set model.dtype to bfloat16"):
+        check_memory(config)
+    with_memory(monkeypatch, host.num_bytes - saved - 1)
+    with pytest.raises(CapacityError, match=f"or {saved + 1} bytes more memory, is needed"):
+        check_memory(config)
+
+
+@pytest.mark.parametrize("spare_bytes", [0, -1])
+def test_on_a_gpu_the_weights_and_contexts_must_fit(spare_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["model.dtype=bfloat16"])
+    need = weight_bytes(EMBEDDED_MODEL, "bfloat16") + 2 * memory_plan.CONTEXT_BYTES
+    gpu = Gpu("GPU-1", "NVIDIA H100", need + spare_bytes)
+    monkeypatch.setattr(memory_plan, "is_on_gpu", lambda device: True)
+    monkeypatch.setattr(memory_plan, "list_gpus", lambda: [gpu])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if not spare_bytes:
+        check_memory(config)
+        return
+    with pytest.raises(CapacityError, match=r"NVIDIA H100, GPU-1, has .* 1 too many: set dense.quantization to fp8"):
+        check_memory(config)
+
+
+@pytest.mark.parametrize("damage", ["cut", "header"])
+def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path, "llama")
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] if damage == "cut" else data[:8] + b"[" + data[9:])
+    with pytest.raises(ModelError, match=f"{file} is missing, truncated or damaged"):
+        weight_bytes(path, "float32")
+
+
+def test_a_start_that_does_not_fit_ends_with_one_sentence_before_any_child() -> None:
+    flags = [f"--set={each}" for each in (*CPU, f"attention.kv_cache_bytes={2**60}")]
+    done = subprocess.run(
+        [sys.executable, "-m", "services.launch", "--prompt", "x", *flags],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "set attention.kv_cache_bytes to" in done.stderr, done.stderr
