@@ -159,8 +159,8 @@ class Engine:
             published = self._schedule(session)
             if published is not None:
                 self._publish(session, published)
-                if has_waited:
-                    self._timing.note(was_late=step.running.is_done())
+                if step is not None:
+                    self._timing.note(was_late=has_waited and step.running.is_done())
             self._publish_openings(session)
             if step is not None:
                 result = self._collect(session, step)

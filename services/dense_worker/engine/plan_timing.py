@@ -32,7 +32,10 @@ class PlanTiming:
         return begin_s + min(durations) - self.lead_s if durations else begin_s
 
     def note(self, *, was_late: bool) -> None:
-        """Whether a step ended before the plan that had waited for its end. Then the next ones wait less long."""
+        """Whether a step ended before the plan that had waited for its end. Then the next ones wait less long.
+
+        A plan that has not waited is in time, so that plans wait again after some that were late.
+        """
         self.lead_s = min(self.lead_s * _MORE, _MOST_LEAD_S) if was_late else max(self.lead_s * _LESS, LEAD_S)
 
 

@@ -71,6 +71,18 @@ def test_steps_that_are_no_longer_than_a_plan_takes_are_planned_ahead() -> None:
     assert first == 7, "step 6 was planned when step 5 began"
 
 
+def test_plans_wait_again_some_steps_after_they_were_late() -> None:
+    runner, reports, lead_s = TimedRunner(), queue.Queue[StepReport](), 6 * LEAD_S
+    runner.durations = dict.fromkeys(range(1, 20), LEAD_S)  # shorter than the lead: no plan waits
+    engine = started_engine(runner, RecordingAttention(), reports, TIMEOUT_S, LIMITS)
+    engine._timing.lead_s = lead_s
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=10))
+    while not any(each.finish_reason for each in reports.get(timeout=TIMEOUT_S).outputs):
+        pass
+    engine.stop(TIMEOUT_S)
+    assert LEAD_S < engine._timing.lead_s < lead_s
+
+
 def test_a_plan_that_was_late_makes_the_next_ones_leave_earlier() -> None:
     timing = PlanTiming()
     timing.add(64, 0.01)
