@@ -208,9 +208,27 @@ class HostTier:
                 self._region.publish(self._slots[entry.digest], entry)
 
     def _load(self, load: _Load) -> list[Entry]:
-        """Returns the entries of the first blocks, which are there now."""
+        """Returns the entries of the first blocks, which are there now. No copy is under way afterwards."""
         self._copier.wait_for(load.fence)
-        expected, checksums = list[Entry](), list[torch.Tensor]()
+        checksums = list[torch.Tensor]()
+        try:
+            expected = self._write_blocks(load, checksums)
+        except BaseException:
+            if checksums:
+                self._copier.finish(checksums)  # blocks that are given back may be used for something else
+            raise
+        loaded = list[Entry]()
+        for entry, checksum in zip(expected, self._copier.finish(checksums) if checksums else (), strict=True):
+            if checksum != entry.checksum:
+                self._forget_corrupt(entry.digest)
+                break
+            loaded.append(entry)
+        self.counts.num_read_blocks += len(loaded)
+        return loaded
+
+    def _write_blocks(self, load: _Load, checksums: list[torch.Tensor]) -> list[Entry]:
+        """Begins to copy the first blocks to the device, appends what `finish` needs, and returns their entries."""
+        expected = list[Entry]()
         for first in range(0, len(load.blocks), self._copier.max_blocks):
             if self._is_cancelled:
                 break
@@ -222,14 +240,7 @@ class HostTier:
                 expected += entries
             if len(entries) < len(blocks):
                 break
-        loaded = list[Entry]()
-        for entry, checksum in zip(expected, self._copier.finish(checksums) if checksums else (), strict=True):
-            if checksum != entry.checksum:
-                self._forget_corrupt(entry.digest)
-                break
-            loaded.append(entry)
-        self.counts.num_read_blocks += len(loaded)
-        return loaded
+        return expected
 
     def _find_entries(self, digests: Iterable[bytes]) -> list[Entry]:
         """The entries of the first blocks that are here, up to one that is not."""

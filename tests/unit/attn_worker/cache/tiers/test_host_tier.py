@@ -359,6 +359,34 @@ def test_if_the_thread_fails_blocks_are_computed_again(path: Path, monkeypatch: 
     worker.end()
 
 
+def test_if_the_thread_fails_blocks_are_given_back_only_when_no_copy_is_under_way(path: Path, monkeypatch: Any) -> None:
+    worker = Worker(path).start()
+    worker.run(prompt(1, 31))
+    worker.end()
+    worker = Worker(path)
+    write, finish, answers = worker.copier.write, worker.copier.finish, list[str]()
+
+    def write_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(worker.copier, "write", fail)
+        return write(*arguments)
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no memory for the second copy of a load")
+
+    def finish_and_note(checksums: Any) -> Any:
+        answers.append("finished")
+        return finish(checksums)
+
+    monkeypatch.setattr(worker.copier, "write", write_once)
+    monkeypatch.setattr(worker.copier, "finish", finish_and_note)
+    blocks = [(digest, index) for index, digest in enumerate(worker.region.slots)]
+    worker.tier.load(blocks, None, lambda count: answers.append(f"has {count}"))
+    worker.start()
+    worker.make_calls(lambda: bool(answers) and answers[-1] == "has 0")
+    assert answers == ["finished", "has 0"]
+    worker.end()
+
+
 @settings(max_examples=examples(150, 15), deadline=None)
 @given(data=st.data())
 def test_flipped_bytes_are_found_and_their_blocks_computed_again(
