@@ -265,7 +265,13 @@ def _open_host_tier(
     region = TierRegion.open(
         section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity, pinned=pinned
     )
-    tier = HostTier(region, _make_block_copier(storage, region, model.device), findable)
+    try:
+        with naming_what_needs_memory("the copies of the host tier"):
+            copier = _make_block_copier(storage, region, model.device)
+    except BaseException:
+        region.close()  # its lock would keep the next attempt from the file
+        raise
+    tier = HostTier(region, copier, findable)
     tier.start()
     log.info(
         "host tier",

@@ -6,12 +6,15 @@ import asyncio
 import dataclasses
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from services.attn_worker import build as build_module
 from services.attn_worker import servicer as servicer_module
 from services.attn_worker.attach_request import read_gated_delta, read_sinks
 from services.attn_worker.build import StepLimits, build_engine
@@ -230,6 +233,22 @@ def test_a_cache_too_small_for_the_longest_sequence_logs_a_warning(num_blocks: i
     engine.stop(TIMEOUT_S)
     warnings = [event for event in events if event["log_level"] == "warning"]
     assert [event["num_tokens"] for event in warnings] == ([num_blocks * 16] if is_bound else [])
+
+
+def test_a_start_without_memory_for_copies_leaves_the_host_tiers_file_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    section = AttentionSection(num_blocks=8, host_kv_bytes=2**20, host_kv_path=tmp_path / "kv")
+    arguments = section, MODEL, StepLimits(4, 16), AttentionMetrics(CollectorRegistry(), lambda: None)
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB. 8.00 MiB is free. Advice.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "CpuBlockCopier", fail)
+        with pytest.raises(CapacityError, match=r"no room for the copies of the host tier: .* 32\.00 MiB"):
+            build_engine(*arguments)
+    build_engine(*arguments).stop(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(("own", "other"), [("auto", "fp8"), ("int8", "fp8"), ("fp8", "model"), ("fp8", "")])

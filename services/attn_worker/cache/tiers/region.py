@@ -142,8 +142,13 @@ class TierRegion:
         self.memory[offset : offset + _CONTENT.size + _CHECK_BYTES] = content + _check(slot, content)
 
     def close(self) -> None:
-        """Unmaps the file and gives up the lock. Tensors over `memory` must not be used afterwards."""
+        """Gives up the lock, and unmaps the file if this has mapped it: pinned memory stays with its `PinnedFile`.
+
+        Tensors over `memory` must not be used afterwards.
+        """
         os.close(self._file)
+        if self.is_pinned:
+            return
         with contextlib.suppress(BufferError):  # a tensor over the memory still exists: the mapping ends with it
             self.memory.close()
 

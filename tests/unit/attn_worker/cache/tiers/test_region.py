@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.cache.tiers.region import Entry, TierRegion
 from services.common.errors import CapacityError, ConfigError
 from tests.support.examples import examples
@@ -164,6 +166,18 @@ def test_two_workers_never_write_the_same_region(tmp_path: Path) -> None:
     region = open_region(path)
     assert region.slots == {digest_of(1): 0}
     region.close()
+
+
+def test_a_region_leaves_pinned_memory_to_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    open_region(path).close()
+    with open(path, "r+b") as file:
+        pinned = PinnedFile(mmap.mmap(file.fileno(), 0), os.fstat(file.fileno()))
+    for number in range(2):  # the second time after an attempt to start that has failed
+        region = open_region(path, pinned=pinned)
+        assert region.is_pinned and len(region.slots) == number
+        write(region, number, number)
+        region.close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
