@@ -79,7 +79,7 @@ def attend_short_chunks(
     scales: torch.Tensor | None,  # of the layer, see `BlockStorage`
     angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
     angle_rows: torch.Tensor,  # int32 [num_tokens]
-    items: torch.Tensor,  # int32 [num_items, NUM_FIELDS], see work_items.fill_chunk_items
+    items: torch.Tensor,  # int32 [num_items, NUM_FIELDS], see work_items.chunk_items
     block_tables: torch.Tensor,  # int32, flat
     workspace: DecodeWorkspace,  # outputs of [split items, num_kv_heads * tiles.num_rows * head_dim]
     window: int | None,
