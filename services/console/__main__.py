@@ -23,6 +23,7 @@ commands:
   chat           send one prompt to a running server, or talk to it
   bench          send load to a running server; latencies and throughput
   ctl            ask or change the server of this machine: status, replace-dense
+  models         list the models here; pull or rm one by its name
   doctor         say whether this machine can serve, with the options of serve
 
 options:
@@ -100,7 +101,13 @@ def _doctor(argv: list[str], program: str) -> int:
     return doctor.main(argv, program)
 
 
-COMMANDS = {"serve": _serve, "chat": _chat, "bench": _bench, "ctl": _ctl, "doctor": _doctor}
+def _models(argv: list[str], program: str) -> int:
+    from services.console import models
+
+    return models.main(argv, program)
+
+
+COMMANDS = {"serve": _serve, "chat": _chat, "bench": _bench, "ctl": _ctl, "models": _models, "doctor": _doctor}
 
 
 def _find_services() -> None:

@@ -146,3 +146,18 @@ def test_nothing_is_downloaded_for_a_config_that_is_wrong(hub: Hub, tmp_path: Pa
     done = run(hub, tmp_path, "-c", PRINT_PATH, "--revision", "main")
     assert done.returncode == 1 and "--revision and --download-dir belong to a model by name" in done.stderr
     assert not hub.requests
+
+
+def test_models_are_pulled_listed_and_removed(hub: Hub, tmp_path: Path) -> None:
+    calls = (["pull", "org/tiny"], [], ["rm", "org/tiny"], [], ["pull", "org/none"])
+    code = f"from services.console import models\nfor call in {calls!r}: print('status', models.main(call), flush=True)"
+    done = run(hub, tmp_path, "-c", code)
+    pulled, listed, removed, empty, unknown, _ = done.stdout.split("status ")
+    directory = Path(pulled.strip())
+    assert directory.is_relative_to(tmp_path / "hf") and not directory.exists()
+    assert [line.split() for line in listed.splitlines()[2:]] == [
+        ["org/tiny", "LlamaForCausalLM", "0.01", "none", "yes"]
+    ]
+    assert removed.startswith("0\norg/tiny is removed, 0.01 GB are free")
+    assert empty.startswith("0\nthere are no models") and unknown.startswith("0") and done.stdout.endswith("status 1\n")
+    assert "'org/none' is neither a directory here nor a public model" in done.stderr
