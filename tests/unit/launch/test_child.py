@@ -69,6 +69,23 @@ def test_a_process_that_is_killed_before_the_cluster_serves_is_restarted_once_un
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_once_after_the_start_of_a_process_ends_it_with_status_0(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    async def run() -> None:
+        child = make_child(tmp_path, "attn_worker", Config(), ChildOptions(standby="loaded"))
+        watcher = asyncio.create_task(child.watch())
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.sleep(0)  # it begins by starting the process
+            assert child.pid is not None
+            os.kill(child.pid, number)
+            await watcher
+
+    with pytest.raises(PeerError, match="attn_worker ended before the cluster could serve: exit code 0"):
+        asyncio.run(run())
+
+
 def test_a_stop_does_not_wait_for_a_delayed_restart(tmp_path: Path) -> None:
     config = Config(launch=LaunchSection(restart_delay_s=TIMEOUT_S))
 

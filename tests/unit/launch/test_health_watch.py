@@ -90,6 +90,16 @@ def test_only_waits_for_a_cpu_since_the_last_answer_count() -> None:
             other.kill()
 
 
+def test_waits_of_the_launcher_for_a_cpu_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s = {7: 2.0, os.getpid(): 100.0}
+    monkeypatch.setattr("services.launch.health_watch.cpu_wait_s", waits_s.__getitem__)
+    record = HealthRecord(has_served=True)
+    record.note_missed(7)
+    waits_s |= {7: 2.5, os.getpid(): 101.0}
+    record.note_missed(7)
+    assert (record.num_missed, record.waited_s) == (2, 1.5)
+
+
 def test_a_service_that_has_not_served_yet_has_the_time_of_a_start(watch: HealthWatch) -> None:
     assert blame(watch, dense_worker=silent(START_S - 1, has_served=False)) == []
     assert blame(watch, dense_worker=silent(START_S + 1, has_served=False)) == [DENSE]

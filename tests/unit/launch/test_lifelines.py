@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.channel.region import HEADER_BYTES, SharedRegion
+from services.common.lifeline import HeldMemory, Lifeline
 from services.launch.lifelines import Lifelines
 
 TIMEOUT_S = 30.0
@@ -113,6 +114,21 @@ def test_regions_of_two_workers_that_die_at_once_are_aborted(lifelines: Lifeline
             words = path.read_bytes()
     finally:
         path.unlink()
+
+
+def test_memory_that_is_held_anew_takes_the_place_of_what_has_the_same_key(lifelines: Lifelines) -> None:
+    own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifelines.watch(own_end, os.getpid())
+    lifeline, names = Lifeline(its_end.detach()), [f"held-{secrets.token_hex(8)}" for _ in range(2)]
+    for num_bytes, name in enumerate(names, 1):
+        memory = HeldMemory(os.memfd_create(name), num_bytes, 0)
+        lifeline.hold("weights", memory)
+        os.close(memory.descriptor)
+    found = lifeline.ask("weights")  # answered after all that was sent before
+    assert found is not None and found.num_bytes == 2
+    os.close(found.descriptor)
+    files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert [any(name in file for file in files) for name in names] == [False, True]
 
 
 def test_a_descriptor_that_is_lost_on_the_way_changes_nothing(lifelines: Lifelines) -> None:
