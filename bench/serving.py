@@ -44,7 +44,7 @@ TABLE_WIDTH = 50
 
 def main(argv: Sequence[str] | None = None, program: str = "bench/serving.py") -> int:
     """Returns the exit status: 0, 1 if anything failed, 130 after Ctrl-C. `program` is its name in its usage."""
-    parser = _parser(program)
+    parser = make_parser(program)
     arguments = parser.parse_args(argv)
     _check(arguments, parser)
     try:
@@ -226,7 +226,8 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         arguments.ignore_eos = arguments.dataset is None
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def make_parser(program: str) -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog=program,
         description="Sends load to a running gateway; prints TTFT, TPOT, ITL and throughput at the clients.",

@@ -24,6 +24,7 @@ commands:
   bench          send load to a running server; latencies and throughput
   ctl            ask or change the server of this machine: status, replace-dense
   models         list the models here; pull or rm one by its name
+  completion     print a script by which a shell completes all this
   doctor         say whether this machine can serve, with the options of serve
 
 options:
@@ -107,7 +108,21 @@ def _models(argv: list[str], program: str) -> int:
     return models.main(argv, program)
 
 
-COMMANDS = {"serve": _serve, "chat": _chat, "bench": _bench, "ctl": _ctl, "models": _models, "doctor": _doctor}
+def _completion(argv: list[str], program: str) -> int:
+    from services.console import completion
+
+    return completion.main(argv, program)
+
+
+COMMANDS = {
+    "serve": _serve,
+    "chat": _chat,
+    "bench": _bench,
+    "ctl": _ctl,
+    "models": _models,
+    "completion": _completion,
+    "doctor": _doctor,
+}
 
 
 def _find_services() -> None:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, program: str = "services.gateway.cha
 
     `program` is the name of the command in its usage.
     """
-    parser = _parser(program)
+    parser = make_parser(program)
     arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
     if arguments.system is not None and arguments.prompt is not None and not arguments.chat:
         parser.error("--system belongs to a chat: add --chat, or leave --prompt out")
@@ -204,7 +204,8 @@ def _print_error(address: str, error: grpc.RpcError) -> None:
     print(f"chat_client: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def make_parser(program: str) -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog=program,
         description="Streams the answer to --prompt; without it, an interactive chat.",

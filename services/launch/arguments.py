@@ -36,6 +36,26 @@ def parse_args(
 
     A model that is given by name is downloaded. Without `downloads` the config has the embedded one in its place.
     """
+    parser = make_parser(program)
+    arguments, unknown = parser.parse_known_args(dashed(argv))
+    if unknown:
+        parser.error(describe_unknown(unknown, [*OWN_FLAGS, *(flag.name for flag in FLAGS)]))
+    if arguments.max_tokens is None:
+        arguments.max_tokens = 64
+    elif arguments.prompt is None and arguments.sample_prompt is None:
+        parser.error("--max-tokens is of the answer to --prompt or --sample-prompt, and neither is given")
+    if arguments.directory is not None and arguments.model is not None:
+        parser.error(f"MODEL {arguments.directory!r} and --model {arguments.model!r} mean the same: give one of them")
+    if arguments.directory is not None:
+        arguments.model = arguments.directory
+    try:
+        return _load(arguments, downloads=downloads), arguments
+    except TwostrokeError as error:
+        parser.exit(1, f"{program}: {error}\n")
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    """The command line, also of `twostroke doctor`."""
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [MODEL] [OPTIONS]",
@@ -56,21 +76,7 @@ def parse_args(
     parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then keep serving")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of that answer (64)")
     add_flags(parser.add_argument_group("short forms of keys of the config, by the names of vLLM where it has them"))
-    arguments, unknown = parser.parse_known_args(dashed(argv))
-    if unknown:
-        parser.error(describe_unknown(unknown, [*OWN_FLAGS, *(flag.name for flag in FLAGS)]))
-    if arguments.max_tokens is None:
-        arguments.max_tokens = 64
-    elif arguments.prompt is None and arguments.sample_prompt is None:
-        parser.error("--max-tokens is of the answer to --prompt or --sample-prompt, and neither is given")
-    if arguments.directory is not None and arguments.model is not None:
-        parser.error(f"MODEL {arguments.directory!r} and --model {arguments.model!r} mean the same: give one of them")
-    if arguments.directory is not None:
-        arguments.model = arguments.directory
-    try:
-        return _load(arguments, downloads=downloads), arguments
-    except TwostrokeError as error:
-        parser.exit(1, f"{program}: {error}\n")
+    return parser
 
 
 def _load(arguments: argparse.Namespace, *, downloads: bool) -> Config:

@@ -28,6 +28,38 @@ PATHS = ("model.path", "dense.plan_dir", "dense.step_log")  # relative to where 
 
 def main(argv: Sequence[str], program: str = "services.launch ctl") -> int:
     """Returns the exit status. `program` is the name of the command in its usage."""
+    parser = make_parser(program)
+    arguments = parser.parse_args(dashed(argv))
+    try:
+        address = arguments.launcher or find_launcher()
+    except PeerError as error:
+        return _fail(program, str(error), NO_LAUNCHER)
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = launch_pb2_grpc.LauncherStub(channel)
+        try:
+            if arguments.command == "status":
+                return print_status(stub)
+            return replace_dense(stub, arguments)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                return _fail(program, f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return _fail(program, _describe_timeout(arguments), FAILED)
+            return _fail(program, error.details() or error.code().name, FAILED)
+
+
+def find_launcher() -> str:
+    """The address of the only launcher of this user. Raises `PeerError`."""
+    addresses = [control_address(directory) for directory in live_directories()]
+    if not addresses:
+        raise PeerError("no launcher runs here: start one with `python -m services.launch`")
+    if len(addresses) > 1:
+        raise PeerError(f"{len(addresses)} launchers run here; choose one with --launcher: {' '.join(addresses)}")
+    return addresses[0]
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog=program, description="Calls a running launcher.")
     parser.add_argument("--launcher", metavar="unix:PATH", help="the launcher's socket, if several run; see its log")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -60,33 +92,7 @@ def main(argv: Sequence[str], program: str = "services.launch ctl") -> int:
     )
     replace.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then it is undone (3600)")
     commands.add_parser("status", help="list the running services and their standbys")
-    arguments = parser.parse_args(dashed(argv))
-    try:
-        address = arguments.launcher or find_launcher()
-    except PeerError as error:
-        return _fail(program, str(error), NO_LAUNCHER)
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub = launch_pb2_grpc.LauncherStub(channel)
-        try:
-            if arguments.command == "status":
-                return print_status(stub)
-            return replace_dense(stub, arguments)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                return _fail(program, f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return _fail(program, _describe_timeout(arguments), FAILED)
-            return _fail(program, error.details() or error.code().name, FAILED)
-
-
-def find_launcher() -> str:
-    """The address of the only launcher of this user. Raises `PeerError`."""
-    addresses = [control_address(directory) for directory in live_directories()]
-    if not addresses:
-        raise PeerError("no launcher runs here: start one with `python -m services.launch`")
-    if len(addresses) > 1:
-        raise PeerError(f"{len(addresses)} launchers run here; choose one with --launcher: {' '.join(addresses)}")
-    return addresses[0]
+    return parser
 
 
 def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namespace) -> int:

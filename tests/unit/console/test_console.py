@@ -48,7 +48,7 @@ def test_the_help_of_serve_needs_neither_torch_nor_the_services() -> None:
     ("name", "named"),
     [
         ("server", "'server' is not a command: did you mean 'serve'?"),
-        ("xyz", "there are serve, chat, bench, ctl, models, doctor"),
+        ("xyz", "there are serve, chat, bench, ctl, models, completion, doctor"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(name: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
