@@ -10,6 +10,7 @@ import structlog
 import torch
 
 from services.common.gpu import naming_what_needs_memory
+from services.common.terminal import progress_bar
 
 log = structlog.get_logger()
 
@@ -22,9 +23,7 @@ class StepGraphs(Generic[Size]):
     Before each capture, `warm_up(size)` runs uncaptured to compile kernels. Neither function may wait for the peer.
     """
 
-    def __init__(
-        self, stream: torch.cuda.Stream, warm_up: Callable[[Size], None], run: Callable[[Size], None]
-    ) -> None:
+    def __init__(self, stream: torch.cuda.Stream, warm_up: Callable[[Size], None], run: Callable[[Size], None]) -> None:
         self._stream = stream
         self._warm_up = warm_up
         self._run = run
@@ -32,12 +31,18 @@ class StepGraphs(Generic[Size]):
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
 
     def capture_all(self, sizes: Iterable[Size]) -> None:
-        """Captures all sizes and waits for the device. Pass the largest size first: the others reuse its memory."""
+        """Captures all sizes and waits for the device; a terminal shows the progress.
+
+        Pass the largest size first: the others reuse its memory.
+        """
         start = time.monotonic()
         with torch.cuda.stream(self._stream):
             free_before = torch.cuda.mem_get_info()[0]
-            for size in sizes:
-                self._capture(size)
+            ordered = list(sizes)
+            with progress_bar("capturing graphs", len(ordered), " graphs") as advance:
+                for size in ordered:
+                    self._capture(size)
+                    advance(1)
             self._stream.synchronize()
             num_bytes = free_before - torch.cuda.mem_get_info()[0]
         seconds = round(time.monotonic() - start, 1)

@@ -51,12 +51,20 @@ def columns_of(file: int) -> int:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, num_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Shows a bar on standard error if that is a terminal, else nothing. Yields what is called with the bytes done."""
+def progress_bar(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], object]]:
+    """Shows a bar on standard error if that is a terminal, else nothing. Yields what is called with what is done more.
+
+    "B" are bytes: a bar of them shows GB and GB/s. Other units are counted, and their bar goes when it is complete.
+    """
     if not sys.stderr.isatty():
         yield lambda done: None
         return
     from tqdm import tqdm  # only here: no pipe shows a bar
 
-    with tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True) as bar:
+    is_bytes = unit == "B"
+    done = "{n_fmt}B/{total_fmt}B" if is_bytes else "{n_fmt}/{total_fmt}"
+    shape = "{desc}: {percentage:3.0f}%|{bar}| " + done + " [{elapsed}<{remaining}, {rate_fmt}]"
+    with tqdm(
+        desc=what, total=total, unit=unit, unit_scale=is_bytes, leave=is_bytes, bar_format=shape, dynamic_ncols=True
+    ) as bar:
         yield bar.update

@@ -34,6 +34,7 @@ from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving
 from services.launch.standby import Spares, Standby
 from services.launch.start_deadline import StartDeadline
+from services.launch.summary import print_summary
 from services.launch.switched_address import SwitchedAddress
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.uninterrupted import uninterrupted
@@ -165,6 +166,8 @@ class Launcher:
         if prompt is not None:
             await answer_prompt(gateways[0].address, prompt, arguments.max_tokens, self._api_key)
         if arguments.prompt is None:
+            [attention] = self._children.of_role(ATTENTION_ROLE)
+            await print_summary(config, dense, attention)
             print_addresses(config, self._chat_command)
             await asyncio.Event().wait()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import signal
 import sys
@@ -12,7 +13,9 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from safetensors import safe_open
 
+from services.common.config import EMBEDDED_MODEL
 from tests.support.cluster import NO_STANDBYS, START_TIMEOUT_S, STOP_TIMEOUT_S, free_port
 from tests.support.terminal import Terminal, terminal
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
@@ -45,6 +48,12 @@ def launched(screen: Terminal, *flags: str) -> Iterator[str]:
             process.wait(STOP_TIMEOUT_S)
 
 
+def num_parameters() -> int:
+    """Of the embedded model, whose head is its embedding."""
+    with safe_open(EMBEDDED_MODEL / "model.safetensors", "np") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+
+
 def complete(http: str) -> None:
     body = json.dumps({"prompt": "San Francisco is a", "max_tokens": 4}).encode()
     request = urllib.request.Request(
@@ -63,12 +72,18 @@ def test_a_terminal_shows_short_lines_a_bar_and_the_answer_on_a_line_of_its_own(
     assert answer.startswith(ANSWER) and not LOG_LINE.search(answer)
     before, after = lines[: lines.index(answer)], lines[lines.index(answer) + 1 :]
     [bar] = [line for line in before if line.startswith("loading tiny-llama: 100%")]
-    assert "MB" in bar or "M/" in bar, bar
+    num_bytes = 4 * num_parameters() / 1e6
+    assert f"{num_bytes:.1f}MB/{num_bytes:.1f}MB" in bar and "B/s" in bar, bar
     for line in before:
         assert line == bar or LOG_LINE.match(line), line
         assert len(line) <= NUM_COLUMNS, line
     serving = next(i for i, line in enumerate(after) if line.startswith("Serving tiny-llama"))
-    assert [line for line in after[:serving] if line and not LOG_LINE.match(line)] == []
+    others = [line for line in after[:serving] if line and not LOG_LINE.match(line)]
+    table = dict(line.split(maxsplit=1) for line in others if not line.startswith("  KV cache"))
+    table["KV cache"] = next(line for line in others if line.startswith("  KV cache")).split(maxsplit=2)[2]
+    assert len(table) == len(others), others
+    assert table["HTTP"] == http and table["device"] == "cpu, float32, torch"
+    assert table["KV cache"].startswith("65,536 tokens, up to ") and "prefix cache" in table["on"]
     assert not any("timestamp=" in line or "request ended" in line for line in lines), "a log line of a request"
 
 
@@ -81,9 +96,7 @@ def test_a_log_line_for_each_answer_is_written_only_if_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("flags", "num_ends"), [((), 0), (("--access-log",), 1), (("--set", "log.level=debug"), 1)])
-def test_without_a_terminal_lines_are_logfmt_and_nothing_else_is_written(
-    flags: tuple[str, ...], num_ends: int
-) -> None:
+def test_without_a_terminal_lines_are_logfmt_and_nothing_else_is_written(flags: tuple[str, ...], num_ends: int) -> None:
     result = run_warm(*COMMAND[2:], "--prompt", "San Francisco is a", *flags)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(ANSWER) and result.stdout.count("\n") == 1

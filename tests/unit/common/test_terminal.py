@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from services.common.terminal import ERASE_LINE, terminal_line
+import pytest
 
+from services.common.terminal import ERASE_LINE, progress_bar, terminal_line
+from tests.support.terminal import terminal
+
+TIMEOUT_S = 10.0
 NOW = datetime(2026, 11, 25, 21, 42, 36, tzinfo=UTC)
 
 
@@ -34,3 +42,26 @@ def test_nothing_that_a_client_sends_moves_the_cursor_or_changes_colours() -> No
 def test_an_error_ends_with_its_traceback() -> None:
     line = terminal_line(event("error", "failed", exception="Traceback\n  in f\nValueError: 7"), 20)
     assert line.endswith("\nTraceback\n  in f\nValueError: 7")
+
+
+def test_a_bar_of_counts_goes_when_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for(condition: Callable[[list[str]], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition(screen.lines()):
+            assert time.monotonic() < deadline, screen.lines()
+            time.sleep(0.01)
+
+    with terminal(80) as screen, os.fdopen(os.dup(screen.file), "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress_bar("capturing graphs", 7, " graphs") as advance:
+            wait_for(lambda lines: "capturing graphs:   0%" in lines[0] and " 0/7 " in lines[0])
+            for _ in range(7):
+                advance(1)
+        print("after", file=stream, flush=True)
+        wait_for(lambda lines: lines == ["after", ""])
+
+
+def test_without_a_terminal_there_is_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("loading", 7) as advance:
+        advance(7)
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,85 @@
+"""The table that a person sees at a terminal when all services serve: what runs where, how much fits, what is on."""
+
+from __future__ import annotations
+
+import sys
+
+import grpc
+import structlog
+
+from services.common.config import Config, api_keys_of_environment
+from services.common.errors import ConfigError
+from services.common.logs import print_to_stderr
+from services.common.terminal import safe_for
+from services.launch.child import Child
+from services.launch.memory_plan import weight_bytes
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+from services.rpc.client import open_channel
+
+log = structlog.get_logger()
+
+CALL_TIMEOUT_S = 2.0
+GB = 10**9
+
+
+async def print_summary(config: Config, dense: Child, attention: Child) -> None:
+    """Asks both workers and prints the table, if standard error is a terminal and no program reads it as JSON."""
+    if not sys.stderr.isatty() or config.log.format == "json":
+        return
+    max_bytes = config.peers.max_message_bytes
+    try:
+        async with open_channel(dense.address, max_bytes, dense.tls) as channel:
+            stub = dense_pb2_grpc.DenseWorkerStub(channel)
+            info = await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+        async with open_channel(attention.address, max_bytes, attention.tls) as channel:
+            worker = attn_pb2_grpc.AttentionWorkerStub(channel)
+            status = await worker.GetStatus(attn_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+    except (grpc.aio.AioRpcError, ConfigError) as error:
+        log.warning("the workers do not say what there is", reason=str(error))
+        return
+    rows = summarize(config, info, status)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name.ljust(width)}  {value}" for name, value in rows]
+    print_to_stderr("\n" + "\n".join(safe_for(sys.stderr, line) for line in lines))
+
+
+def summarize(config: Config, info: dense_pb2.DenseInfo, status: attn_pb2.AttentionStatus) -> list[tuple[str, str]]:
+    """The rows of the table: names and values."""
+    section, gateway = config.model, config.gateway
+    names = gateway.served_model_names or (section.name or section.path.name,)
+    rows = [
+        ("model", f"{', '.join(names)} ({info.family}, {info.num_layers} layers)"),
+        ("device", f"{info.device}, {info.dtype}, {info.backend}"),
+        ("weights", "random"),
+        ("KV cache", f"{status.num_blocks * status.block_size:,} tokens, up to {info.max_model_len:,} for a sequence"),
+        ("gRPC", gateway.address),
+        ("HTTP", gateway.http_address),
+    ]
+    if section.load_format == "safetensors":
+        dtype, to_fp8 = info.dtype, config.dense.quantization == "fp8"
+        num_bytes = weight_bytes(section.path, dtype, num_layers=section.num_layers, to_fp8=to_fp8)
+        rows[2] = ("weights", f"{num_bytes / GB:.2f} GB")
+    for name in ("gateway", "dense", "attention", "launch"):
+        address = getattr(config, name).metrics_address
+        if address is not None:
+            rows.append(("metrics", f"http://{address}/metrics of {name}"))
+    rows.append(("on", ", ".join(what_is_on(config)) or "nothing that a config can turn off"))
+    return rows
+
+
+def what_is_on(config: Config) -> list[str]:
+    """Features of this server that another one may not have."""
+    attention, dense, gateway, scheduler = config.attention, config.dense, config.gateway, config.scheduler
+    features = {
+        "prefix cache": attention.enable_prefix_cache,
+        f"host tier of {attention.host_kv_bytes / GB:.2f} GB": attention.host_kv_bytes > 0,
+        f"KV cache in {attention.kv_cache_dtype}": attention.kv_cache_dtype not in ("auto", "model"),
+        f"weights made {dense.quantization}": dense.quantization != "checkpoint",
+        f"speculation by {scheduler.speculation}": scheduler.speculation != "off",
+        f"{dense.max_loras} LoRA adapters at a time": dense.max_loras > 0,
+        "API keys": gateway.api_keys_file is not None or bool(api_keys_of_environment()),
+        "TLS": gateway.tls_certificate is not None,
+        f"{config.launch.gateway_processes} gateways": config.launch.gateway_processes > 1,
+        "traces": config.tracing.endpoint is not None,
+    }
+    return [name for name, is_on in features.items() if is_on]
