@@ -216,9 +216,9 @@ class Engine:
         leaves_s, has_waited = self._timing.leaves_at(step.published.plan.num_tokens, begin_s), False
         while (left_s := leaves_s - time.monotonic()) > 0.0 and not step.running.is_done():
             has_waited = True
+            self._publish_openings(session)  # the plan that waits has only sequences that are open by then
             if self._make_call(session, min(left_s, _LOOK_S)):
                 self._admit(session)
-                self._publish_openings(session)
         return has_waited
 
     def _schedule(self, session: Session) -> PublishedPlan | None:

@@ -66,6 +66,23 @@ def test_a_request_that_comes_early_in_a_step_is_in_the_next_one() -> None:
     assert first == 6
 
 
+def test_a_request_that_comes_between_two_steps_is_opened_at_once_and_not_by_the_plan_that_waits() -> None:
+    class Reports(queue.Queue[StepReport]):
+        def put(self, report: StepReport) -> None:
+            if report.step_id == 4:  # on the engine's thread, which makes this call before it looks at step 5
+                engine.submit(new_sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=2))
+            super().put(report)
+
+    runner, reports = TimedRunner(), Reports()
+    engine = started_engine(runner, RecordingAttention(), reports, TIMEOUT_S, LIMITS)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=10))
+    while not any(each.sequence.seq_id == 1 and each.finish_reason for each in reports.get(timeout=TIMEOUT_S).outputs):
+        pass
+    engine.stop(TIMEOUT_S)
+    first = next(plan.step_id for plan in runner.plans if any(entry.seq_id == 2 for entry in plan.entries))
+    assert first == 6
+
+
 def test_steps_that_are_no_longer_than_a_plan_takes_are_planned_ahead() -> None:
     _, first = run(come_at=5, durations=dict.fromkeys(range(1, 5), LEAD_S / 2))
     assert first == 7, "step 6 was planned when step 5 began"
