@@ -73,6 +73,7 @@ class Launcher:
             ATTENTION_ROLE: SwitchedAddress(config.attention.address, run_dir, "attention"),
         }
         services = service_configs(config, run_dir, addresses)
+        remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config)
         self._mps = start_mps(config, run_dir)
         if self._mps is not None:

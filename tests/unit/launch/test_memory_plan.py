@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import EMBEDDED_MODEL, load_config
 from services.common.errors import CapacityError, ModelError
 from services.dense_worker import standby
@@ -124,10 +126,13 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
 
 
 def test_a_start_that_does_not_fit_ends_with_one_sentence_before_any_child() -> None:
+    left_by_a_killed_server = SHM_DIR / f"{NAME_PREFIX}{0:016x}-{os.getpid()}-0"
+    left_by_a_killed_server.touch()
     flags = [f"--set={each}" for each in (*CPU, f"attention.kv_cache_bytes={2**60}")]
     done = subprocess.run(
         [sys.executable, "-m", "services.launch", "--prompt", "x", *flags],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1
+    assert not left_by_a_killed_server.exists(), "its memory would count as taken"
     assert done.stderr.count("\n") == 1 and "set attention.kv_cache_bytes to" in done.stderr, done.stderr
