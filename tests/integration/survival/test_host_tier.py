@@ -289,13 +289,17 @@ def test_without_the_launcher_a_path_keeps_the_blocks(tmp_path: Path) -> None:
 
 
 def test_too_little_shared_memory_ends_the_start_and_says_how_much_is_missing(tmp_path: Path) -> None:
-    num_bytes = 10 * shutil.disk_usage("/dev/shm").total
+    total = shutil.disk_usage("/dev/shm").total
+    num_bytes = 10 * total
     options = {"gateway.address": "g", "gateway.http_address": "h"}
     arguments = [f"--set={key}=unix:{tmp_path}/{name}.sock" for key, name in options.items()]
     arguments.append(f"--set=attention.host_kv_bytes={num_bytes}")
     ended = run_warm("services.launch", *arguments, timeout_s=TIMEOUT_S)
     assert ended.returncode == 1
-    assert re.search(r"the host tier needs \d+ bytes in /dev/shm/\S+, \d+ are available \(No space left", ended.stderr)
+    found = re.search(
+        rf"the host tier {num_bytes}[,)].*, (\d+) too many: set attention\.host_kv_bytes to (\d+)", ended.stderr
+    )
+    assert found and num_bytes - int(found[1]) == int(found[2]) < total, ended.stderr
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
