@@ -14,7 +14,14 @@ from services.dense_worker.engine.plan_timing import LEAD_S, PlanTiming
 from services.dense_worker.engine.step_report import StepReport
 from services.step import StepPlan
 from tests.support.dense.sequences import new_sequence
-from tests.support.scripted_attention import TIMEOUT_S, FakeRunner, RecordingAttention, SlowStep, started_engine
+from tests.support.scripted_attention import (
+    TIMEOUT_S,
+    FakeRunner,
+    RecordingAttention,
+    SlowRunner,
+    SlowStep,
+    started_engine,
+)
 
 STEP_S = 0.15  # of a GPU; many times LEAD_S, for a busy machine
 LIMITS = SchedulerLimits(16, 64, 100, 100, "guaranteed_no_evict")
@@ -86,6 +93,24 @@ def test_a_request_that_comes_between_two_steps_is_opened_at_once_and_not_by_the
 def test_steps_that_are_no_longer_than_a_plan_takes_are_planned_ahead() -> None:
     _, first = run(come_at=5, durations=dict.fromkeys(range(1, 5), LEAD_S / 2))
     assert first == 7, "step 6 was planned when step 5 began"
+
+
+def test_the_end_of_a_step_is_noticed_long_before_it_is_expected_and_the_next_plans_leave_earlier() -> None:
+    runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue[StepReport]()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S, LIMITS)
+    for num_tokens in (1, 3):
+        engine._timing.add(num_tokens, 100 * TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=2))
+    runner.launched.get(timeout=TIMEOUT_S)
+    engine.submit(new_sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=2))
+    assert [attention.opened.get(timeout=TIMEOUT_S) for _ in range(2)] == [1, 2]  # the second while a plan waits
+    runner.has_ended.set()
+    finished = set[int]()
+    while len(finished) < 2:
+        report = reports.get(timeout=TIMEOUT_S)
+        finished |= {each.sequence.seq_id for each in report.outputs if each.finish_reason is not None}
+    engine.stop(TIMEOUT_S)
+    assert engine._timing.lead_s > LEAD_S
 
 
 def test_plans_wait_again_some_steps_after_they_were_late() -> None:
