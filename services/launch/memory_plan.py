@@ -104,9 +104,11 @@ def plan_memory(config: Config) -> list[Place]:
 
 
 def check_memory(config: Config) -> None:
-    """Raises `CapacityError` if something will not fit, and `ModelError` for a damaged checkpoint."""
-    for place in plan_memory(config):
-        place.check()
+    """Raises `CapacityError` if something will not fit, and `ModelError` for a damaged checkpoint.
+
+    Where several places have too little the error is of the one that lacks most: a setting may count in all of them.
+    """
+    max(plan_memory(config), key=lambda place: place.num_bytes - place.free_bytes).check()
 
 
 def weight_bytes(path: Path, dtype: str, *, num_layers: int | None = None, to_fp8: bool = False) -> int:
