@@ -236,6 +236,25 @@ def test_the_least_recently_used_block_is_overwritten(path: Path) -> None:
     worker.end()
 
 
+def test_a_region_of_fewer_slots_than_a_copy_has_blocks_names_nothing_while_its_slots_change(
+    path: Path, monkeypatch: Any
+) -> None:
+    worker, named = Worker(path, num_slots=2), list[object]()
+    read = worker.copier.read
+
+    def look_then_read(block_ids: Sequence[int], rows: Sequence[int]) -> list[int]:
+        named.extend(worker.region.entry(row) for row in rows)
+        return read(block_ids, rows)
+
+    monkeypatch.setattr(worker.copier, "read", look_then_read)
+    worker.start()
+    worker.run(prompt(1, 31))
+    worker.settle()
+    assert worker.tier.counts.num_written_blocks == 7 and worker.tier.counts.num_used_slots == 2
+    assert named == [None] * 7
+    worker.end()
+
+
 def test_sequences_that_want_the_same_blocks_share_one_load(worker: Worker) -> None:
     worker.run(prompt(1, 18))
     worker.settle()
@@ -288,7 +307,7 @@ def test_a_load_that_was_cancelled_under_way_writes_no_block_later(path: Path, m
     time.sleep(0.3)
     assert len(has_begun) == 1 and opened.cancelled()
     assert all(torch.equal(*pair) for pair in zip(before, worker.storage.layers, strict=True))
-    worker.calls.clear()
+    assert not worker.calls, "nobody waits for its answer"
     worker.end()
 
 
@@ -356,6 +375,9 @@ def test_if_the_thread_fails_blocks_are_computed_again(path: Path, monkeypatch: 
     assert worker.run(prompt(1, 18)) == 16, "on the device"
     worker.tier.offer([b"x" * 16])
     assert worker.tier.counts.num_skipped_blocks > 0
+    answers = list[int]()
+    worker.tier.load([(b"x" * 16, 0)], None, answers.append)  # asked for before the failure was known
+    assert answers == [0]
     worker.end()
 
 
