@@ -56,7 +56,9 @@ class CudaBlockCopier:
     def load_kernels(self) -> None:
         staging = self._take_staging()
         with torch.cuda.stream(self._stream):
-            self._copy_blocks(staging.put_ids([0]), staging.on_device[:1], to_rows=True)
+            null_block = staging.put_ids([len(self._storage.layers[0]) - 1])  # nobody needs what it holds
+            for to_rows in (True, False):
+                self._copy_blocks(null_block, staging.on_device[:1], to_rows=to_rows)
 
     @torch.inference_mode()
     def read(self, block_ids: Sequence[int], rows: Sequence[int]) -> list[int]:
