@@ -392,9 +392,8 @@ def kill_dense_worker_after(
                 is_killed = True
     deadline = time.monotonic() + RESTART_TIMEOUT_S
     while True:
-        try:
-            cluster.dense_status()
-            return received
-        except grpc.RpcError:
-            assert time.monotonic() < deadline, "no dense worker came back"
-            time.sleep(0.1)
+        with contextlib.suppress(grpc.RpcError):
+            if cluster.dense_status().state == dense_pb2.DenseStatus.SERVING:
+                return received
+        assert time.monotonic() < deadline, "no dense worker came back"
+        time.sleep(0.1)
