@@ -11,7 +11,7 @@ from cuda.bindings import runtime
 
 log = structlog.get_logger()
 
-_PIECE_BYTES = 16 * 2**20  # pinned at a time, in one to two milliseconds: the driver may delay launches meanwhile
+_PIECE_BYTES = 16 * 2**20  # pinned at a time, in about half a millisecond: launches may wait for that
 
 
 class RowPins:
