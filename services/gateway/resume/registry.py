@@ -20,8 +20,10 @@ from services.rpc.client import open_channel
 log = structlog.get_logger()
 
 TIMEOUT_S = 2.0  # of a claim
-MAX_CLAIMS = 1024  # without a reply, of a launcher that does not answer
 RETRY_S = 0.1
+# Of all claims without a reply together: while the launcher hangs, what is said waits in this process.
+MAX_CLAIMS = 1024
+MAX_CLAIM_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +36,51 @@ class Claim:
     is_kept: bool = False  # whether the launcher has the record
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A claim that has no reply yet."""
+
+    reply: asyncio.Future[resumables_pb2.ClaimReply]
+    num_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What this process says, as an iterator without an end, and its claims that have no reply yet.
+    """What this process says, as an iterator without an end, and what it has claimed.
 
     Not a generator: gRPC may still wait for its next element when it is collected.
+
+    `messages` is bounded, though the launcher may not read: by `ask`, of claims without a reply; each of these is
+    released at most once before its reply; and only what is in `kept` is given up, once.
     """
 
     messages: asyncio.Queue[resumables_pb2.AttachMessage] = field(default_factory=asyncio.Queue)
-    waiting: deque[asyncio.Future[resumables_pb2.ClaimReply]] = field(default_factory=deque)
+    waiting: deque[_Asked] = field(default_factory=deque)
+    num_waiting_bytes: int = 0
+    kept: set[Name] = field(default_factory=set)  # what the launcher keeps for this process
 
     def __aiter__(self) -> AsyncIterator[resumables_pb2.AttachMessage]:
         return self
 
     async def __anext__(self) -> resumables_pb2.AttachMessage:
         return await self.messages.get()
+
+    def ask(self, claim: resumables_pb2.Claim) -> asyncio.Future[resumables_pb2.ClaimReply] | None:
+        """Says a claim; returns its reply to come. None: too many have none, and this one is not said."""
+        num_bytes = claim.ByteSize()
+        if len(self.waiting) >= MAX_CLAIMS or self.num_waiting_bytes + num_bytes > MAX_CLAIM_BYTES:
+            return None
+        asked = _Asked(asyncio.get_running_loop().create_future(), num_bytes)
+        self.waiting.append(asked)
+        self.num_waiting_bytes += num_bytes
+        self.messages.put_nowait(resumables_pb2.AttachMessage(claim=claim))
+        return asked.reply
+
+    def take_asked(self) -> asyncio.Future[resumables_pb2.ClaimReply]:
+        """What gets the next reply. Not all wait for theirs any longer."""
+        asked = self.waiting.popleft()
+        self.num_waiting_bytes -= asked.num_bytes
+        return asked.reply
 
 
 class Registry:
@@ -72,9 +104,9 @@ class Registry:
             finally:
                 self._attached.clear()
                 stream, self._stream = self._stream, None
-                for reply in stream.waiting if stream is not None else ():
-                    if not reply.done():
-                        reply.set_result(resumables_pb2.ClaimReply())
+                for asked in stream.waiting if stream is not None else ():
+                    if not asked.reply.done():
+                        asked.reply.set_result(resumables_pb2.ClaimReply())
             await asyncio.sleep(RETRY_S)
 
     async def claim(self, name: Name, fingerprint: bytes | None, new: Record | None, instead_of: str = "") -> Claim:
@@ -90,6 +122,8 @@ class Registry:
         if new is not None:
             claim.record.CopyFrom(_encode_record(new))
         reply = await self._ask(claim)
+        if self._stream is not None and (reply.HasField("again") or reply.new_is_kept):
+            self._stream.kept.add(name)
         match reply.WhichOneof("outcome"):
             case "running_at":
                 return Claim(running_at=reply.running_at)
@@ -105,34 +139,34 @@ class Registry:
 
     def release(self, name: Name) -> None:
         """Leaves a request that this process has claimed to whoever claims it next."""
-        self._say(resumables_pb2.AttachMessage(release=encode_name(name)))
+        self._give_up(name, resumables_pb2.AttachMessage(release=encode_name(name)))
 
     def forget(self, name: Name) -> None:
         """Says that a request is over."""
-        self._say(resumables_pb2.AttachMessage(forget=encode_name(name)))
+        self._give_up(name, resumables_pb2.AttachMessage(forget=encode_name(name)))
+
+    def _give_up(self, name: Name, message: resumables_pb2.AttachMessage) -> None:
+        """Says it if the launcher keeps the request for this process; otherwise there is nothing to give up."""
+        if self._stream is not None and name in self._stream.kept:
+            self._stream.kept.remove(name)
+            self._stream.messages.put_nowait(message)
 
     async def _ask(self, claim: resumables_pb2.Claim) -> resumables_pb2.ClaimReply:
-        """The launcher's reply; an empty one if it does not answer."""
-        reply: asyncio.Future[resumables_pb2.ClaimReply] = asyncio.get_running_loop().create_future()
+        """The launcher's reply; an empty one if it does not answer, or does not answer many others."""
+        stream: _Stream | None = None
+        reply: asyncio.Future[resumables_pb2.ClaimReply] | None = None
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._attached.wait()
                 stream = self._stream
-                if stream is None or len(stream.waiting) >= MAX_CLAIMS:
-                    return resumables_pb2.ClaimReply()
-                stream.messages.put_nowait(resumables_pb2.AttachMessage(claim=claim))
-                stream.waiting.append(reply)
-                return await reply
-        except asyncio.CancelledError:
-            self._say(resumables_pb2.AttachMessage(release=claim.name))  # whatever the reply is
+                reply = None if stream is None else stream.ask(claim)
+                return resumables_pb2.ClaimReply() if reply is None else await reply
+        except (asyncio.CancelledError, TimeoutError) as error:
+            if stream is not None and reply is not None:
+                stream.messages.put_nowait(resumables_pb2.AttachMessage(release=claim.name))  # whatever the reply is
+            if isinstance(error, TimeoutError):
+                return resumables_pb2.ClaimReply()
             raise
-        except TimeoutError:
-            self._say(resumables_pb2.AttachMessage(release=claim.name))
-            return resumables_pb2.ClaimReply()
-
-    def _say(self, message: resumables_pb2.AttachMessage) -> None:
-        if self._stream is not None:  # otherwise the launcher takes this process for dead
-            self._stream.messages.put_nowait(message)
 
     async def _attach(self, address: str, on_taken: Callable[[Name], None]) -> None:
         stream = _Stream()
@@ -144,12 +178,14 @@ class Registry:
                         self._stream = stream
                         self._attached.set()
                     case "claim":
-                        reply = stream.waiting.popleft()
+                        reply = stream.take_asked()
                         if not reply.done():
                             reply.set_result(message.claim)
                             await asyncio.sleep(0)  # who has waited starts the request before it may be taken away
                     case "taken":
-                        on_taken(decode_name(message.taken))
+                        name = decode_name(message.taken)
+                        stream.kept.discard(name)
+                        on_taken(name)
 
 
 def key_reused(name: Name) -> KeyReused:
