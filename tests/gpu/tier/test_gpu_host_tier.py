@@ -90,6 +90,7 @@ def test_a_standby_pins_the_file_of_the_worker_that_serves(tmp_path: Path) -> No
         copier.close()
         region.close()
         assert not TierRegion.open(path, 2**19, block_bytes, {}, pinned=pinned).is_pinned, "of another size"
+        assert pinned._memory is None, "the pages of the former file are given back"
 
 
 def test_a_load_begins_after_the_steps_that_were_launched_before() -> None:
