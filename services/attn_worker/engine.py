@@ -10,6 +10,7 @@ blocks of a sequence that is being opened come from a tier (`Openings`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -78,14 +79,16 @@ class AttentionEngine:
     def stop(self, timeout_s: float) -> None:
         """Ends the thread after its current call and closes the attachment, which must have been aborted.
 
-        Blocks up to `timeout_s` seconds. If the thread has not ended by then, everything it uses stays open.
+        Blocks up to `timeout_s` seconds. If the thread has not ended by then, everything it uses stays open. Otherwise
+        everything is closed, also if the device has failed, whose error is raised then.
         """
         if not self._thread.stop(timeout_s):
             return
-        self._openings.cancel_all()
-        if self._attachment is not None:
-            self._attachment.close()
-        self.cache.tier.close(_TIER_TIMEOUT_S)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.cache.tier.close, _TIER_TIMEOUT_S)
+            if self._attachment is not None:
+                stack.callback(self._attachment.close)
+            stack.callback(self._openings.cancel_all)
 
     def detach(self) -> None:
         """Drops an aborted attachment: closes it and rolls back unfinished steps."""

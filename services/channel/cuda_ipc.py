@@ -187,18 +187,23 @@ class CudaIpcChannel:
         self._flags.release()
 
     def close(self) -> None:
-        """Waits for the device, then unmaps the region; the attention worker also frees its memory."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            self._flags.close()
-            del self.qkv, self.attn_out, self._local_attn_out
-            check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
-            del self._host
-            if self._is_owner:
-                check(runtime.cudaFree(self._device_pointer))
-            else:
-                check(runtime.cudaIpcCloseMemHandle(self._device_pointer))
-        self._region.close()
+        """Waits for the device, then unmaps the region; the attention worker also frees its memory.
+
+        If the device has failed, only the region is closed, and its error is raised.
+        """
+        try:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                self._flags.close()
+                del self.qkv, self.attn_out, self._local_attn_out
+                check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
+                del self._host
+                if self._is_owner:
+                    check(runtime.cudaFree(self._device_pointer))
+                else:
+                    check(runtime.cudaIpcCloseMemHandle(self._device_pointer))
+        finally:
+            self._region.close()
 
 
 def _make_flags(

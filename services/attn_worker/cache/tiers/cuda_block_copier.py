@@ -109,9 +109,11 @@ class CudaBlockCopier:
             self._stream.wait_event(fence)
 
     def close(self) -> None:
-        self._stream.synchronize()
-        self._pins.close()
-        del self._rows
+        try:
+            self._stream.synchronize()
+        finally:
+            self._pins.close()
+            del self._rows
 
     def _take_staging(self) -> _Staging:
         staging = next(self._stagings)

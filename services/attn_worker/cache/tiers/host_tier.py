@@ -114,9 +114,12 @@ class HostTier:
         self._has_load.set()
         self._has_work.set()
         self._thread.join(timeout_s + _CANCEL_TIMEOUT_S)
-        if not self._thread.is_alive():  # otherwise everything that it uses stays open
+        if self._thread.is_alive():
+            return  # everything that it uses stays open
+        try:
             self._copier.close()
-            self._region.close()
+        finally:
+            self._region.close()  # also after an error of the device: the next worker waits for its lock
 
     # The thread
 

@@ -24,6 +24,7 @@ from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.tiers.block_copier import CpuBlockCopier
 from services.attn_worker.cache.tiers.host_tier import HostTier
 from services.attn_worker.cache.tiers.region import TierRegion
+from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.openings import Openings
 from services.common.errors import DeviceError
 from services.step import NewSequence
@@ -407,6 +408,37 @@ def test_if_the_thread_fails_blocks_are_given_back_only_when_no_copy_is_under_wa
     worker.make_calls(lambda: bool(answers) and answers[-1] == "has 0")
     assert answers == ["finished", "has 0"]
     worker.end()
+
+
+def test_a_tier_of_a_failed_device_leaves_its_file_to_the_next_worker(path: Path, monkeypatch: Any) -> None:
+    worker = Worker(path).start()
+    worker.run(prompt(1, 18))
+    worker.settle()
+
+    def fail() -> None:
+        raise DeviceError("the device has failed")
+
+    monkeypatch.setattr(worker.copier, "close", fail)
+    with pytest.raises(DeviceError, match="the device has failed"):
+        worker.tier.close(TIMEOUT_S)
+    later = Worker(path).start()  # the file is not locked
+    assert later.run(prompt(1, 18)) == 16
+    later.end()
+
+
+def test_an_engine_whose_device_has_failed_closes_its_tier_too(path: Path) -> None:
+    worker = Worker(path).start()
+    runner, metrics = SimpleNamespace(fence=lambda: None), SimpleNamespace()
+    engine = AttentionEngine(worker.cache, runner, metrics)  # type: ignore[arg-type]
+    engine.start()
+
+    def fail() -> None:
+        raise DeviceError("the attachment's device has failed")
+
+    engine._attachment = SimpleNamespace(close=fail)  # type: ignore[assignment]
+    with pytest.raises(DeviceError, match="the attachment's device has failed"):
+        engine.stop(TIMEOUT_S)
+    TierRegion.open(path, NUM_BYTES, BLOCK_BYTES, {"test": 1}, lock_timeout_s=0.0).close()
 
 
 @settings(max_examples=examples(150, 15), deadline=None)
