@@ -317,6 +317,13 @@ class LogSection(Section):
     access: bool = False  # whether the gateway logs each answer that has ended, at level info; at level debug it does
 
 
+class MetricsSection(Section):
+    """The names of metrics; each service has an address for its own."""
+
+    # vllm: the gateway's metrics also have vLLM's names, for routers, autoscalers and dashboards that look for them
+    compat: Literal["none", "vllm"] = "none"
+
+
 class TracingSection(Section):
     """OpenTelemetry spans of requests, sent in batches over OTLP/gRPC."""
 
@@ -337,6 +344,7 @@ class Config(Section):
     peers: PeerSection = PeerSection()
     launch: LaunchSection = LaunchSection()
     log: LogSection = LogSection()
+    metrics: MetricsSection = MetricsSection()
     tracing: TracingSection = TracingSection()
 
     @pydantic.model_validator(mode="after")

@@ -7,6 +7,7 @@ import contextlib
 import sys
 
 import structlog
+from prometheus_client.registry import Collector
 
 from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
@@ -30,6 +31,7 @@ from services.gateway.link.journal import Journal
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
+from services.gateway.metrics.vllm_metrics import AdapterUse, VllmMetrics
 from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
@@ -171,7 +173,7 @@ class Gateway:
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
         self._opened.push_async_callback(worker_load.close)
-        pool_metrics = PoolMetrics(worker_load, service.names.first)
+        pool_metrics = self._make_pool_metrics(worker_load, service)
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, self._options.control_address)
@@ -181,6 +183,20 @@ class Gateway:
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
         self._http_address = await http_server.start()
+
+    def _make_pool_metrics(self, worker_load: WorkerLoad, service: RequestService) -> Collector:
+        config, name = self._config, service.names.first
+        pool = PoolMetrics(worker_load, name)
+        if config.metrics.compat == "none":
+            return pool
+        max_loras, adapters = config.dense.max_loras, service.adapters
+
+        def read_adapters() -> AdapterUse:
+            running, waiting = self._journal.adapter_names()
+            shared = set(adapters.shared_names)
+            return AdapterUse(running & shared, waiting & shared)
+
+        return VllmMetrics(self._registry, self._metrics, pool, name, max_loras, read_adapters)
 
     def _make_request_service(
         self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer, peers: GatewayPeers

@@ -102,6 +102,11 @@ class Adapters:
         """The names of models that a caller's requests may use."""
         return replace(self._names, adapters=self._list.visible_to(caller.name))
 
+    @property
+    def shared_names(self) -> Collection[str]:
+        """The names of the adapters that all callers may use."""
+        return self._list.of(SHARED).keys()
+
     async def load_configured(self, modules: Iterable[str]) -> None:
         """Loads the adapters of `gateway.lora_modules`, each NAME=DIRECTORY. Raises `ConfigError`."""
         for module in modules:

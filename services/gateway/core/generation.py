@@ -21,7 +21,7 @@ from services.gateway.core.parsed_text import ParsedText
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
 from services.gateway.link.stepwise import TurnQueue
-from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.metrics.gateway_metrics import EndedAnswer, GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.deltas import ContentDelta, Delta
 from services.gateway.text.detokenizer import Detokenizer
@@ -277,7 +277,18 @@ class _Answer:
         if self.finish is not None:
             end = self.finish.reason.value
         num_prompt_tokens = len(entry.spec.prompt_token_ids)
-        self._metrics.on_end(end, num_prompt_tokens, entry.num_cached_tokens, timings.total_s, timings.per_token_s)
+        self._metrics.on_end(
+            EndedAnswer(
+                end,
+                num_prompt_tokens,
+                entry.num_cached_tokens,
+                self.num_output_tokens,
+                timings.total_s,
+                timings.queue_s,
+                timings.first_token_s,
+                timings.per_token_s,
+            )
+        )
         if entry.error is not None and not entry.output_token_ids:
             self._metrics.on_rejected(entry.error)
         access_log.info(

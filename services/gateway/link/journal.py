@@ -105,6 +105,15 @@ class Journal:
         """Entries that a dense worker must continue, oldest first."""
         return (entry for entry in self._entries.values() if not entry.is_ended)
 
+    def adapter_names(self) -> tuple[set[str], set[str]]:
+        """The names of the adapters of sequences that have started, and of those that wait."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for entry in self.unfinished():
+            if entry.spec.adapter is not None:
+                (waiting if entry.queue_s is None else running).add(entry.spec.adapter.name)
+        return running, waiting
+
     def shut(self, error: TwostrokeError) -> None:
         """Fails all sequences, and all later ones, with `error`."""
         self._shut_error = error

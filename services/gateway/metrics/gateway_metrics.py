@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from services.common.errors import TwostrokeError
 from services.rpc.metrics import LATENCY_BUCKETS_S
@@ -30,18 +31,38 @@ class GatewayCounts:
     is_connected: bool  # to a dense worker
 
 
+@dataclass(frozen=True, slots=True)
+class EndedAnswer:
+    """What is measured of an answer that has ended; counts are tokens, durations seconds."""
+
+    outcome: str  # one of `OUTCOMES`
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    duration_s: float
+    queue_s: float | None  # until its first step; None: it was in none
+    first_token_s: float | None  # None: it has no token
+    per_token_s: float | None  # None: it has fewer than two tokens
+
+
 class GatewayMetrics:
     """Metrics of answers: a request with n answers counts n times, and so do its prompt's tokens, as in `Usage`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.num_generated_tokens = 0  # tokens passed to the handlers of clients
         self._registry = registry
+        self._collectors: list[Collector] = []
+        self._end_observers: list[Callable[[EndedAnswer], None]] = []
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"twostroke_gateway_{name}", text, registry=registry, buckets=LATENCY_BUCKETS_S)
+            made = Histogram(f"twostroke_gateway_{name}", text, registry=registry, buckets=LATENCY_BUCKETS_S)
+            self._collectors.append(made)
+            return made
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(f"twostroke_gateway_{name}", text, labels, registry=registry)
+            made = Counter(f"twostroke_gateway_{name}", text, labels, registry=registry)
+            self._collectors.append(made)
+            return made
 
         self._first_token = histogram(
             "time_to_first_token_seconds", "From a request's acceptance until its answer's first token."
@@ -71,7 +92,18 @@ class GatewayMetrics:
 
     def watch(self, read_counts: Callable[[], GatewayCounts]) -> None:
         """Adds these counts to the metrics; `read_counts` is called on the scraper's thread."""
-        self._registry.register(_CountsCollector(self, read_counts))
+        counts = _CountsCollector(self, read_counts)
+        self._registry.register(counts)
+        self._collectors.append(counts)
+
+    def watch_ends(self, observe: Callable[[EndedAnswer], None]) -> None:
+        """Has `observe` called in the event loop for every answer that ends."""
+        self._end_observers.append(observe)
+
+    def collect(self) -> Iterator[Metric]:
+        """All of these metrics, for a collector that shows them under other names, too."""
+        for each in self._collectors:
+            yield from each.collect()
 
     def on_loop_delay(self, delay_s: float) -> None:
         """Observes one delay of the event loop."""
@@ -87,30 +119,24 @@ class GatewayMetrics:
         self.num_generated_tokens += num_tokens
         self._inter_token.observe(gap_s)
 
-    def on_end(
-        self,
-        outcome: str,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        duration_s: float,
-        per_token_s: float | None,
-    ) -> None:
-        """Called when an answer ends. `per_token_s` is None if it has fewer than two tokens."""
-        self._answers[outcome].inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._cached_tokens.inc(num_cached_tokens)
-        if outcome not in FINISHED:
-            return  # its duration does not depend on the server
-        self._duration.observe(duration_s)
-        if per_token_s is not None:
-            self._per_token.observe(per_token_s)
+    def on_end(self, answer: EndedAnswer) -> None:
+        """Called when an answer ends."""
+        self._answers[answer.outcome].inc()
+        self._prompt_tokens.inc(answer.num_prompt_tokens)
+        self._cached_tokens.inc(answer.num_cached_tokens)
+        if answer.outcome in FINISHED:  # the duration of others does not depend on the server
+            self._duration.observe(answer.duration_s)
+            if answer.per_token_s is not None:
+                self._per_token.observe(answer.per_token_s)
+        for observe in self._end_observers:
+            observe(answer)
 
     def on_rejected(self, error: TwostrokeError) -> None:
         """Called when a request is refused."""
         self._rejected.labels(error.code).inc()
 
 
-class _CountsCollector:
+class _CountsCollector(Collector):
     """Reads counts when a scraper asks."""
 
     def __init__(self, metrics: GatewayMetrics, read_counts: Callable[[], GatewayCounts]) -> None:

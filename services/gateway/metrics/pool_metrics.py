@@ -11,13 +11,14 @@ from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from services.gateway.link.worker_load import ANSWER_TIMEOUT_S, Load, WorkerLoad
 
 WAIT_S = ANSWER_TIMEOUT_S + 1.0  # for the event loop, which asks the workers
 
 
-class PoolMetrics:
+class PoolMetrics(Collector):
     """A collector, called on the scraper's thread. Created in the event loop that reads the load."""
 
     def __init__(self, worker_load: WorkerLoad, model_name: str) -> None:
