@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import structlog
 import torch
@@ -20,9 +22,8 @@ from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
-from services.dense_worker.features.drafting.draft_model.load import held_draft_model
 from services.dense_worker.features.drafting.drafter import Drafter
-from services.dense_worker.features.drafting.load_drafter import load_drafter
+from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.installed import make_features
@@ -43,7 +44,7 @@ from services.dense_worker.model.kv_scales import read_kv_scales
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weight_memory import Empty
-from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
+from services.dense_worker.model.weights import empty_weights, load_weights, random_weights, weights_hash
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_hook import StepHook
@@ -134,16 +135,16 @@ class PreparedModel:
     backend: PreparedBackend
     digest: str  # of the weights
     lifeline: Lifeline | None  # to the launcher; None: there is none
-    held: HeldWeights | None  # the weights that the launcher has, or will have
-    held_draft_model: HeldWeights | None  # those of the draft model, if there is one
+    held: HeldWeights[ModelWeights] | None  # the weights that the launcher has, or will have
+    drafter: PreparedDrafter | None  # None: speculation is off
 
     def own_weight_bytes(self) -> int:
         """The size of the weights that the launcher does not have in memory. Raises `PeerError`."""
         num_bytes = weight_bytes(self.resolved) if self.held is None else 0
         return num_bytes + sum(each.num_bytes for each in self._all_held() if not each.are_held())
 
-    def _all_held(self) -> list[HeldWeights]:
-        return [each for each in (self.held, self.held_draft_model) if each is not None]
+    def _all_held(self) -> list[HeldWeights[Any]]:
+        return [each for each in (self.held, self.drafter and self.drafter.held) if each is not None]
 
     def load(self, *, takes_over: bool = False) -> LoadedModel:
         """Loads the weights. Raises the errors of `load_model`.
@@ -163,7 +164,7 @@ class PreparedModel:
             gated_delta = random_recurrence_weights(model.config, section.dummy_seed)
         else:
             gated_delta = load_recurrence_weights(section.path, model.config)
-        make_drafter = load_drafter(config, model, self.held_draft_model)
+        make_drafter = self.drafter and self.drafter.load()
         weights = _load_weights(section, model, self.held)
         if self.lifeline is not None:
             self.lifeline.keep([each.key for each in self._all_held()])
@@ -212,12 +213,10 @@ def prepare_model(
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
     backend = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
     digest = weights_hash(section.path, model.config, section.dummy_seed if section.load_format == "dummy" else None)
-    held = None if lifeline is None else HeldWeights(lifeline, digest, model.config, model.dtype, model.device)
-    held_draft = None
-    if lifeline is not None and scheduler.speculation == "draft_model":
-        assert scheduler.draft_model is not None, "the config has been checked"
-        held_draft = held_draft_model(scheduler.draft_model, section, model, lifeline)
-    return PreparedModel(config, model, grammars, backend, digest, lifeline, held, held_draft)
+    make_empty = partial(empty_weights, model.config, model.dtype)
+    held = lifeline and HeldWeights(lifeline, digest, make_empty, model.device)
+    drafter = prepare_drafter(config, model, lifeline)
+    return PreparedModel(config, model, grammars, backend, digest, lifeline, held, drafter)
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:
@@ -257,7 +256,9 @@ def log_formats(method: str, weights: ModelWeights) -> None:
     log.info("weights are quantized", method=method, multiplied_by=multiplied_by, **formats)
 
 
-def _load_weights(section: ModelSection, model: ResolvedModel, held: HeldWeights | None) -> ModelWeights:
+def _load_weights(
+    section: ModelSection, model: ResolvedModel, held: HeldWeights[ModelWeights] | None
+) -> ModelWeights:
     def load(empty: Empty | None) -> ModelWeights:
         if section.load_format == "dummy":
             return random_weights(model.config, model.dtype, model.device, section.dummy_seed, empty)

@@ -3,7 +3,7 @@
 - It sets the abort mark of every channel of a dead worker. Work that the worker has left on a GPU may wait for the
   peer, which may be dead, too. Under MPS a dead process's kernel has about 10 ms to end; then every process of that GPU
   fails (measured on an H200: kernels of 5 ms ended well, those of 20 ms never).
-- It holds the memory of the dense worker's weights, and of its draft model's, so that they are still there for the next
+- It holds the memory of the dense worker's weights, and of what drafts for it, so that it is still there for the next
   one.
 """
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 import torch
@@ -12,25 +13,39 @@ import torch
 from services.common.errors import DeviceError
 from services.common.gpu import gpu_uuid
 from services.common.lifeline import HeldMemory, Lifeline
-from services.common.model_config import ModelConfig
-from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weight_memory import Empty, WeightLayout, WeightMemory
-from services.dense_worker.model.weights import empty_weights
 
 log = structlog.get_logger()
 
 
-class HeldWeights:
-    """The weights of one model on one device, whose memory the launcher holds, or will hold."""
+class HasTensors(Protocol):
+    """The weights of a model, or of what drafts for one."""
+
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All tensors, or views of them."""
+
+
+Weights = TypeVar("Weights", bound=HasTensors)
+
+
+class HeldWeights(Generic[Weights]):
+    """Weights on one device, whose memory the launcher holds, or will hold."""
 
     def __init__(
-        self, lifeline: Lifeline, digest: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+        self,
+        lifeline: Lifeline,
+        digest: str,
+        make_empty: Callable[[torch.device, Empty], Weights],
+        device: torch.device,
     ) -> None:
-        """`digest`: of the weights, see `weights_hash`."""
+        """`digest`: of the weights, see `weights_hash`. `make_empty`: makes them of uninitialised tensors.
+
+        It asks for the same tensors, in the same order, as what `get` is given.
+        """
         self._lifeline = lifeline
-        self._config, self._dtype, self._device = config, dtype, device
+        self._make_empty, self._device = make_empty, device
         layout = WeightLayout()
-        empty_weights(config, dtype, torch.device("meta"), layout.empty)
+        make_empty(torch.device("meta"), layout.empty)
         self.num_bytes = layout.num_bytes
         identity = f"{digest} {gpu_uuid(device)} {layout.tensors}"
         self.key = blake2b(identity.encode(), digest_size=16).hexdigest()
@@ -42,7 +57,7 @@ class HeldWeights:
             os.close(held.descriptor)
         return held is not None
 
-    def get(self, load: Callable[[Empty | None], ModelWeights]) -> ModelWeights:
+    def get(self, load: Callable[[Empty | None], Weights]) -> Weights:
         """The weights: those that are held, or else those that `load` puts into tensors, which are held from then on.
 
         Raises what `load` raises, `CapacityError` without room, and `PeerError` if the launcher does not answer.
@@ -50,7 +65,7 @@ class HeldWeights:
         weights = self._find()
         return self._load(load) if weights is None else weights
 
-    def _find(self) -> ModelWeights | None:
+    def _find(self) -> Weights | None:
         held = self._lifeline.ask(self.key)
         if held is None:
             return None
@@ -66,9 +81,9 @@ class HeldWeights:
             log.error("the weights in memory are damaged and are loaded again", checksum=found, expected=held.checksum)
             return None
         log.info("weights found in memory", bytes=held.num_bytes)
-        return empty_weights(self._config, self._dtype, self._device, memory.empty)
+        return self._make_empty(self._device, memory.empty)
 
-    def _load(self, load: Callable[[Empty | None], ModelWeights]) -> ModelWeights:
+    def _load(self, load: Callable[[Empty | None], Weights]) -> Weights:
         try:
             memory, descriptor = WeightMemory.create(self.num_bytes, self._device)
         except DeviceError as error:

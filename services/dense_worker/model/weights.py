@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -47,7 +48,7 @@ _HASH_SAMPLE_BYTES = 4096
 _HASH_PIECE_BYTES = 2**20  # of larger tensors, so that no claimed size takes memory
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 # Small tensors that change what all others mean; samples could miss them.
-_HASHED_WHOLE = re.compile(r"scale|zero|g_idx|\.sinks$|\.conv1d\.weight$|\.A_log$|\.dt_bias$")
+_HASHED_WHOLE = re.compile(r"scale|zero|g_idx|^d2t$|\.sinks$|\.conv1d\.weight$|\.A_log$|\.dt_bias$")
 
 
 def load_weights(
@@ -111,7 +112,7 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
     """
     digest = hashlib.blake2b(digest_size=32)
     hashes_small = config.quantization is not None or config.attention.has_sinks or bool(config.gated_delta_layers)
-    try:
+    with _naming_weights_of(path):
         digest.update((path / "config.json").read_bytes())
         digest.update(f"\0num_layers={config.num_layers} dummy_seed={dummy_seed}".encode())
         if config.quantization is not None:
@@ -119,9 +120,25 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
         if dummy_seed is None:
             for file in checkpoint_files(path):
                 _hash_file(digest, file, hashes_small)
+    return digest.hexdigest()
+
+
+def heads_hash(path: Path, files: Iterable[Path]) -> str:
+    """The same of heads that draft, in safetensors of the directory `path`."""
+    digest = hashlib.blake2b(digest_size=32)
+    with _naming_weights_of(path):
+        digest.update((path / "config.json").read_bytes())
+        for file in files:
+            _hash_file(digest, file, hashes_small=True)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _naming_weights_of(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ModelError(f"weights of {path} cannot be read: {error}") from error
-    return digest.hexdigest()
 
 
 def _hash_file(digest: hashlib.blake2b, file: Path, hashes_small: bool) -> None:

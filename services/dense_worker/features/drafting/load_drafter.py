@@ -1,21 +1,31 @@
-"""Loads the drafter that `scheduler.speculation` names, and makes the `Drafting` that uses it."""
+"""Prepares and loads the drafter that `scheduler.speculation` names, and makes the `Drafting` that uses it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from services.common.config import Config, SchedulerSection
+from services.common.lifeline import Lifeline
 from services.common.resolve import ResolvedModel
 from services.dense_worker.features.drafting.draft_model.device_draft_model import DeviceDraftModel
-from services.dense_worker.features.drafting.draft_model.load import load_draft_model
+from services.dense_worker.features.drafting.draft_model.load import held_draft_model, load_draft_model
+from services.dense_worker.features.drafting.draft_model.model import DraftModel
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.eagle.device_eagle import DeviceEagle
-from services.dense_worker.features.drafting.eagle.load_eagle import load_eagle_head, make_eagle_model
+from services.dense_worker.features.drafting.eagle.load_eagle import (
+    LoadedHead,
+    find_eagle_head,
+    load_eagle_head,
+    make_eagle_model,
+)
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import MAX_LATE_TOKENS
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.medusa.device_heads import DeviceHeads
-from services.dense_worker.features.drafting.medusa.load_heads import load_medusa_heads
+from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
+from services.dense_worker.features.drafting.medusa.load_heads import find_medusa_heads, load_medusa_heads
 from services.dense_worker.features.drafting.medusa.medusa_drafter import MedusaDrafter
 from services.dense_worker.features.drafting.model_drafter import ModelDrafter
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
@@ -31,37 +41,61 @@ SUFFIX_LENGTHS = (3, 6, 12)
 MakeDrafter = Callable[[ModelWeights, Sampler], Drafter]
 
 
-def load_drafter(
-    config: Config, model: ResolvedModel, held_draft_model: HeldWeights | None = None
-) -> MakeDrafter | None:
-    """Loads what has weights of its own. Returns what makes the drafter, given the served model's weights and sampler.
+@dataclass(frozen=True, slots=True)
+class PreparedDrafter:
+    """A drafter whose weights are not in memory yet."""
 
-    `held_draft_model`: as in `load_draft_model`.
+    # Returns what makes the drafter, given the served model's weights and sampler. Both raise `ModelError` or
+    # `ConfigError`, naming value and limit, and `CapacityError` if a GPU has no room.
+    load: Callable[[], MakeDrafter]
+    held: HeldWeights[Any] | None = None  # its weights at the launcher; None: it has none of its own, or there is none
 
-    None: speculation is off. Raises `ModelError` or `ConfigError`, naming value and limit, and `CapacityError` if a GPU
-    has no room; so does what it returns.
+
+def prepare_drafter(config: Config, model: ResolvedModel, lifeline: Lifeline | None = None) -> PreparedDrafter | None:
+    """None: speculation is off. `lifeline`: to the launcher, which may have its weights in memory.
+
+    Raises `ModelError`, naming value and limit, for a drafter that is not the model's.
     """
     section = config.scheduler
-    num_tokens, max_num_seqs = section.num_speculative_tokens, section.max_num_seqs
     if section.speculation == "off":
         return None
     if section.speculation == "medusa":
-        heads = load_medusa_heads(section, model)
-        return lambda weights, sampler: MedusaDrafter(DeviceHeads(heads, max_num_seqs), heads.num_heads)
-    if section.speculation == "draft_model":
-        draft_model = load_draft_model(section, config.model, model, held_draft_model)
-        return lambda weights, sampler: ModelDrafter(
-            DeviceDraftModel(draft_model, sampler, max_num_seqs), num_tokens, MAX_LATE_TOKENS
-        )
+        heads = find_medusa_heads(section, model)
+        held_heads = lifeline and HeldWeights(lifeline, heads.digest, heads.empty, model.device)
+        return PreparedDrafter(lambda: _medusa(load_medusa_heads(heads, held_heads), section), held_heads)
     if section.speculation == "eagle3":
-        head = load_eagle_head(section, model)
+        head = find_eagle_head(section, model)
+        held_head = lifeline and HeldWeights(lifeline, head.digest, head.empty, model.device)
+        return PreparedDrafter(lambda: _eagle(load_eagle_head(head, held_head), section, model), held_head)
+    if section.speculation == "draft_model":
+        source = config.model
+        held = lifeline and held_draft_model(section, source, model, lifeline)
+        return PreparedDrafter(lambda: _draft_model(load_draft_model(section, source, model, held), section), held)
+    return PreparedDrafter(lambda: _ngram(section))
 
-        def make_eagle(weights: ModelWeights, sampler: Sampler) -> Drafter:
-            eagle = make_eagle_model(head, weights.embedding.table.data, section, model)
-            on_device = DeviceEagle(eagle, sampler, max_num_seqs, section.max_num_batched_tokens)
-            return ModelDrafter(on_device, num_tokens, max_late_tokens=None)
 
-        return make_eagle
+def _medusa(heads: MedusaHeads, section: SchedulerSection) -> MakeDrafter:
+    return lambda weights, sampler: MedusaDrafter(DeviceHeads(heads, section.max_num_seqs), heads.num_heads)
+
+
+def _eagle(head: LoadedHead, section: SchedulerSection, model: ResolvedModel) -> MakeDrafter:
+    def make(weights: ModelWeights, sampler: Sampler) -> Drafter:
+        eagle = make_eagle_model(head, weights.embedding.table.data, section, model)
+        on_device = DeviceEagle(eagle, sampler, section.max_num_seqs, section.max_num_batched_tokens)
+        return ModelDrafter(on_device, section.num_speculative_tokens, max_late_tokens=None)
+
+    return make
+
+
+def _draft_model(draft_model: DraftModel, section: SchedulerSection) -> MakeDrafter:
+    def make(weights: ModelWeights, sampler: Sampler) -> Drafter:
+        on_device = DeviceDraftModel(draft_model, sampler, section.max_num_seqs)
+        return ModelDrafter(on_device, section.num_speculative_tokens, MAX_LATE_TOKENS)
+
+    return make
+
+
+def _ngram(section: SchedulerSection) -> MakeDrafter:
     if section.speculation == "ngram":
         return lambda weights, sampler: NgramDrafter(range(section.prompt_lookup_min, section.prompt_lookup_max + 1))
     history = AnswerHistory(SUFFIX_LENGTHS, section.suffix_cached_tokens)

@@ -6,7 +6,9 @@ import mmap
 import os
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,18 @@ from services.common.errors import PeerError
 from services.common.lifeline import Lifeline
 from services.common.model_config import load_model_config
 from services.dense_worker.build import PreparedModel, prepare_model, resolve_dense_model
+from services.dense_worker.features.drafting.eagle.load_eagle import StoredHead
+from services.dense_worker.features.drafting.medusa.load_heads import StoredHeads
+from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weight_memory import Empty
-from services.dense_worker.model.weights import load_weights
+from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.parameters import parameters
 from services.launch.lifelines import Lifelines
 from tests.chaos.drafts import make_noisy_model
+from tests.support.dense.eagle_head import config_of, random_head, write_head
+from tests.support.dense.medusa_heads import in_layout_of_medusa, random_heads, write_heads
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
 from tests.unit.dense_worker.model.test_weights import edit_tensors
@@ -54,7 +61,7 @@ class Worker:
         self.num_loads = 0
         self._path, self.config = path, load_model_config(path)
         self.lifeline = lifeline
-        self.held = HeldWeights(lifeline, digest, self.config, FLOAT32, CPU)
+        self.held = HeldWeights(lifeline, digest, partial(empty_weights, self.config, FLOAT32), CPU)
 
     def get(self) -> ModelWeights:
         return self.held.get(self._load)
@@ -100,25 +107,92 @@ def test_other_weights_are_loaded_and_take_their_place(make_lifeline: Callable[[
     assert other.held.are_held() and not first.held.are_held()
 
 
-def test_a_draft_model_is_held_beside_the_served_one(make_lifeline: Callable[[], Lifeline], tmp_path: Path) -> None:
-    draft_model = make_noisy_model(tmp_path / "draft", num_layers=1)
-    speculation = ["scheduler.speculation=draft_model", f"scheduler.draft_model={draft_model}"]
+def speculation_with(kind: str, directory: Path) -> list[str]:
+    """Settings of the embedded model with weights that draft for it."""
+    model = load_model_config(EMBEDDED_MODEL)
+    hidden, vocab = model.hidden_size, model.vocab_size
+    if kind == "draft_model":
+        make_noisy_model(directory, num_layers=1)
+        return ["scheduler.speculation=draft_model", f"scheduler.draft_model={directory}"]
+    if kind == "medusa":
+        heads = in_layout_of_medusa(random_heads(3, hidden, vocab))
+        write_heads(directory, heads, medusa_num_heads=3, medusa_num_layers=1)
+    else:
+        head = random_head(hidden, vocab, layers=(1, 0, 2), draft_vocab_size=100, has_embedding=kind == "eagle3, whole")
+        write_head(directory, head.tensors, config_of(head, vocab))
+    return [f"scheduler.speculation={kind.split(',')[0]}", f"scheduler.speculation_model={directory}"]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "eagle3", "eagle3, whole"])
+def test_what_drafts_is_held_beside_the_served_model(
+    kind: str, make_lifeline: Callable[[], Lifeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculation = speculation_with(kind, tmp_path / "drafts")
+    num_read = 0
+    read = Checkpoint.tensor
+
+    def count(self: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal num_read
+        num_read += self.file_of(name).is_relative_to(tmp_path)
+        return read(self, name)
+
+    monkeypatch.setattr(Checkpoint, "tensor", count)
 
     def prepare(*settings: str) -> PreparedModel:
         config = load_config(None, ["dense.device=cpu", *settings])
         return prepare_model(config, resolve_dense_model(config), print, make_lifeline())
 
     first, second = prepare(*speculation), prepare(*speculation)
-    assert first.held is not None and first.held_draft_model is not None
-    sizes = {first.held.num_bytes, first.held_draft_model.num_bytes}
-    assert first.own_weight_bytes() == second.own_weight_bytes() == sum(sizes)
+    assert first.held is not None and first.drafter is not None and first.drafter.held is not None
+    num_bytes = first.drafter.held.num_bytes
+    assert first.own_weight_bytes() == second.own_weight_bytes() == first.held.num_bytes + num_bytes
     first.load()
-    assert second.own_weight_bytes() == 0
+    assert num_read > 0 and second.own_weight_bytes() == 0
+    num_read = 0
     with capture_logs() as logs:
         second.load()
-    assert {each["bytes"] for each in logs if each["event"] == "weights found in memory"} == sizes
+    assert num_read == 0, "they were found in memory"
+    found = [each["bytes"] for each in logs if each["event"] == "weights found in memory"]
+    assert sorted(found) == sorted([first.held.num_bytes, num_bytes])
     prepare().load()  # the launcher gives up what is of no use any more
-    assert second.own_weight_bytes() == first.held_draft_model.num_bytes
+    assert second.own_weight_bytes() == num_bytes
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle3, whole"])
+def test_heads_in_memory_are_those_of_their_files(
+    kind: str, make_lifeline: Callable[[], Lifeline], tmp_path: Path
+) -> None:
+    path, model = tmp_path / "drafts", load_model_config(EMBEDDED_MODEL)
+    speculation_with(kind, path)
+    stored: Any
+    if kind == "medusa":
+        stored = StoredHeads.find(path, model, FLOAT32, CPU, max_num_heads=2)
+    else:
+        stored = StoredHead.find(path, model, FLOAT32, CPU)
+
+    def load(empty: Empty | None) -> Any:
+        assert not found, "they are loaded once"
+        return stored.load(empty)
+
+    found = list[dict[str, torch.Tensor]]()
+    for _ in range(2):
+        held = HeldWeights(make_lifeline(), stored.digest, stored.empty, CPU)
+        found.append(dict(held.get(load).named_tensors()))
+    plain = dict(stored.load().named_tensors())
+    assert found[0].keys() == found[1].keys() == plain.keys()
+    assert all(torch.equal(each[name], plain[name]) for each in found for name in plain)
+
+
+def test_a_head_with_other_token_ids_is_another_one(tmp_path: Path) -> None:
+    """One of many numbers, which samples of the file would miss."""
+    model = load_model_config(EMBEDDED_MODEL)
+    digests = set()
+    for name in ("one", "other"):
+        head = random_head(model.hidden_size, model.vocab_size, layers=(1, 0, 2), draft_vocab_size=400)
+        head.tensors["d2t"][333] += name == "other"
+        write_head(tmp_path / name, head.tensors, config_of(head, model.vocab_size))
+        digests.add(StoredHead.find(tmp_path / name, model, FLOAT32, CPU).digest)
+    assert len(digests) == 2
 
 
 def test_damaged_memory_is_not_believed(make_lifeline: Callable[[], Lifeline]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import structlog
 
@@ -19,22 +19,27 @@ from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weight_memory import Empty
-from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
+from services.dense_worker.model.weights import empty_weights, load_weights, random_weights, weights_hash
 
 log = structlog.get_logger()
 
 
 def held_draft_model(
-    path: Path, source: ModelSection, model: ResolvedModel, lifeline: Lifeline
-) -> HeldWeights:
+    section: SchedulerSection, source: ModelSection, model: ResolvedModel, lifeline: Lifeline
+) -> HeldWeights[ModelWeights]:
     """The draft model's weights that the launcher has in memory, or will have. Raises `ModelError`."""
+    path = section.draft_model
+    assert path is not None, "the config has been checked"
     config = load_model_config(path)
     digest = weights_hash(path, config, source.dummy_seed if source.load_format == "dummy" else None)
-    return HeldWeights(lifeline, digest, config, model.dtype, model.device)
+    return HeldWeights(lifeline, digest, partial(empty_weights, config, model.dtype), model.device)
 
 
 def load_draft_model(
-    section: SchedulerSection, source: ModelSection, model: ResolvedModel, held: HeldWeights | None = None
+    section: SchedulerSection,
+    source: ModelSection,
+    model: ResolvedModel,
+    held: HeldWeights[ModelWeights] | None = None,
 ) -> DraftModel:
     """The model of `scheduler.draft_model`, in the dtype and on the device of the served one.
 

@@ -5,7 +5,7 @@ The model samples the next token from a hidden state; head i drafts the token i 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,13 @@ class MedusaHeads:
     @property
     def num_heads(self) -> int:
         return self.lm_head.shape[0]
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, or views of them."""
+        for index, block in enumerate(self.blocks):
+            yield f"blocks.{index}.weight", block.weight
+            yield f"blocks.{index}.bias", block.bias
+        yield "lm_head", self.lm_head
 
     def draft(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] after the model's last norm -> the most likely token of each head, int64 [n, num_heads].

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import structlog
 import torch
@@ -20,6 +21,9 @@ from services.dense_worker.features.drafting.medusa.heads import MedusaHeads, Re
 from services.dense_worker.features.drafting.medusa.heads_config import MAX_HEADS, HeadsConfig, read_heads_config
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files
+from services.dense_worker.model.held_weights import HeldWeights
+from services.dense_worker.model.weight_memory import Empty
+from services.dense_worker.model.weights import heads_hash
 
 log = structlog.get_logger()
 
@@ -59,54 +63,100 @@ _LAYOUTS = (
 )
 
 
-def load_medusa_heads(section: SchedulerSection, model: ResolvedModel) -> MedusaHeads:
+@dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """The first heads of a directory, of which nothing but headers has been read."""
+
+    path: Path
+    num_heads: int
+    _files: Sequence[Path]
+    _layout: _Layout
+    _config: HeadsConfig
+    _model: ModelConfig
+    _dtype: torch.dtype
+    _device: torch.device
+
+    @classmethod
+    def find(
+        cls, path: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_num_heads: int
+    ) -> Self:
+        """The heads of the directory `path`, at most `max_num_heads`, for a model of this dtype on this device.
+
+        A checkpoint may hold more heads than its config.json says, as published ones do. Raises `ModelError`, naming
+        value and limit, for heads of another model, for tensors that are missing or unknown, and for files other than
+        safetensors.
+        """
+        config = read_heads_config(path, model)
+        files = [path / _FILE] if (path / _FILE).is_file() else checkpoint_files(path)
+        with _open(files) as checkpoint:
+            layout = _find_layout(path, checkpoint)
+            num_stored = _check_names(path, checkpoint, layout, config)
+        return cls(path, min(num_stored, max_num_heads), files, layout, config, model, dtype, device)
+
+    @property
+    def digest(self) -> str:
+        """Identifies them, see `heads_hash`."""
+        return heads_hash(self.path, self._files)
+
+    def empty(self, device: torch.device, empty: Empty | None = None) -> MedusaHeads:
+        """The heads, uninitialised. `empty` makes their tensors; None: each one has memory of its own."""
+        make: Empty = empty or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+        count, hidden = self.num_heads, self._model.hidden_size
+        blocks = [
+            ResidualBlocks(
+                make((count, hidden, hidden), self._dtype), make((count, hidden), self._dtype)[:, None]
+            )
+            for _ in range(self._config.num_blocks)
+        ]
+        lm_head = make((1 if self._config.has_shared_lm_head else count, self._model.vocab_size, hidden), self._dtype)
+        return MedusaHeads(blocks, lm_head.expand(count, -1, -1))
+
+    def load(self, empty: Empty | None = None) -> MedusaHeads:
+        """The heads, read from their files. `empty` as in the method. Raises `ModelError` for a wrong shape."""
+        heads, layout = self.empty(self._device, empty), self._layout
+        with _open(self._files) as checkpoint:
+
+            def fill(places: torch.Tensor, names: Sequence[str]) -> None:
+                for place, name in zip(places, names, strict=True):
+                    if name in checkpoint:  # only biases may be missing
+                        place.copy_(checkpoint.read(name, FLOATS, (tuple(place.shape),)))
+                    else:
+                        place.zero_()
+
+            for index, block in enumerate(heads.blocks):
+                for kind, places in (("weight", block.weight), ("bias", block.bias[:, 0])):
+                    fill(places, [layout.linear_name(head, index, kind) for head in range(self.num_heads)])
+            num_owned = 1 if self._config.has_shared_lm_head else self.num_heads
+            names = [layout.lm_head_name(head, self._config.num_blocks) for head in range(num_owned)]
+            fill(heads.lm_head[:num_owned], names)
+        return heads
+
+
+def find_medusa_heads(section: SchedulerSection, model: ResolvedModel) -> StoredHeads:
     """The heads of `scheduler.speculation_model`, no more than a sequence may have drafts.
 
-    Raises the errors of `load_heads`, and `CapacityError` if a GPU has no room for them.
+    Raises the errors of `StoredHeads.find`.
     """
-    path, most = section.speculation_model, section.num_speculative_tokens
+    path = section.speculation_model
     assert path is not None, "the config has been checked"
+    return StoredHeads.find(path, model.config, model.dtype, model.device, section.num_speculative_tokens)
+
+
+def load_medusa_heads(stored: StoredHeads, held: HeldWeights[MedusaHeads] | None) -> MedusaHeads:
+    """`held`: their memory at the launcher; None: there is no launcher.
+
+    Raises the errors of `StoredHeads.load` and of `HeldWeights.get`, and `CapacityError` if a GPU has no room for them.
+    """
     with naming_what_needs_memory("the Medusa heads"):
-        heads = load_heads(path, model.config, model.dtype, model.device, most)
-    log.info("Medusa heads loaded", path=str(path), num_heads=heads.num_heads, num_speculative_tokens=most)
+        heads = stored.load() if held is None else held.get(stored.load)
+    log.info("Medusa heads loaded", path=str(stored.path), num_heads=heads.num_heads)
     return heads
 
 
-def load_heads(
-    path: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_num_heads: int
-) -> MedusaHeads:
-    """The first heads of the directory `path`, at most `max_num_heads`.
-
-    A checkpoint may hold more heads than its config.json says, as published ones do. Raises `ModelError`, naming value
-    and limit, for heads of another model, for tensors that are missing, of a wrong shape or unknown, and for files
-    other than safetensors.
-    """
-    config = read_heads_config(path, model)
-    files = [path / _FILE] if (path / _FILE).is_file() else checkpoint_files(path)
+@contextmanager
+def _open(files: Sequence[Path]) -> Iterator[Checkpoint]:
     with ExitStack() as opened:
-        checkpoint = Checkpoint(files, opened, lambda name: name.removeprefix(_PREFIX))
-        layout = _find_layout(path, checkpoint)
-        num_stored = _check_names(path, checkpoint, layout, config)
-        num_heads, hidden = min(num_stored, max_num_heads), model.hidden_size
-
-        def stack(names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
-            stacked = torch.zeros(len(names), *shape, dtype=dtype, device=device)
-            for tensor, name in zip(stacked, names, strict=True):
-                if name in checkpoint:  # only biases may be missing
-                    tensor.copy_(checkpoint.read(name, FLOATS, (shape,)))
-            return stacked
-
-        def stack_linear(block: int, kind: str, *shape: int) -> torch.Tensor:
-            return stack([layout.linear_name(head, block, kind) for head in range(num_heads)], shape)
-
-        blocks = [
-            ResidualBlocks(stack_linear(block, "weight", hidden, hidden), stack_linear(block, "bias", hidden)[:, None])
-            for block in range(config.num_blocks)
-        ]
-        owners = range(1 if config.has_shared_lm_head else num_heads)
-        names = [layout.lm_head_name(head, config.num_blocks) for head in owners]
-        lm_head = stack(names, (model.vocab_size, hidden)).expand(num_heads, -1, -1)
-    return MedusaHeads(blocks, lm_head)
+        yield Checkpoint(files, opened, lambda name: name.removeprefix(_PREFIX))
 
 
 def _find_layout(path: Path, checkpoint: Checkpoint) -> _Layout:

@@ -20,7 +20,7 @@ from services.dense_worker.features.drafting.eagle import graphs
 from services.dense_worker.features.drafting.eagle.device_eagle import DeviceEagle
 from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
 from services.dense_worker.features.drafting.eagle.graphs import EagleGraphs
-from services.dense_worker.features.drafting.eagle.load_eagle import load_eagle
+from services.dense_worker.features.drafting.eagle.load_eagle import StoredHead
 from services.dense_worker.features.drafting.kv_cache import draft_blocks
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
 from services.dense_worker.runner.request_state import RequestState
@@ -69,7 +69,7 @@ class DraftedSteps:
         self._truth, self._head, self._device = truth, head, device
         write_head(directory, head.tensors, config_of(head, VOCAB))
         config = load_model_config(path)
-        loaded = load_eagle(directory, config, torch.float32, device)
+        loaded = StoredHead.find(directory, config, torch.float32, device).load()
         embedding = truth.get_input_embeddings().weight.detach().to(device)
         layer = loaded.with_embedding(embedding)
         self.sampler = Sampler(MAX_NUM_SEQS, VOCAB, device)

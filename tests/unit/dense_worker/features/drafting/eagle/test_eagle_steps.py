@@ -20,7 +20,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
 from services.dense_worker.features.drafting.eagle.device_eagle import DeviceEagle
 from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
-from services.dense_worker.features.drafting.eagle.load_eagle import load_eagle
+from services.dense_worker.features.drafting.eagle.load_eagle import StoredHead
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
@@ -99,7 +99,7 @@ class Server:
         config = load_model_config(self.path)
         weights = load_weights(self.path, config, torch.float32, CPU)
         directory = write_head(path / "head", HEAD.tensors, config_of(HEAD, VOCAB))
-        loaded = load_eagle(directory, config, torch.float32, CPU)
+        loaded = StoredHead.find(directory, config, torch.float32, CPU).load()
         layer = loaded.with_embedding(weights.embedding.table.data)
         sampler = Sampler(MAX_NUM_SEQS, VOCAB, "cpu")
         self.on_device = DeviceEagle(EagleModel(loaded.config, layer, 32, 100), sampler, MAX_NUM_SEQS, MAX_NUM_TOKENS)

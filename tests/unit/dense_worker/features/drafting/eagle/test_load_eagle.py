@@ -15,8 +15,8 @@ from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.features.drafting.eagle.load_eagle import (
     LoadedHead,
-    load_eagle,
-    load_eagle_head,
+    StoredHead,
+    find_eagle_head,
     make_eagle_model,
 )
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
@@ -40,7 +40,7 @@ BLOCK_BYTES = BLOCK_SIZE * 2 * 2 * 16 * 4  # keys and values, heads, dimensions,
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedHead:
-    return load_eagle(path, MODEL, dtype, torch.device("cpu"))
+    return StoredHead.find(path, MODEL, dtype, torch.device("cpu")).load().without_same_ids()
 
 
 def write(path: Path, changed: Tensors | None = None, without: tuple[str, ...] = (), **config: Any) -> Path:
@@ -216,7 +216,7 @@ def test_a_small_model_must_name_its_layers(tmp_path: Path) -> None:
     """The default of L - 3 does not exist."""
     path = write(tmp_path, eagle_aux_hidden_state_layer_ids=None)
     with pytest.raises(ModelError, match=r"\[2, 1, -1\], expected 3 layers from 0 to 1 of 2"):
-        load_eagle(path, small_config("llama", num_hidden_layers=2), torch.float32, torch.device("cpu"))
+        StoredHead.find(path, small_config("llama", num_hidden_layers=2), torch.float32, torch.device("cpu"))
 
 
 OFFSETS = HEAD.tensors["d2t"]
@@ -277,7 +277,7 @@ def test_its_cache_has_room_for_all_sequences_but_no_more_than_it_may_have(tmp_p
 
     def num_blocks(**options: Any) -> int:
         section = SchedulerSection(speculation="eagle3", speculation_model=tmp_path, **options)
-        return make_eagle_model(load_eagle_head(section, model), torch.empty(0), section, model).num_blocks
+        return make_eagle_model(find_eagle_head(section, model).load(), torch.empty(0), section, model).num_blocks
 
     assert num_blocks(max_num_seqs=3) == 1 + 3 * 512 // BLOCK_SIZE
     assert num_blocks(draft_cache_bytes=5 * BLOCK_BYTES + 1) == 5

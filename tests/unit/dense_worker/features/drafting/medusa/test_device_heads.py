@@ -19,7 +19,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.features.drafting.device_drafter import DraftRequest, last_rows
 from services.dense_worker.features.drafting.medusa.device_heads import DeviceHeads
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
-from services.dense_worker.features.drafting.medusa.load_heads import load_heads
+from services.dense_worker.features.drafting.medusa.load_heads import StoredHeads
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
@@ -75,7 +75,7 @@ class Steps:
         backend = TorchBackend(load_weights(path / "model", config, torch.float32, CPU))
         config_of_heads = {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1}
         directory = write_heads(path / "heads", in_layout_of_medusa(HEADS), **config_of_heads)
-        heads = load_heads(directory, config, torch.float32, CPU, 64)
+        heads = StoredHeads.find(directory, config, torch.float32, CPU, 64).load()
         self._channel: Any = WholeSequences(self.model, config)
         self.on_device = DeviceHeads(heads, MAX_NUM_SEQS)
         self.runner: ModelRunner = make_runner(backend, config, self.on_device)

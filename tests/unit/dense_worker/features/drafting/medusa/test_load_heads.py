@@ -13,7 +13,7 @@ import torch
 from services.common.errors import ModelError
 from services.common.model_config import ModelConfig
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
-from services.dense_worker.features.drafting.medusa.load_heads import load_heads
+from services.dense_worker.features.drafting.medusa.load_heads import StoredHeads
 from tests.support.dense.medusa_heads import (
     Head,
     Tensors,
@@ -38,7 +38,7 @@ def heads() -> list[Head]:
 
 
 def load(path: Path, max_num_heads: int = 64, dtype: torch.dtype = torch.float32) -> MedusaHeads:
-    return load_heads(path, MODEL, dtype, torch.device("cpu"), max_num_heads)
+    return StoredHeads.find(path, MODEL, dtype, torch.device("cpu"), max_num_heads).load()
 
 
 def check_heads(found: MedusaHeads, expected: list[Head]) -> None:
