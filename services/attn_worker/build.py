@@ -242,7 +242,8 @@ def check_host_tier(section: AttentionSection, model: ResolvedModel) -> None:
     if config.gated_delta_layers:
         obstacle = "has gated delta layers, whose states have no copies there"
     elif None not in windows and window < model.max_model_len:
-        obstacle = f"has windows of {window} tokens in all layers"
+        by = "by attention.window" if config.attention.num_sink_tokens else "of its own"
+        obstacle = f"has windows of {window} tokens in all layers, {by}, behind which blocks are dropped"
     if obstacle is not None:
         raise ConfigError(
             f"attention.host_kv_bytes is {section.host_kv_bytes}, but {config.family!r} {obstacle}: set it to 0"
