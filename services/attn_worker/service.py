@@ -72,6 +72,7 @@ class AttentionWorker:
             tracer,
             config.watchdog.stall_timeout_s,
             server.set_stall,
+            config.peers.max_message_bytes,
             pinned_tier,
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)

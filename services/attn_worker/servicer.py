@@ -21,6 +21,7 @@ from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
+from services.channel.message_link import LinkOffer
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.config import AttentionSection
@@ -52,6 +53,7 @@ _ROOM_RETRY_S = 0.1
 _STOP_TIMEOUT_S = 10.0  # for the engine thread to end its current call
 
 _Results = asyncio.Queue[attn_pb2.PlanAnswer | Exception]
+_Put = Callable[[attn_pb2.PlanAnswer | Exception], None]  # may be called from any thread
 
 
 class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
@@ -70,9 +72,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         tracer: Tracer,
         stall_timeout_s: float,
         on_stall: OnStall,
+        max_message_bytes: int,
         pinned_tier: PinnedFile | None = None,
     ) -> None:
-        """`pinned_tier`: the memory of the host tier, of a standby that has pinned it."""
+        """`max_message_bytes`: of a plan. `pinned_tier`: the memory of the host tier, of a standby that has pinned it."""
+        self._max_message_bytes = max_message_bytes
         self._section = section
         self._pinned_tier = pinned_tier
         self._model = model
@@ -129,6 +133,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment = Attachment(self._num_attachments, channels, request.max_num_batched_tokens)
         self._attachment = attachment
         try:
+            if request.takes_plan_link:
+                attachment.offer = LinkOffer(self._epoch, attachment.attachment_id)
             engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
         except BaseException:  # also when cancelled: the dense worker may die while it waits
             self._attachment = None
@@ -153,6 +159,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_sink_tokens=cache.sliding_window.num_sink_tokens,
             max_model_len=cache.max_model_len,
             layer_window=cache.uncounted_window,
+            plan_link="" if attachment.offer is None else attachment.offer.name,
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
@@ -198,7 +205,14 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment, engine = self._attachment, self._require_engine()
         assert attachment is not None
         results = self._results = _Results()
-        reader = asyncio.create_task(self._read(requests, engine, attachment, results))
+        loop = asyncio.get_running_loop()
+
+        def put(result: attn_pb2.PlanAnswer | Exception) -> None:
+            loop.call_soon_threadsafe(self._report, results, result)
+
+        if metadata.get("plan-link") == "1":
+            self._use_link(engine, attachment, put)
+        reader = asyncio.create_task(self._read(requests, engine, attachment, put))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         try:
@@ -284,17 +298,42 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         return self._engine
 
     async def _read(
-        self,
-        requests: AsyncIterator[step_pb2.StepPlan],
-        engine: AttentionEngine,
-        attachment: Attachment,
-        results: _Results,
+        self, requests: AsyncIterator[step_pb2.StepPlan], engine: AttentionEngine, attachment: Attachment, put: _Put
     ) -> None:
-        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `results`."""
-        loop = asyncio.get_running_loop()
+        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `put`."""
+        try:
+            async for message in until_over(requests):
+                self._pass_on(message, engine, attachment, put)
+        except Exception as error:  # no one awaits the reader task
+            put(error)
+        else:
+            put(PeerError("the dense worker ended the stream of plans"))
+
+    def _use_link(self, engine: AttentionEngine, attachment: Attachment, put_on_stream: _Put) -> None:
+        """Passes on every plan that comes by the link, too, and answers by it. Errors end the stream."""
+        link = attachment.accept_link(self._wait_timeout_s, self._max_message_bytes)
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
-            loop.call_soon_threadsafe(self._report, results, result)
+            if isinstance(result, Exception):
+                put_on_stream(result)
+                return
+            try:
+                link.send(result.SerializeToString())
+            except PeerError as error:
+                put_on_stream(error)
+
+        def receive(message: bytes) -> None:
+            try:
+                self._pass_on(step_pb2.StepPlan.FromString(message), engine, attachment, put)
+            except Exception as error:  # no one awaits the link's thread
+                put(error)
+
+        link.receive(receive)
+
+    def _pass_on(
+        self, message: step_pb2.StepPlan, engine: AttentionEngine, attachment: Attachment, put: _Put
+    ) -> None:
+        """Passes a plan to the engine. Raises `InvalidRequest`, which ends the stream."""
 
         def report(step: Future[None]) -> None:
             if not step.cancelled() and (error := step.exception()) is not None:
@@ -304,28 +343,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if accepted.plan.frees_blocks or accepted.step.errors:
                 put(encode_accepted(describe_accepted(accepted)))
 
-        try:
-            async for message in until_over(requests):
-                plan = decode_plan(message)
-                for new_sequence in plan.new_sequences:
-                    self._open(engine, attachment, new_sequence, put)
-                self._check_plan(plan, attachment)
-                if not plan.is_step:
-                    continue
-                step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
-                step.add_done_callback(report)
-        except Exception as error:  # no one awaits the reader task
-            put(error)
-        else:
-            put(PeerError("the dense worker ended the stream of plans"))
+        plan = decode_plan(message)
+        for new_sequence in plan.new_sequences:
+            self._open(engine, attachment, new_sequence, put)
+        self._check_plan(plan, attachment)
+        if plan.is_step:
+            step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
+            step.add_done_callback(report)
 
-    def _open(
-        self,
-        engine: AttentionEngine,
-        attachment: Attachment,
-        new: NewSequence,
-        put: Callable[[attn_pb2.PlanAnswer | Exception], None],
-    ) -> None:
+    def _open(self, engine: AttentionEngine, attachment: Attachment, new: NewSequence, put: _Put) -> None:
         """Passes a sequence to the engine; calls `put` with the answer, or with the error that ends the stream."""
         span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
 
