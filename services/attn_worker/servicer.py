@@ -75,7 +75,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         max_message_bytes: int,
         pinned_tier: PinnedFile | None = None,
     ) -> None:
-        """`max_message_bytes`: of a plan. `pinned_tier`: the memory of the host tier, of a standby that has pinned it."""
+        """`max_message_bytes`: of a plan. `pinned_tier`: the host tier's memory, of a standby that has pinned it."""
         self._max_message_bytes = max_message_bytes
         self._section = section
         self._pinned_tier = pinned_tier

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import CapturableAttention
+from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
@@ -137,7 +137,11 @@ class Pair:
         return qkv.to(self.dtype).to(self.device)
 
     def run(
-        self, step: StepMetadata, qkv: torch.Tensor | None = None, padded_num_rows: int | None = None, chunk: int = 1
+        self,
+        step: StepMetadata,
+        qkv: torch.Tensor | None = None,
+        padded_num_rows: int | None = None,
+        shape: StepShape = DECODE_ONLY,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(kernels' output, reference) of each layer. The output is NaN where the kernels did not write."""
         num_tokens = len(step.positions)
@@ -146,7 +150,7 @@ class Pair:
         before = qkv.clone()
         outputs = []
         with torch.inference_mode():
-            self.kernels.begin_step(step, padded_num_rows, chunk)
+            self.kernels.begin_step(step, padded_num_rows, shape)
             self.reference.begin_step(step)
             for layer in range(self.config.num_layers):
                 out = torch.full(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.attn_worker.layers import DECODE_ONLY, StepShape
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
@@ -47,6 +48,16 @@ def kernels(kernels_as_they_are: Kernels, monkeypatch: pytest.MonkeyPatch) -> Ke
 def config_of(options: AttentionOptions, num_kv_heads: int = 2) -> ModelConfig:
     rope = options.layer_ropes[0] if options.layer_ropes and options.layer_ropes[0] else PLAIN
     return replace(make_config(4, num_kv_heads, HEAD_DIM, (None, 40), rope), attention=options)
+
+
+def short_shapes(pair: Pair) -> list[StepShape]:
+    return [each for each in pair.kernels.captured_shapes if each != DECODE_ONLY and not each.has_prompts]
+
+
+def chunk_of(pair: Pair, num_tokens: dict[str, int]) -> int | None:
+    """The longest chunk that the step's graph of short chunks takes; None: it is no such step."""
+    shape = pair.kernels.captured_shape(pair.plan(num_tokens))
+    return None if shape is None or shape.has_prompts else shape.chunk
 
 
 def check_steps(pair: Pair, tolerance: float) -> None:
@@ -94,16 +105,16 @@ def test_a_graph_of_short_chunks_has_room_for_any_of_its_steps(kernels: Kernels)
     sizes = []
     for num_tokens in ({"a": 3, "b": 2, "c": 1}, {"c": 30, "a": 1}):
         step = pair.plan(num_tokens)
-        chunk = pair.kernels.captured_chunk(step)
-        assert chunk is not None
-        sizes.append(chunk)
-        for out, expected in pair.run(step, padded_num_rows=40, chunk=chunk):
+        shape = pair.kernels.captured_shape(step)
+        assert shape is not None and not shape.has_prompts
+        sizes.append(shape)
+        for out, expected in pair.run(step, padded_num_rows=40, shape=shape):
             num_rows = len(step.positions)
             assert relative_error(out[:num_rows], expected) < kernels.tolerance
             assert out[num_rows:].isnan().all()
-    assert sizes == list(pair.kernels.captured_chunks)[1:]
-    assert pair.kernels.captured_chunk(pair.plan({"d": 65})) is None
-    assert pair.kernels.captured_chunk(pair.plan({"e": 40, "f": 25})) is None
+    assert sizes == short_shapes(pair)
+    assert chunk_of(pair, {"d": 65}) is None
+    assert chunk_of(pair, {"e": 40, "f": 25}) is None
 
 
 @pytest.mark.parametrize(("num_kv_heads", "shortest", "few"), [(4, 4096, 16), (1, 2048, 4)])
@@ -112,11 +123,10 @@ def test_longer_chunks_are_split_and_captured_behind_long_contexts_only(
 ) -> None:
     pair = Pair(config_of(AttentionOptions(), num_kv_heads), kernels_as_they_are)
     pair.plan({"long": shortest - 2 * few - 1, "short": 100})
-    chunk_of = pair.kernels.captured_chunk
-    assert chunk_of(pair.plan({"long": few, "short": few})) == few, "few rows, behind any context"
-    assert chunk_of(pair.plan({"long": few, "short": few + 1})) is None
-    assert chunk_of(pair.plan({"long": few + 1, "short": 1})) == 64
-    assert chunk_of(pair.plan({"long": few + 1, "short": few + 1})) is None, "not every chunk is split"
+    assert chunk_of(pair, {"long": few, "short": few}) == few, "few rows, behind any context"
+    assert chunk_of(pair, {"long": few, "short": few + 1}) is None
+    assert chunk_of(pair, {"long": few + 1, "short": 1}) == 64
+    assert chunk_of(pair, {"long": few + 1, "short": few + 1}) is None, "not every chunk is split"
 
 
 @pytest.mark.gpu
@@ -130,24 +140,25 @@ def test_one_graph_replays_every_step_of_short_chunks(kernels: Kernels, num_kv_h
     graphs = {}
     empty = build_step_metadata(*np.zeros((3, 0), np.int64), np.zeros((0, 0), np.int32), pair.block_size)
     with torch.inference_mode():
-        for chunk in list(backend.captured_chunks)[1:]:
-            graphs[chunk] = torch.cuda.CUDAGraph()
-            backend.begin_step(empty, num_rows, chunk)
+        for shape in short_shapes(pair):
+            graphs[shape] = torch.cuda.CUDAGraph()
+            backend.begin_step(empty, num_rows, shape)
             backend.forward(0, qkv, outs[0])
             torch.cuda.synchronize()
-            with torch.cuda.graph(graphs[chunk]):
+            with torch.cuda.graph(graphs[shape]):
                 for layer in range(2):
                     backend.forward(layer, qkv, outs[layer])
     pair.check({"a": 1800, "b": 3})
     replayed = set()
     for num_tokens in ({"a": 2, "b": 2}, {"a": 26, "c": 5}, {"c": 1, "d": 31}, {"a": 2, "d": 1}, {"b": 20}):
         step = pair.plan(num_tokens)
-        chunk, num_tokens_of_step = backend.captured_chunk(step), len(step.positions)
-        replayed.add(chunk)
+        shape, num_tokens_of_step = backend.captured_shape(step), len(step.positions)
+        assert shape is not None
+        replayed.add(shape)
         with torch.inference_mode():
             qkv.copy_(pair.make_qkv(num_rows))
-            backend.begin_step(step, num_rows, chunk)
-            graphs[chunk].replay()
+            backend.begin_step(step, num_rows, shape)
+            graphs[shape].replay()
             pair.reference.begin_step(step)
             for layer in range(2):
                 expected = torch.empty(num_tokens_of_step, config.attn_size, device=pair.device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
 from services.common.kv_cache.scales import KVScales
 
 
@@ -62,33 +63,50 @@ class RecurrentAttention(AttentionBackend, Protocol):
         ...
 
 
-class CapturableAttention(AttentionBackend, Protocol):
-    """An AttentionBackend on CUDA whose steps of few tokens a sequence can be captured.
+class StepShape(NamedTuple):
+    """What, beside its number of rows, a graph is made for: which kernels run in it, and on how much."""
 
-    There is one graph per `padded_num_rows` and `chunk`, an element of `captured_chunks`: the most tokens of a
-    sequence in the step. On these two alone depend the grids and addresses of `forward`. To capture, call `begin_step`
-    with any such step (also one without sequences), run `forward` of `layers_to_compile` uncaptured, so that kernels
-    are compiled, and capture `forward` of all layers on `qkv` and `out` at their final addresses. To replay, call
-    `begin_step` with the same sizes on the stream of the replay, outside the graph. Steps with long prompts cannot be
-    captured: their grids depend on the batch.
+    chunk: int  # the most tokens of a sequence; 1: every sequence has one token
+    num_decode_rows: int = 0  # at most, beside prompts; only of graphs with prompts
+    has_long_contexts: bool = False  # whose prompts have other tiles
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether chunks may be longer than the kernels for short ones take."""
+        return self.chunk > MAX_CAPTURED_CHUNK_ROWS
+
+
+DECODE_ONLY = StepShape(1)
+
+
+class CapturableAttention(AttentionBackend, Protocol):
+    """An AttentionBackend on CUDA whose steps of not too many tokens can be captured.
+
+    There is one graph per `padded_num_rows` and `shape`, an element of `captured_shapes`. On these two alone depend the
+    grids and addresses of `forward`. To capture, call `begin_step` with any such step (also one without sequences), run
+    `forward` of `layers_to_compile` uncaptured, so that kernels are compiled, and capture `forward` of all layers on
+    `qkv` and `out` at their final addresses. To replay, call `begin_step` with the same sizes on the stream of the
+    replay, outside the graph.
 
     No method waits for the device, except `begin_step` when it is three steps ahead of the device.
     """
 
     layers_to_compile: Sequence[int]  # one for each kernel: layers that differ only in their windows share it
 
-    captured_chunks: Sequence[int]  # ascending; 1 is for decode-only steps, in which every sequence has one token
+    captured_shapes: Sequence[StepShape]  # the first is DECODE_ONLY
 
-    def captured_chunk(self, step: StepMetadata) -> int | None:
-        """The element of `captured_chunks` whose graph can run the step; None: it runs kernel by kernel."""
+    def captured_shape(self, step: StepMetadata) -> StepShape | None:
+        """The element of `captured_shapes` whose graph can run the step; None: it runs kernel by kernel."""
         ...
 
-    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None, chunk: int = 1) -> None:
+    def begin_step(
+        self, step: StepMetadata, padded_num_rows: int | None = None, shape: StepShape = DECODE_ONLY
+    ) -> None:
         """Plans the kernels' work and sends the plan to the device.
 
         padded_num_rows: for steps that a graph can run, the number of rows of qkv and out. None: no padding. Rows
         beyond the step's are padding, whose output becomes zero in decode-only steps and is not written in others.
-        chunk: of the graph; 1 also if there is none. Raises CapacityError for more sequences or tokens than the
-        backend was created for.
+        shape: of the graph; DECODE_ONLY also if there is none. Raises CapacityError for more sequences or tokens than
+        the backend was created for.
         """
         ...

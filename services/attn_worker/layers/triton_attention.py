@@ -15,6 +15,7 @@ import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import DECODE_ONLY, StepShape
 from services.attn_worker.layers.latent.triton_decode import choose_latent_decode_tiles, decode_latent, decode_load
 from services.attn_worker.layers.latent.triton_prefill import (
     append_latent,
@@ -58,7 +59,7 @@ from services.attn_worker.layers.mha.work_items import (
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
-from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
+from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS, MAX_CAPTURED_PROMPT_ROWS
 from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, RopeConfig
@@ -66,6 +67,8 @@ from services.common.model_config import ModelConfig, RopeConfig
 _PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
 _KEYS_PER_QUERY = 4  # at least, in a piece of a short chunk's context; smaller pieces cost more in merging
 _MAX_LONGER_CHUNKS = 8  # in a captured step
+_MAX_CAPTURED_PROMPTS = 16  # in a captured step
+_MAX_DECODE_ROWS_BESIDE_PROMPTS = 64  # in a captured step
 _RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables may be stored without padding
 
 
@@ -205,7 +208,10 @@ class TritonAttention:
             has_long_contexts = max_model_len >= self._shortest_split_context
             self._max_short_chunk = MAX_SHORT_CHUNK if has_long_contexts else self._max_few_rows_chunk
         # Graphs for tiles of few rows, and for tiles of many.
-        self.captured_chunks: Sequence[int] = sorted({1, self._max_few_rows_chunk, self._max_short_chunk} - {0})
+        short = sorted({self._max_few_rows_chunk, self._max_short_chunk} - {0})
+        self._short_shapes = [StepShape(each) for each in short]
+        self._prompt_shapes = self._shapes_of_prompts()
+        self.captured_shapes: Sequence[StepShape] = [DECODE_ONLY, *self._short_shapes, *self._prompt_shapes]
         num_groups = spec.num_groups
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
@@ -241,16 +247,35 @@ class TritonAttention:
         if device.type == "cuda" and min(max_num_tokens, max_model_len) > 1:  # not in Triton's interpreter
             self._compile_prompts(max_model_len)
 
-    def captured_chunk(self, step: StepMetadata) -> int | None:
-        """Which of `captured_chunks` the step's graph has; None: none has it."""
-        num_tokens = step.num_tokens
+    def captured_shape(self, step: StepMetadata) -> StepShape | None:
+        """Which of `captured_shapes` the step's graph has; None: none has it."""
+        num_rows, num_tokens = len(step.positions), step.num_tokens
         if _is_decode_only(step):
-            return 1
-        if len(step.positions) > MAX_CAPTURED_CHUNK_ROWS or not (self._is_split(step) | (num_tokens == 1)).all():
+            return DECODE_ONLY
+        is_split, is_decode = self._is_split(step), num_tokens == 1
+        if (is_split | is_decode).all():
+            if num_rows > MAX_CAPTURED_CHUNK_ROWS:
+                return None
+            longest = int(num_tokens.max())
+            fitting = (each for each in self._short_shapes if longest <= each.chunk)
+            return next((each for each in fitting if len(num_tokens) <= self._max_captured_seqs(each.chunk)), None)
+        num_decode_rows = int(is_decode.sum())
+        if num_rows > MAX_CAPTURED_PROMPT_ROWS or is_split.any():
             return None
-        longest = int(num_tokens.max())
-        fitting = (each for each in self.captured_chunks if longest <= each)
-        return next((each for each in fitting if len(num_tokens) <= self._max_captured_seqs(each)), None)
+        if len(num_tokens) - num_decode_rows > _MAX_CAPTURED_PROMPTS:
+            return None
+        is_long = bool((step.context_lens[~is_decode] > SHORT_CONTEXT).any())
+        fitting = (each for each in self._prompt_shapes if num_decode_rows <= each.num_decode_rows)
+        return next((each for each in fitting if is_long <= each.has_long_contexts), None)
+
+    def _shapes_of_prompts(self) -> list[StepShape]:
+        """Without decode rows and with some; for short contexts and for any, if they have other tiles."""
+        if self._max_num_tokens <= MAX_CAPTURED_CHUNK_ROWS or self._config.attention.num_sink_tokens:
+            return []
+        short, long = (self._choose_prefill_tiles(each) for each in (SHORT_CONTEXT, SHORT_CONTEXT + 1))
+        most = min(self._max_num_seqs, _MAX_DECODE_ROWS_BESIDE_PROMPTS)
+        lengths = (False, True) if short != long else (True,)
+        return [StepShape(MAX_CAPTURED_PROMPT_ROWS, num, is_long) for num in (0, most) for is_long in lengths]
 
     def _max_captured_seqs(self, chunk: int) -> int:
         """The most sequences in a graph of chunks of up to `chunk` tokens: tiles of many rows are too large for one."""
@@ -274,10 +299,12 @@ class TritonAttention:
         """Sets the learned sinks of all layers, in place: captured graphs read them."""
         self._sinks[:, : self._config.num_heads].copy_(torch.tensor(sinks))
 
-    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None, chunk: int = 1) -> None:
+    def begin_step(
+        self, step: StepMetadata, padded_num_rows: int | None = None, shape: StepShape = DECODE_ONLY
+    ) -> None:
         """Splits the kernels' work into items and sends them to the device."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
-        padded = num_seqs if padded_num_rows is None or chunk > 1 else padded_num_rows
+        padded = num_seqs if padded_num_rows is None or shape.chunk > 1 else padded_num_rows
         if padded > self._max_num_seqs or num_tokens > self._max_num_tokens:
             raise CapacityError(
                 f"a step has {padded} sequences and {num_tokens} tokens, the attention backend was made for"
@@ -285,9 +312,12 @@ class TritonAttention:
             )
         self._upload.begin()
         self._decode_items, self._prefills, self._short_chunks = None, [], None
-        if chunk > 1:
+        if shape.chunk > 1:
             assert padded_num_rows is not None and padded_num_rows >= num_tokens, "no room for the step"
-            self._begin_chunks(step, padded_num_rows, chunk)
+            if shape.has_prompts:
+                self._begin_prompts(step, padded_num_rows, shape)
+            else:
+                self._begin_chunks(step, padded_num_rows, shape.chunk)
         else:
             assert padded == num_seqs or (_is_decode_only(step) and padded > num_seqs), "no room for the step"
             self._begin_mixed(step, padded)
@@ -307,13 +337,7 @@ class TritonAttention:
         by_group = list(zip(parts, table_starts, strict=True))
         decodes = [_decode_rows(part, starts, angle_rows, padded) for part, starts in by_group]
         if len(decodes[0].rows):
-            self._decode_tiles = self._choose_decode_tiles(padded)
-            piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
-            for kind, (items, _) in decode_items.items():
-                fill_decode_items(
-                    items, decodes[kind.group], kind.window, num_pieces, piece_tile, appends=kind.appends
-                )
-            self._decode_items = {kind: on_device for kind, (_, on_device) in decode_items.items()}
+            self._write_decode(decodes, decode_items, padded)
         if not _is_decode_only(step):
             rows = self._send(angle_rows)
             chunks = [_chunk_rows(part, starts) for part, starts in by_group]
@@ -325,6 +349,60 @@ class TritonAttention:
             ]
             if is_split.any():
                 self._short_chunks = self._write_short_chunks([each.select(is_split) for each in chunks])
+
+    def _begin_prompts(self, step: StepMetadata, padded: int, shape: StepShape) -> None:
+        """The inputs of a step of prompts, and of decode rows beside them, as its graph reads them."""
+        upload, num_tokens, num_decode_rows = self._upload, len(step.positions), shape.num_decode_rows
+        parts = step.parts(self._spec.num_groups)
+        tiles = self._choose_prefill_tiles(SHORT_CONTEXT + shape.has_long_contexts)
+        # The arrays that a graph reads come first, so that their addresses depend only on `padded` and `shape`.
+        decode_items = {}
+        if num_decode_rows:
+            num_items = num_decode_rows + self._num_pieces(num_decode_rows)
+            decode_items = {kind: upload.reserve((num_items, NUM_FIELDS)) for kind in self._distinct_item_kinds}
+        sizes = dict.fromkeys(each.block_m for each in tiles.values())
+        items = [
+            {size: upload.reserve((self._max_prefill_items(padded, size), NUM_FIELDS)) for size in sizes}
+            for _ in parts
+        ]
+        slots = [upload.reserve((padded,)) for _ in parts]
+        host_rows, rows = upload.reserve((padded,))
+        self._block_tables, table_starts = self._write_block_tables(parts)
+        angle_rows = self._angles.write(step, upload)
+        host_rows[:num_tokens] = angle_rows
+        host_rows[num_tokens:] = 0
+        by_group = list(zip(parts, table_starts, strict=True))
+        if num_decode_rows:
+            decodes = [_single_rows(part, starts, angle_rows) for part, starts in by_group]
+            self._write_decode(decodes, decode_items, num_decode_rows)
+        is_prompt = step.num_tokens > 1
+        for (part, starts), (host_slots, on_device), by_size in zip(by_group, slots, items, strict=True):
+            host_slots[:num_tokens] = np.where(np.repeat(is_prompt, step.num_tokens), part.slot_mapping, -1)
+            host_slots[num_tokens:] = -1
+            chunks = _chunk_rows(part, starts).select(is_prompt)
+            for size, (host, _) in by_size.items():
+                used = prefill_items(chunks, size)
+                host[: len(used)] = used
+                host[len(used) :, 0] = NO_ITEM
+            on_devices = {size: array for size, (_, array) in by_size.items()}
+            self._prefills.append(_Prefill(on_device, rows, on_devices, tiles))
+
+    def _max_prefill_items(self, num_rows: int, size: int) -> int:
+        return num_rows // size + min(num_rows, _MAX_CAPTURED_PROMPTS)
+
+    def _write_decode(
+        self,
+        decodes: Sequence[DecodeRows],
+        items: dict[_ItemKind, tuple[np.ndarray, torch.Tensor]],
+        padded: int,
+    ) -> None:
+        """The inputs of the decode kernel for up to `padded` rows; `decodes` are those of each group."""
+        self._decode_tiles = self._choose_decode_tiles(padded)
+        piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
+        num_pieces = self._num_pieces(padded)
+        for kind, (host, _) in items.items():
+            fill_decode_items(host, decodes[kind.group], kind.window, num_pieces, piece_tile, appends=kind.appends)
+        self._decode_items = {kind: on_device for kind, (_, on_device) in items.items()}
 
     def _begin_chunks(self, step: StepMetadata, padded: int, chunk: int) -> None:
         """The inputs of a step whose rows are all of short chunks, of up to `chunk` tokens, as its graph reads them."""
@@ -450,6 +528,12 @@ class TritonAttention:
             for kind in self._distinct_kernel_kinds
         }
 
+    def _choose_prefill_tiles(self, max_context_len: int) -> dict[_KernelKind, PrefillTiles]:
+        return {
+            kind: self._kernels.choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
+            for kind in self._distinct_kernel_kinds
+        }
+
     def _num_pieces(self, num_seqs: int) -> int:
         """The number of pieces that all contexts together are split into. Each sequence rounds its part up.
 
@@ -483,11 +567,7 @@ class TritonAttention:
         slots = self._send(np.where(is_prefill, step.slot_mapping, -1))
         if not len(unsplit.num_tokens):
             return _Prefill(slots, angle_rows, {}, {})
-        max_context_len = int(unsplit.context_lens.max())
-        tiles = {
-            kind: self._kernels.choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
-            for kind in self._distinct_kernel_kinds
-        }
+        tiles = self._choose_prefill_tiles(int(unsplit.context_lens.max()))
         sizes = dict.fromkeys(each.block_m for each in tiles.values())
         items = {size: self._send(prefill_items(unsplit, size)) for size in sizes}
         return _Prefill(slots, angle_rows, items, tiles)
@@ -576,6 +656,12 @@ def _decode_rows(
 
         columns = (step.context_lens, table_starts, step.slot_mapping, angle_rows)
         return DecodeRows(rows, *map(pad, columns))
+    return _single_rows(step, table_starts, angle_rows)
+
+
+def _single_rows(step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray) -> DecodeRows:
+    """The rows of sequences with one token, without padding."""
+    num_tokens = step.num_tokens
     seqs = np.flatnonzero(num_tokens == 1)
     rows = (np.cumsum(num_tokens) - num_tokens)[seqs]
     by_seq = (step.context_lens[seqs], table_starts[seqs])

@@ -1,4 +1,4 @@
-"""`CudaLayerRunner`: runs steps of few tokens a sequence as captured CUDA graphs, others kernel by kernel.
+"""`CudaLayerRunner`: runs steps of up to some hundred tokens as captured CUDA graphs, others kernel by kernel.
 
 The graphs include the handoffs. The host never waits between layers: the stream does the handoffs (see
 `channel/cuda_flags.py`). Runs on the engine thread, on a stream of its own.
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.attn_worker.layers import CapturableAttention
+from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.runner.layer_runner import RunningStep, run_layers
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import Channel
 from services.common.attention.gated_delta import GatedDeltaWeights
-from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets
+from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets, prompt_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.kv_cache.scales import KVScales
 
@@ -28,7 +28,7 @@ class _Size(NamedTuple):
     """What the graph of a step depends on; see `CapturableAttention`."""
 
     num_rows: int
-    chunk: int
+    shape: StepShape
 
 
 class CudaLayerRunner:
@@ -74,20 +74,22 @@ class CudaLayerRunner:
         def warm_up(size: _Size) -> None:
             # Does not write to the channel: the dense worker may still be reading the previous step.
             attn_out = torch.empty_like(channel.attn_out[: size.num_rows])
-            _run_empty_step(backend, channel.qkv[: size.num_rows], attn_out, size.chunk)
+            _run_empty_step(backend, channel.qkv[: size.num_rows], attn_out, size.shape)
 
         def run(size: _Size) -> None:
             run_layers(backend, channel, layers, size.num_rows)
 
         graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
-            chunks = backend.captured_chunks
-            graphs.capture_all(_Size(rows, each) for each in chunks for rows in reversed(self._rows(channel, each)))
+            shapes = backend.captured_shapes
+            graphs.capture_all(_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each)))
         return graphs
 
-    def _rows(self, channel: Channel, chunk: int) -> list[int]:
+    def _rows(self, channel: Channel, shape: StepShape) -> list[int]:
         """The numbers of rows of which there are graphs."""
-        return self._buckets if chunk == 1 else chunk_buckets(len(channel.qkv))
+        if shape == DECODE_ONLY:
+            return self._buckets
+        return prompt_buckets(len(channel.qkv)) if shape.has_prompts else chunk_buckets(len(channel.qkv))
 
     def fence(self) -> torch.cuda.Event:
         """An event on the stream of the steps."""
@@ -102,12 +104,12 @@ class CudaLayerRunner:
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
         """Enqueues a step: its graph, if there is one. Waits for the device only to capture a graph."""
-        chunk = self._backend.captured_chunk(step)
+        shape = self._backend.captured_shape(step)
         with torch.cuda.stream(self._stream):
-            if chunk is not None:
-                num_rows = bucket_for(self._rows(channel, chunk), len(step.positions))
-                graph = self._graphs[channel].find(_Size(num_rows, chunk))
-                self._backend.begin_step(step, num_rows, chunk)
+            if shape is not None:
+                num_rows = bucket_for(self._rows(channel, shape), len(step.positions))
+                graph = self._graphs[channel].find(_Size(num_rows, shape))
+                self._backend.begin_step(step, num_rows, shape)
                 graph.replay()
             else:
                 self._backend.begin_step(step)
@@ -141,9 +143,9 @@ def load_kernels(backend: CapturableAttention, qkv: torch.Tensor, attn_out: torc
 
 
 def _run_empty_step(
-    backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor, chunk: int = 1
+    backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor, shape: StepShape = DECODE_ONLY
 ) -> None:
-    backend.begin_step(_empty_step(), len(qkv), chunk)
+    backend.begin_step(_empty_step(), len(qkv), shape)
     for layer in backend.layers_to_compile:
         backend.forward(layer, qkv, attn_out)
 

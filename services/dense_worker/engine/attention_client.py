@@ -1,7 +1,7 @@
 """`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
 
-It runs on the event loop. The engine thread calls `publish` from outside, which sends by a link that passes by the event
-loops of both workers (see `message_link`). Answers go to the `AttentionListener`, whose methods pass them to the engine
+It runs on the event loop. The engine thread calls `publish` from outside, which sends by a link beside the event loops
+of both workers (see `message_link`). Answers go to the `AttentionListener`, whose methods pass them to the engine
 thread.
 """
 

@@ -49,7 +49,8 @@ async def on_stall(stall: stall_pb2.Stall | None) -> None:
 
 def make_servicer(kv_cache_dtype: str = "auto") -> AttentionServicer:
     section = AttentionSection(num_blocks=8, kv_cache_dtype=kv_cache_dtype)
-    return AttentionServicer(section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall, MAX_PLAN_BYTES)
+    registry, tracer = CollectorRegistry(), NoTracer()
+    return AttentionServicer(section, MODEL, EPOCH, TIMEOUT_S, registry, tracer, TIMEOUT_S, on_stall, MAX_PLAN_BYTES)
 
 
 def make_request(**changes: object) -> attn_pb2.AttachRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import CapturableAttention
+from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention, attention_layers
 from services.attn_worker.layers.gated_delta.triton_gated_delta import TritonGatedDelta
 from services.attn_worker.layers.triton_attention import TritonAttention
@@ -21,17 +21,19 @@ class CapturableLayeredAttention(LayeredAttention):
         self._capturable, self._captured_states = attention, gated_delta
         layers = list(self._places)
         of_each_size = {sizes: layer for layer, sizes in spec.gated_delta.items()}.values()
-        self.captured_chunks = (1,)
+        self.captured_shapes = (DECODE_ONLY,)
         self.layers_to_compile = [*(layers[place] for place in attention.layers_to_compile), *of_each_size]
 
-    def captured_chunk(self, step: StepMetadata) -> int | None:
-        """1 if every sequence has one token in the step; other steps have no graph."""
-        return 1 if len(step.positions) == len(step.num_tokens) else None
+    def captured_shape(self, step: StepMetadata) -> StepShape | None:
+        """Steps in which a sequence has several tokens have no graph."""
+        return DECODE_ONLY if len(step.positions) == len(step.num_tokens) else None
 
-    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None, chunk: int = 1) -> None:
+    def begin_step(
+        self, step: StepMetadata, padded_num_rows: int | None = None, shape: StepShape = DECODE_ONLY
+    ) -> None:
         """Begins the step in both."""
         assert step.states is not None, "the KV cache has states"
-        assert chunk == 1, "gated delta layers capture decode-only steps"
+        assert shape is DECODE_ONLY, "gated delta layers capture decode-only steps"
         self._capturable.begin_step(step, padded_num_rows)
         self._captured_states.begin_step(step.states, padded_num_rows)
 

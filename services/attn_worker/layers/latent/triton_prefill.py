@@ -172,6 +172,8 @@ def _latent_prefill_kernel(
     """One program runs HEADS_PER_TILE heads of the tokens of one item."""
     fields = items + tl.program_id(1) * NUM_FIELDS
     first_row = tl.load(fields)
+    if first_row < 0:  # NO_ITEM
+        return
     num_tokens = tl.load(fields + 1)
     first_position = tl.load(fields + 2)
     table = block_tables + tl.load(fields + 3)

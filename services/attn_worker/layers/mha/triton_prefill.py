@@ -155,6 +155,8 @@ def _prefill_kernel(
     fields = items + tl.program_id(0) * NUM_FIELDS
     head = tl.program_id(1)
     first_row = tl.load(fields)
+    if first_row < 0:  # NO_ITEM
+        return
     num_rows = tl.load(fields + 1)
     first_position = tl.load(fields + 2)
     table = block_tables + tl.load(fields + 3)
