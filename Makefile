@@ -28,13 +28,14 @@ run: $(VENV)/.installed-runtime
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
 # Processes that take files of tests from one queue, those that take long first: one more than cores, for tests often wait.
 QUEUE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
-# These measure how long others wait during an attack, and memory.
+# These measure how long others wait during an attack: two processes of tests, whose servers run on a core each.
 ALONE := tests/integration/hostile/delays
+LANES := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 test: setup
 	$(RUN) -m ruff check .
 	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests
-	$(PYTEST) $(ALONE)
+	$(PYTEST) $(LANES) $(ALONE)
 
 # For daily work: no clusters.
 test-fast: setup

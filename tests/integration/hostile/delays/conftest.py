@@ -1,7 +1,10 @@
-"""Services wait for each other as they do for users, because these tests measure delays."""
+"""A server on a core of its own for each process of tests, whose services wait for each other as they do for users,
+because these tests measure delays.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +17,11 @@ def spinning() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SPINS, "1")
         yield
+
+
+@pytest.fixture(scope="session")
+def on_one_core(worker_id: str) -> tuple[str, ...]:
+    """The command that executes another one on one core: a different one in each process of tests, if there are any."""
+    cores = sorted(os.sched_getaffinity(0))
+    number = int(worker_id.removeprefix("gw")) if worker_id != "master" else 0
+    return "taskset", "--cpu-list", str(cores[number % len(cores)])

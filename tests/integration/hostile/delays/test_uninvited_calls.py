@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,25 +34,27 @@ BAD_WORDS = repeated(gateway_pb2.GenerateRequest, "bad_words", b"", 16 * 2**20)
 
 
 @contextlib.contextmanager
-def cluster_with_key(directory: Path, *settings: str) -> Iterator[Cluster]:
+def cluster_with_key(directory: Path, wrapper: Sequence[str], *settings: str) -> Iterator[Cluster]:
     keys = directory / "keys.toml"
     keys.write_text(f'[[keys]]\nname = "team"\nkey = "{KEY}"\n')
-    with running_cluster(directory, f"gateway.api_keys_file={keys}", *settings, is_warm=True) as cluster:
+    settings = (f"gateway.api_keys_file={keys}", *settings)
+    with running_cluster(directory, *settings, wrapper=wrapper, is_warm=True) as cluster:
         yield cluster
         cluster.wait_idle()
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def patient(tmp_path_factory: pytest.TempPathFactory, on_one_core: tuple[str, ...]) -> Iterator[Cluster]:
     """A cluster that receives whole messages, however slow this machine is."""
-    with cluster_with_key(tmp_path_factory.mktemp("patient")) as cluster:
+    with cluster_with_key(tmp_path_factory.mktemp("patient"), on_one_core) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, on_one_core: tuple[str, ...]) -> Iterator[Cluster]:
     """A cluster that soon gives up half a message."""
-    with cluster_with_key(tmp_path_factory.mktemp("uninvited"), f"gateway.body_timeout_s={LIMIT_S}") as cluster:
+    limit = f"gateway.body_timeout_s={LIMIT_S}"
+    with cluster_with_key(tmp_path_factory.mktemp("uninvited"), on_one_core, limit) as cluster:
         yield cluster
 
 

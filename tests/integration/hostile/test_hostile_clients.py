@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -119,7 +120,7 @@ def test_a_client_that_disconnects_at_any_byte(cluster: Cluster) -> None:
             assert b"HTTP/1.1 200 OK"[:num_bytes] in received
 
 
-def test_a_client_that_never_reads(cluster: Cluster) -> None:
+def never_read(cluster: Cluster) -> None:
     greedy = {**LONG, "n": 8, "max_tokens": 1200, "logprobs": 20}
     with connect_socket(cluster.http_address) as bare:
         bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -130,7 +131,7 @@ def test_a_client_that_never_reads(cluster: Cluster) -> None:
         assert b"[DONE]" not in read_to_end(bare)
 
 
-def test_half_open_connections_are_cut(cluster: Cluster) -> None:
+def open_halves(cluster: Cluster) -> None:
     data = request_bytes(COMPLETIONS, LONG | {"stream": False})
     end_of_headers = data.index(b"\r\n\r\n") + 4
     partial = [b"", b"PO", data[:40], data[: end_of_headers - 2], data[:end_of_headers], data[:-1]]
@@ -152,19 +153,54 @@ def test_half_open_connections_are_cut(cluster: Cluster) -> None:
     assert time.monotonic() - start > max(LIMITS_S["header"], LIMITS_S["body"]) * 0.9
 
 
-def test_a_client_that_sends_a_byte_now_and_then(cluster: Cluster) -> None:
+def send_headers_byte_by_byte(cluster: Cluster) -> None:
+    send_slowly(cluster, request_bytes(COMPLETIONS, LONG), 1)
+
+
+def send_body_byte_by_byte(cluster: Cluster) -> None:
     data = request_bytes(COMPLETIONS, LONG)
-    end_of_headers = data.index(b"\r\n\r\n") + 4
-    for start in (1, end_of_headers):
+    send_slowly(cluster, data, data.index(b"\r\n\r\n") + 4)
+
+
+def send_slowly(cluster: Cluster, data: bytes, num_at_once: int) -> None:
+    with connect_socket(cluster.http_address) as bare:
+        bare.sendall(data[:num_at_once])
+        begin = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            for value in data[num_at_once:]:
+                bare.sendall(bytes([value]))
+                time.sleep(0.05)
+                assert time.monotonic() - begin < LATE_S
+        assert b"200 OK" not in read_to_end(bare)
+
+
+def send_no_http(cluster: Cluster) -> None:
+    for garbage in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x00" * 1000,
+        b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nx-request-id: \xff\xfe\r\n\r\n",
+        b"GET //\xff HTTP/1.1\r\n\r\n",
+    ):
         with connect_socket(cluster.http_address) as bare:
-            bare.sendall(data[:start])
-            begin = time.monotonic()
-            with contextlib.suppress(ConnectionError):
-                for value in data[start:]:
-                    bare.sendall(bytes([value]))
-                    time.sleep(0.05)
-                    assert time.monotonic() - begin < LATE_S
-            assert b"200 OK" not in read_to_end(bare)
+            bare.sendall(garbage)
+            answer = read_to_end(bare)
+            assert answer == b"" or answer.split()[1].startswith(b"4"), (garbage[:80], answer[:200])
+
+
+SLOW = (never_read, open_halves, send_headers_byte_by_byte, send_body_byte_by_byte, send_no_http)
+
+
+def test_clients_that_let_the_gateway_wait_are_cut(cluster: Cluster) -> None:
+    """All at once, because each takes as long as the gateway waits."""
+    with ThreadPoolExecutor(len(SLOW)) as threads:
+        for attack in [threads.submit(attack, cluster) for attack in SLOW]:
+            attack.result()
 
 
 def test_endless_headers(cluster: Cluster) -> None:
@@ -214,25 +250,6 @@ def test_small_chunks_and_a_trailer_are_read_but_a_trailer_is_not_used_as_a_head
         answers = read_until(bare, b'{"status":"ok"}')
         assert answers.startswith(b"HTTP/1.1 200 ")
         assert b"trailer" not in answers
-
-
-def test_bytes_that_are_not_http(cluster: Cluster) -> None:
-    for garbage in (
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"\x00" * 1000,
-        b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
-        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
-        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999999999999999\r\n\r\n",
-        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nx-request-id: \xff\xfe\r\n\r\n",
-        b"GET //\xff HTTP/1.1\r\n\r\n",
-    ):
-        with connect_socket(cluster.http_address) as bare:
-            bare.sendall(garbage)
-            answer = read_to_end(bare)
-            assert answer == b"" or answer.split()[1].startswith(b"4"), (garbage[:80], answer[:200])
 
 
 def test_a_thousand_requests_at_once_on_one_connection(cluster: Cluster) -> None:
