@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from services.rpc.server import serve
+from services.rpc.server import GrpcServer, serve
 from tests.support.cluster import REPOSITORY
 
 
@@ -80,6 +81,26 @@ def test_a_service_that_is_cancelled_again_while_it_stops_is_stopped_to_the_end(
 
     asyncio.run(cancel_it_twice())
     assert service.calls == ["start", "run", "stop", "stopped"]
+
+
+def test_a_call_that_came_just_before_the_end_has_begun_when_its_server_has_stopped(tmp_path: Path) -> None:
+    async def test() -> None:
+        server, begun, tasks = GrpcServer(f"unix:{tmp_path}/server.sock", [], 2**20), asyncio.Event(), []
+        await server.start()
+        stop = server.server.stop
+
+        async def stop_late(grace_s: float) -> None:
+            await stop(grace_s)
+            tasks.append(asyncio.create_task(begin()))  # as gRPC does for each call
+
+        async def begin() -> None:
+            begun.set()
+
+        server.server.stop = stop_late
+        await server.stop(0.0)
+        assert begun.is_set()
+
+    asyncio.run(test())
 
 
 def test_a_bug_in_a_constructor_ends_the_process_like_any_other_bug() -> None:
