@@ -190,7 +190,7 @@ def running_cluster(
     log_file = directory / "log"
     with log_file.open("w") as log:
         if is_warm:
-            process = WarmProcess(warm_server(*wrapper), command, stderr=log.fileno())
+            process = WarmProcess(warm_server(), command, stderr=log.fileno(), wrapper=wrapper)
         else:
             process = subprocess.Popen([*wrapper, *command], cwd=REPOSITORY, stderr=log, text=True)
     cluster = Cluster(process, directory, log_file, settings)

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,30 @@ MAX_POLL_S = 0.02
 START_TIMEOUT_S = 90.0  # the first start waits for the imports
 RUN_TIMEOUT_S = 100.0
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a wrapper changes for the command that it executes."""
+
+    namespaces: list[int]  # open files, in the order in which a process can join them
+    cores: list[int]
+    max_files: list[int]  # the soft and the hard limit
+
+    @classmethod
+    def of(cls, wrapper: Sequence[str]) -> Surroundings:
+        """Executes it. The caller closes the files."""
+        with subprocess.Popen([*wrapper, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as example:
+            example.stdin.write(b"\n")  # cat answers when the wrapper has done its work
+            example.stdin.flush()
+            assert example.stdout.readline(), f"{wrapper} executes nothing"
+            paths = [Path(f"/proc/{example.pid}/ns/{kind}") for kind in ("user", "mnt")]
+            other = [path for path in paths if not path.samefile(f"/proc/self/ns/{path.name}")]
+            return cls(
+                [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in other],
+                sorted(os.sched_getaffinity(example.pid)),
+                list(resource.prlimit(example.pid, resource.RLIMIT_NOFILE)),
+            )
 
 
 class WarmServer:
@@ -54,29 +80,39 @@ class WarmServer:
         env: Mapping[str, str] | None,
         start_new_session: bool,
         pass_fds: Sequence[int],
+        wrapper: Sequence[str],
     ) -> int:
         """Starts `python ARGUMENTS...` as a child of this process; returns its process id."""
+        around = Surroundings.of(wrapper) if wrapper else None
+        namespaces = around.namespaces if around else []
         message = {
             "arguments": list(arguments),
             "env": dict(os.environ if env is None else env),
             "start_new_session": start_new_session,
             "pass_fds": list(pass_fds),
+            "around": around and {**vars(around), "namespaces": len(namespaces)},
         }
         with self._lock, open(os.devnull) as nothing:
             _adopt_orphans(True)  # the server orphans the new process, so that it becomes our child
             try:
-                files = [nothing.fileno(), stdout, stderr, *pass_fds]
+                files = [nothing.fileno(), stdout, stderr, *namespaces, *pass_fds]
                 socket.send_fds(self._connection, [json.dumps(message).encode()], files)
                 reply = self._connection.recv(MAX_MESSAGE_BYTES)
             finally:
                 _adopt_orphans(False)
+                for namespace in namespaces:
+                    os.close(namespace)
         if not reply:
             raise RuntimeError("the process that forks services has ended")
         return int(reply)
 
 
 class WarmProcess:
-    """Like `subprocess.Popen` for a command `[sys.executable, "-m", MODULE, ...]`, with an empty standard input."""
+    """Like `subprocess.Popen` for a command `[sys.executable, "-m", MODULE, ...]`, with an empty standard input.
+
+    `wrapper` is a command that executes another one in its own process. What it changes for that (namespaces, cores and
+    the number of files) changes for the forked process, too.
+    """
 
     def __init__(
         self,
@@ -88,6 +124,7 @@ class WarmProcess:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
         pass_fds: Sequence[int] = (),
+        wrapper: Sequence[str] = (),
     ) -> None:
         python, *arguments = command
         assert python == sys.executable and arguments[0] == "-m"
@@ -101,6 +138,7 @@ class WarmProcess:
             env=env,
             start_new_session=start_new_session,
             pass_fds=pass_fds,
+            wrapper=wrapper,
         )
 
     def poll(self) -> int | None:
@@ -155,16 +193,12 @@ def run_warm(*arguments: str, timeout_s: float = RUN_TIMEOUT_S) -> subprocess.Co
 
 
 @functools.cache
-def warm_server(*wrapper: str) -> WarmServer:
-    """The server of this test process. It starts at first use and ends with the test process.
-
-    `wrapper` is a command that executes the server in its own process, such as `unshare`; its processes inherit what
-    that has changed. There is one server for each.
-    """
+def warm_server() -> WarmServer:
+    """The server of this test process. It starts at first use and ends with the test process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         padding = " " * MAX_COMMAND_BYTES  # its children write their command lines over this one
-        command = [*wrapper, sys.executable, "-m", WARM_SERVER, str(theirs.fileno()), padding]
+        command = [sys.executable, "-m", WARM_SERVER, str(theirs.fileno()), padding]
         process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
 
     def stop() -> None:

@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -46,7 +47,7 @@ with importing():
 from tests.support.warm_process import MAX_MESSAGE_BYTES, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
 MAX_FILES = 1024
-MAX_PASSED_FILES = 8  # beside the standard streams
+MAX_PASSED_FILES = 8  # beside the standard streams, namespaces too
 
 
 def main() -> None:
@@ -125,8 +126,12 @@ def take_on(
     env: Mapping[str, str],
     start_new_session: bool,
     pass_fds: Sequence[int],
+    around: Mapping[str, Any] | None,
 ) -> None:
-    """Gives this process the arguments, environment, session and files of `python ARGUMENTS...`."""
+    """Gives this process the arguments, environment, session, files and surroundings of `python ARGUMENTS...`."""
+    if around is not None:
+        enter(passed[: around["namespaces"]], around["cores"], around["max_files"])
+        passed = passed[around["namespaces"] :]
     for file, number in zip(passed, pass_fds, strict=True):
         os.dup2(file, number)
         os.close(file)
@@ -139,6 +144,18 @@ def take_on(
     sys.argv = list(arguments[1:])  # after "-m"
     if SPINS not in env:
         shm._SPIN_S = shm._YIELD_S = 0.0  # several clusters share the cores: who waits gives its core away at once
+
+
+def enter(namespaces: Sequence[int], cores: Sequence[int], max_files: tuple[int, int]) -> None:
+    """Joins the namespaces, which are open files, and limits this process to the cores and the number of files."""
+    directory, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)
+    for namespace in namespaces:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    os.chdir(directory)  # a mount namespace has its own root
+    os.sched_setaffinity(0, cores)
+    resource.setrlimit(resource.RLIMIT_NOFILE, tuple(max_files))
 
 
 def name_process(arguments: Sequence[str]) -> None:

@@ -58,6 +58,34 @@ def test_a_forked_process_starts_like_a_subprocess(
     assert started[1] == started[0]
 
 
+WRAPPERS = {
+    "cores": ["taskset", "--cpu-list", str(max(os.sched_getaffinity(0)))],
+    "files": ["sh", "-c", 'ulimit -n 200 && exec "$@"', "sh"],
+    "mounts": ["unshare", "--mount"],
+    "users and mounts": ["unshare", "--map-root-user", "--mount"],
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapper_changes_for_a_forked_process_what_it_changes_for_a_subprocess(
+    tmp_path: Path, wrapper: list[str]
+) -> None:
+    if subprocess.run([*wrapper, "true"], capture_output=True).returncode:
+        pytest.skip("nobody may do this here")
+    reports = []
+    for is_warm in (False, True):
+        with (tmp_path / "log").open("wb") as log:
+            if is_warm:
+                process = WarmProcess(warm_server(), command("returns"), stderr=log.fileno(), wrapper=wrapper)
+            else:
+                process = subprocess.Popen([*wrapper, *command("returns")], cwd=REPOSITORY, stderr=log)
+        assert process.wait(WAIT_S) == 0
+        started = report(tmp_path / "log")
+        new = [kind for kind, name in started["namespaces"].items() if name != os.readlink(f"/proc/self/ns/{kind}")]
+        reports.append((new, *(started[name] for name in ("cores", "max_files", "cwd", "parent"))))
+    assert reports[1] == reports[0]
+
+
 @pytest.mark.parametrize("end", ["returns", "exits", "exits with words", "raises"])
 def test_a_forked_process_ends_like_a_subprocess(tmp_path: Path, end: str) -> None:
     outcomes = []

@@ -20,6 +20,7 @@ from tests.support.process_memory import resident_bytes
 # The timeouts of waits for a client. The last two are longer than a busy machine stops this process, or the gateway.
 LIMITS_S = {"header": 1.5, "keep_alive": 1.5, "body": 3.0, "slow_reader": 4.0}
 COMPLETIONS = "/v1/completions"
+MAX_CROWDS = 5  # until too many connections are open before the time of the first is over
 
 
 @pytest.fixture(scope="module")
@@ -281,15 +282,18 @@ def test_two_thousand_idle_connections(cluster: Cluster, steady: SteadyStream) -
 
 
 def test_too_many_connections(cluster: Cluster) -> None:
-    bares = []
-    try:
-        for _ in range(3100):
-            bares.append(connect_socket(cluster.http_address))
-        refused = read_to_end(bares[-1])
-        assert refused == b"" or refused.startswith(b"HTTP/1.1 503 ")
-    finally:
-        for bare in bares:
-            bare.close()
+    for _ in range(MAX_CROWDS):
+        bares = []
+        try:
+            for _ in range(3100):
+                bares.append(connect_socket(cluster.http_address))
+            refused = read_to_end(bares[-1])
+        finally:
+            for bare in bares:
+                bare.close()
+        if not refused.startswith(b"HTTP/1.1 408 "):
+            break
+    assert refused == b"" or refused.startswith(b"HTTP/1.1 503 ")
 
     def is_open_again() -> bool:
         with client(cluster.http_address) as http:

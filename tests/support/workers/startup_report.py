@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -24,6 +25,9 @@ if __name__ == "__main__":
         "parent": os.getppid(),
         "signals": [str(signal.getsignal(number)) for number in numbers],
         "blocked_signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "max_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "namespaces": {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("user", "mnt")},
         "collects_garbage": gc.isenabled(),
     }
     print(json.dumps(started), file=sys.stderr, flush=True)
