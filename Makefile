@@ -26,8 +26,8 @@ run: $(VENV)/.installed-runtime
 
 # Few examples of each property, the same in every run; `make chaos` tries all of them.
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
-# Processes that take files of tests from one queue, those that take long first: one more than cores, for tests often wait.
-QUEUE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+# Processes that take files of tests from one queue, those that take long first: twice as many as cores, for tests wait.
+QUEUE := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 # These measure how long others wait during an attack: two processes of tests, whose servers run on a core each.
 ALONE := tests/integration/hostile/delays
 LANES := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
