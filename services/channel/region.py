@@ -22,7 +22,7 @@ WORD_BYTES = 8
 WORDS_PER_LINE = 8
 ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort
 _EPOCH, _ATTACHMENT = 0, 1
-_OWNER, _PEER = 2, 3  # process ids; 0: none yet
+_OWNER, _PEER = 2, 3  # see `_process_word`; 0: none yet
 _FIRST_FLAG = 2 * WORDS_PER_LINE
 _NUM_ERRORS = 5 * WORDS_PER_LINE  # beyond the three flags
 
@@ -59,7 +59,7 @@ class SharedRegion:
         region = cls(path, file, num_bytes, is_owner=True)
         region.words[_EPOCH] = epoch
         region.words[_ATTACHMENT] = attachment_id
-        region.words[_OWNER] = os.getpid()
+        region.words[_OWNER] = _process_word(os.getpid())
         return region
 
     @classmethod
@@ -82,7 +82,7 @@ class SharedRegion:
                 f"region {path} is of epoch {found[0]:016x}, attachment {found[1]}; "
                 f"expected epoch {epoch:016x}, attachment {attachment_id}"
             )
-        region.words[_PEER] = os.getpid()
+        region.words[_PEER] = _process_word(os.getpid())
         return region
 
     @property
@@ -130,17 +130,24 @@ class SharedRegion:
 def abort_regions_of(pid: int) -> None:
     """Sets the abort mark of each region that the process `pid` has created or mapped. It has died.
 
-    For a third process: if both have died, nobody else ends the waits that they have left on a GPU.
+    For a third process, in the same container: if both have died, nobody else ends the waits that they have left on a
+    GPU.
     """
+    process = _process_word(pid)
     for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):  # another user's, not a region, or just removed
             file = os.open(path, os.O_RDWR)
             try:
                 with mmap.mmap(file, HEADER_BYTES) as memory, memoryview(memory) as view, view.cast("Q") as words:
-                    if pid in (words[_OWNER], words[_PEER]):
+                    if process in (words[_OWNER], words[_PEER]):
                         words[ABORT_WORD] = 1
             finally:
                 os.close(file)
+
+
+def _process_word(pid: int) -> int:
+    """A process of this process's container: in two containers, different processes can have the same id."""
+    return Path("/proc/self/ns/pid").stat().st_ino << 32 | pid
 
 
 def flag_word(flag: int) -> int:

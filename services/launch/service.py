@@ -69,8 +69,8 @@ class Launcher:
         if config.attention.host_kv_bytes and config.attention.host_kv_path is None:
             config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))
         addresses = {
-            DENSE_ROLE: SwitchedAddress(config.dense.address, run_dir, "dense"),
-            ATTENTION_ROLE: SwitchedAddress(config.attention.address, run_dir, "attention"),
+            DENSE_ROLE: SwitchedAddress(config.dense.address),
+            ATTENTION_ROLE: SwitchedAddress(config.attention.address),
         }
         services = service_configs(config, run_dir, addresses)
         remove_stale_regions()  # of a launcher that was killed; their memory is free then

@@ -1,33 +1,35 @@
 """`SwitchedAddress`: the one address at which others find the present worker of a role.
 
-Every worker listens at its own socket. The address in the config is a symbolic link to the present worker's socket, so
-a switch is one atomic rename. A TCP port cannot be switched like this, so a worker there cannot be replaced.
+Every worker listens at a socket of its own beside that address, which is a symbolic link to the present worker's
+socket: whoever sees the link, in whichever container, sees the socket, too. A switch is one atomic rename. A TCP port
+cannot be switched like this, so a worker there cannot be replaced.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
+import secrets
 from pathlib import Path
 
+from services.common.errors import ConfigError
 from services.rpc.server import check_socket_free
 
 UNIX = "unix:"
 
 
 class SwitchedAddress:
-    """Owns the link. Raises `ConfigError` if `address` is in use, see `check_socket_free`."""
+    """Owns the link and the sockets. Raises `ConfigError` if `address` is in use, see `check_socket_free`."""
 
-    def __init__(self, address: str, run_dir: Path, name: str) -> None:
-        """`name`: with which the sockets of the workers begin."""
+    def __init__(self, address: str) -> None:
         self._link = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
         self._address = address
-        self._run_dir = run_dir
-        self._name = name
-        self._numbers = itertools.count(1)
+        self._sockets: list[Path] = []  # of all workers so far: one that is killed leaves its own
+        self._token = secrets.token_hex(4)  # in their names, for another launcher may come to use this address
         self._target = ""
         if self._link is not None:
             check_socket_free(str(self._link))
+            _remove_dead_sockets(self._link)
 
     @property
     def can_switch(self) -> bool:
@@ -38,19 +40,31 @@ class SwitchedAddress:
         """A new address for one more worker."""
         if self._link is None:
             return self._address
-        return f"{UNIX}{self._run_dir}/{self._name}-{next(self._numbers)}.sock"
+        name = f"{self._link.name}-{self._token}-{len(self._sockets) + 1}"
+        self._sockets.append(self._link.with_name(name))
+        return f"{UNIX}{self._sockets[-1]}"
 
     def point_to(self, address: str) -> None:
         """Makes those that connect from now on find the worker at this address, made by `new_address`."""
         if self._link is None:
             return
-        self._target = address.removeprefix(UNIX)
+        self._target = Path(address.removeprefix(UNIX)).name
         beside = self._link.with_name(f"{self._link.name}.new")
         beside.unlink(missing_ok=True)
         beside.symlink_to(self._target)
         beside.replace(self._link)
 
     def remove(self) -> None:
-        """Removes the link, if it is still this one."""
+        """Removes the sockets, and the link if it is still this one. All workers have ended."""
         if self._link is not None and self._link.is_symlink() and os.readlink(self._link) == self._target:
             self._link.unlink()
+        for path in self._sockets:
+            path.unlink(missing_ok=True)
+
+
+def _remove_dead_sockets(link: Path) -> None:
+    """Removes the sockets of workers whose launcher was killed."""
+    for path in link.parent.glob(f"{link.name}-*"):
+        with contextlib.suppress(ConfigError):  # one that is in use, or no socket
+            check_socket_free(str(path))
+            path.unlink(missing_ok=True)

@@ -156,7 +156,7 @@ class World:
         self.calls: list[str] = []
         self.link = directory / "dense.sock"
         config = load_config(None, ["peers.rpc_timeout_s=2", "channel.wait_timeout_s=20"])
-        dense_address = SwitchedAddress(f"unix:{self.link}", directory, "dense")
+        dense_address = SwitchedAddress(f"unix:{self.link}")
         address = dense_address.new_address()
         dense_address.point_to(address)
         config = with_address(config, "dense_worker", address)
@@ -185,7 +185,7 @@ class World:
     @property
     def serves(self) -> str:
         """The name of the worker at the address that gateways use."""
-        [present] = [child for child in (self.old, self.new) if child and self.link.readlink() == path_of(child)]
+        [present] = [child for child in (self.old, self.new) if child and self.link.resolve() == path_of(child)]
         return present.name
 
     async def replace(self, *overrides: str, **caches: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.channel.region import HEADER_BYTES, SharedRegion
+from services.channel.region import HEADER_BYTES, SharedRegion, abort_regions_of
 from services.common.lifeline import HeldMemory, Lifeline
 from services.launch.lifelines import Lifelines
 
@@ -68,6 +68,27 @@ def wait_aborted(region: SharedRegion) -> None:
     while not region.is_aborted:
         assert time.monotonic() < deadline, "the abort mark is not set"
         time.sleep(0.001)
+
+
+def test_a_dead_worker_of_the_same_id_in_another_container_aborts_nothing() -> None:
+    epoch = secrets.randbits(63)
+    mine = SharedRegion.create(HEADER_BYTES, epoch, 1, 0)
+    command = [sys.executable, "-c", WORKER, "maps", mine.name, str(epoch)]
+    for namespace in (["unshare"], ["unshare", "--map-root-user"]):
+        elsewhere = [*namespace, "--pid", "--fork", "--kill-child", *command]
+        with subprocess.Popen(elsewhere, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as worker:
+            assert worker.stdout is not None
+            is_possible = worker.stdout.readline().strip() == mine.name
+            if is_possible:
+                abort_regions_of(1)  # what it is there
+            is_aborted = mine.is_aborted
+            worker.kill()
+        if is_possible:
+            break
+    mine.close()
+    if not is_possible:
+        pytest.skip("no process may have a namespace of process ids of its own here")
+    assert not is_aborted
 
 
 def test_the_regions_of_a_dead_worker_are_aborted_and_no_others(lifelines: Lifelines) -> None:

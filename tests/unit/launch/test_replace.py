@@ -275,7 +275,7 @@ def test_settings_that_cannot_change_are_refused_before_anything_starts(tmp_path
 
 def test_a_worker_at_a_port_cannot_be_replaced(tmp_path: Path) -> None:
     def prepare(world: World) -> None:
-        world.replacer._dense_address = SwitchedAddress("127.0.0.1:50052", tmp_path, "dense")
+        world.replacer._dense_address = SwitchedAddress("127.0.0.1:50052")
 
     _, result = run(tmp_path, prepare)
     assert isinstance(result, ConfigError) and "only a dense worker at a Unix socket" in str(result)

@@ -32,51 +32,77 @@ def who_answers(path: Path, listeners: list[socket.socket]) -> int:
 
 
 def test_a_connection_goes_to_the_worker_last_pointed_to(tmp_path: Path) -> None:
-    run_dir, path = tmp_path / "run", tmp_path / "dense.sock"
-    run_dir.mkdir()
-    link = SwitchedAddress(f"unix:{path}", run_dir, "dense")
+    path = tmp_path / "dense.sock"
+    link = SwitchedAddress(f"unix:{path}")
     addresses = [link.new_address(), link.new_address()]
     listeners = [listen(address) for address in addresses]
     for number in (0, 1, 0):
         link.point_to(addresses[number])
         assert who_answers(path, listeners) == number
-    link.remove()
-    assert not path.is_symlink()
     for listener in listeners:
-        listener.close()
+        listener.close()  # as a killed worker does, which leaves the file
+    link.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_sees_the_address_under_another_name_of_its_directory_reaches_the_worker(tmp_path: Path) -> None:
+    """As in another container, which has nothing of the launcher's but this directory."""
+    (tmp_path / "here").mkdir()
+    link = SwitchedAddress(f"unix:{tmp_path}/here/dense.sock")
+    address = link.new_address()
+    with listen(address) as listener:
+        link.point_to(address)
+        (tmp_path / "here").rename(tmp_path / "there")
+        assert who_answers(tmp_path / "there" / "dense.sock", [listener]) == 0
 
 
 def test_only_a_dead_launchers_link_or_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
     path.symlink_to(tmp_path / "gone.sock")
-    SwitchedAddress(f"unix:{path}", tmp_path, "dense")
+    SwitchedAddress(f"unix:{path}")
     path.unlink()
     listen(f"unix:{path}").close()
-    link = SwitchedAddress(f"unix:{path}", tmp_path, "dense")
+    link = SwitchedAddress(f"unix:{path}")
     address = link.new_address()
     with listen(address):
         link.point_to(address)
         with pytest.raises(ConfigError, match="another process serves there"):
-            SwitchedAddress(f"unix:{path}", tmp_path, "dense")
+            SwitchedAddress(f"unix:{path}")
     path.unlink()
     path.write_text("a letter")
     with pytest.raises(ConfigError, match="the file there is not a socket"):
-        SwitchedAddress(f"unix:{path}", tmp_path, "dense")
+        SwitchedAddress(f"unix:{path}")
     assert path.read_text() == "a letter"
+
+
+def test_what_a_killed_launcher_has_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "dense.sock"
+    killed = SwitchedAddress(f"unix:{path}")
+    addresses = [killed.new_address(), killed.new_address(), killed.new_address()]
+    listen(addresses[0]).close()
+    listen(addresses[1]).close()
+    killed.point_to(addresses[1])
+    (tmp_path / "dense.sock-notes").write_text("a letter")
+    with listen(addresses[2]):
+        SwitchedAddress(f"unix:{path}")
+        left = {each.name for each in tmp_path.iterdir()}
+        assert left == {"dense.sock", "dense.sock-notes", Path(addresses[2]).name}
 
 
 def test_the_link_of_another_process_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
-    link = SwitchedAddress(f"unix:{path}", tmp_path, "dense")
+    link = SwitchedAddress(f"unix:{path}")
     link.point_to(link.new_address())
-    path.unlink()
-    path.symlink_to(tmp_path / "somebody.sock")
-    link.remove()
-    assert path.is_symlink()
+    other = SwitchedAddress(f"unix:{path}")
+    address = other.new_address()
+    with listen(address) as listener:
+        other.point_to(address)
+        link.remove()
+        assert who_answers(path, [listener]) == 0
 
 
 def test_a_worker_at_a_port_cannot_be_switched(tmp_path: Path) -> None:
-    link = SwitchedAddress("127.0.0.1:50052", tmp_path, "dense")
+    link = SwitchedAddress("127.0.0.1:50052")
     assert not link.can_switch
     assert link.new_address() == "127.0.0.1:50052"
     link.point_to(link.new_address())
@@ -86,4 +112,4 @@ def test_a_worker_at_a_port_cannot_be_switched(tmp_path: Path) -> None:
 
 def test_the_error_names_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on unix:{tmp_path}/no/dense.sock: there is no directory"):
-        SwitchedAddress(f"unix:{tmp_path}/no/dense.sock", tmp_path, "dense")
+        SwitchedAddress(f"unix:{tmp_path}/no/dense.sock")
