@@ -27,6 +27,7 @@ MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as ex
 MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
 MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
 SPECULATION_WITH_HEADS = ("medusa", "eagle3")
+SERVICES = ("attn_worker", "dense_worker", "gateway")
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
@@ -229,8 +230,8 @@ class AttentionSection(Section):
     # memory of the host tier, which has copies of blocks: a new attention worker reads them instead of computing them,
     # and prompts find blocks there that the KV cache has evicted; 0: no such copies. docs/operations.md says more
     host_kv_bytes: Annotated[int, Field(ge=0)] = 0
-    # a file for the host tier, which is kept when all services end; none: shared memory that is removed then, and that
-    # a worker without the launcher loses when it ends
+    # the file of the host tier, if there is one, which is kept when all services end; none: shared memory that is
+    # removed then, and that a worker without the launcher loses when it ends
     host_kv_path: Path | None = None
     # StreamingLLM: each token attends to the first sink_tokens and the last window tokens alone, at their places among
     # these. Then texts may be longer than those that the model was trained with; see docs/models.md. None: to all
@@ -242,8 +243,6 @@ class AttentionSection(Section):
 
     @pydantic.model_validator(mode="after")
     def _check_host_tier(self) -> AttentionSection:
-        if self.host_kv_path is not None and not self.host_kv_bytes:
-            raise ValueError(f"attention.host_kv_path {str(self.host_kv_path)!r} needs attention.host_kv_bytes")
         if self.host_kv_bytes and not self.enable_prefix_cache:
             raise ValueError(
                 f"attention.host_kv_bytes is {self.host_kv_bytes}, but blocks are found only with"
@@ -293,6 +292,8 @@ class PeerSection(Section):
 class LaunchSection(Section):
     """The launcher, which starts and watches all services on one machine."""
 
+    # those that it runs. Others are elsewhere, such as in containers of their own, with launchers of their own or none
+    services: tuple[Literal["attn_worker", "dense_worker", "gateway"], ...] = SERVICES
     start_timeout_s: Seconds = 300.0  # longest time of a start until the gateway serves, or without progress of a build
     stop_grace_s: Seconds = 4.0  # time from SIGTERM to SIGKILL, for all services together
     max_restarts: Annotated[int, Field(ge=0)] = 5  # restarts of one service in restart_window_s; then all services stop
@@ -306,6 +307,18 @@ class LaunchSection(Section):
     standby_dense: Literal["auto", "off", "imports", "loaded"] = "auto"
     standby_attention: Literal["auto", "off", "imports"] = "auto"  # its KV cache is allocated when it takes over
     gateway_processes: Count = 1  # at the same ports; limits of the section gateway and of API keys hold for each one
+
+    @pydantic.field_validator("services")
+    @classmethod
+    def _check_services(cls, services: tuple[str, ...]) -> tuple[str, ...]:
+        if not services or len(set(services)) < len(services):
+            raise ValueError(f"it must name services, each once, of {', '.join(SERVICES)}")
+        return services
+
+    @property
+    def runs_all(self) -> bool:
+        """Whether this launcher runs all services."""
+        return len(self.services) == len(SERVICES)
 
 
 class LogSection(Section):

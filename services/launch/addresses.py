@@ -8,15 +8,28 @@ from pathlib import Path
 from services.common.addresses import MAX_PORT
 from services.common.config import Config
 from services.common.errors import ConfigError
+from services.launch.child import SECTIONS
 from services.rpc.client import read_peer_tls
 from services.rpc.tls import tls_files
+
+# Who meets at the address of a section of the config: the service that listens, and those that call it.
+MEETING_AT = {"attention": {"attn_worker", "dense_worker"}, "dense": {"dense_worker", "gateway"}}
 
 
 def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
     """Sets Unix sockets for workers without a configured address, and for the gateway if only the launcher calls it.
 
     The gateway always has a socket for the launcher, which needs no certificate there and where no clients interfere.
+    Raises `ConfigError` if a service of another launcher, or of none, would not find one of this launcher.
     """
+    services = config.launch.services
+    for name, roles in MEETING_AT.items():
+        is_elsewhere = not roles.isdisjoint(services) and not roles.issubset(services)
+        if is_elsewhere and "address" not in getattr(config, name).model_fields_set:
+            raise ConfigError(
+                f"launch.services is {', '.join(services)}: set {name}.address, at which "
+                f"{' and '.join(sorted(roles))} meet, for both alike"
+            )
     endpoints = {
         "dense": {"address": "dense"},
         "attention": {"address": "attention"},
@@ -48,10 +61,13 @@ def check_tls(config: Config) -> None:
 
 def check_addresses(config: Config) -> None:
     """Raises `ConfigError` for an address where a service cannot listen, or where its clients cannot find it."""
-    check_free(config.gateway.address, "gateway.address")
-    check_free(config.gateway.http_address, "gateway.http_address")
-    check_free(config.dense.address, "dense.address")
-    check_free(config.attention.address, "attention.address")
+    services = config.launch.services
+    if "gateway" in services:
+        check_free(config.gateway.address, "gateway.address")
+        check_free(config.gateway.http_address, "gateway.http_address")
+    for role, name in SECTIONS.items():
+        if role in services:
+            check_free(getattr(config, name).address, f"{name}.address")
 
 
 def check_free(address: str, setting: str) -> None:

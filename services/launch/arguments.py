@@ -49,7 +49,11 @@ def parse_args(
     if arguments.directory is not None:
         arguments.model = arguments.directory
     try:
-        return _load(arguments, downloads=downloads), arguments
+        config = _load(arguments, downloads=downloads)
+        if not config.launch.runs_all and (arguments.prompt, arguments.sample_prompt) != (None, None):
+            own = ", ".join(config.launch.services)
+            raise ConfigError(f"--prompt and --sample-prompt need all services, launch.services is {own}")
+        return config, arguments
     except TwostrokeError as error:
         parser.exit(1, f"{program}: {error}\n")
 

@@ -7,6 +7,7 @@ has ended, also one that waits as a standby and does not notice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import structlog
@@ -17,15 +18,20 @@ from services.launch.mps import MpsDaemon
 
 log = structlog.get_logger()
 
+INTERVAL_S = 5.0  # where another launcher has the other worker, whose end is not seen here
 CHECKS_AFTER_S = (0.0, 1.0)  # the end of a worker: the server may need a while to notice
 
 
 class GpuFaults:
-    """Looks at the server when a worker has ended. `processes`: the services and the standbys at any time."""
+    """Looks at the server when a worker has ended, and every `interval_s` seconds if others have clients there, too."""
 
-    def __init__(self, daemon: MpsDaemon, processes: Sequence[Iterable[Child]]) -> None:
+    def __init__(
+        self, daemon: MpsDaemon, processes: Sequence[Iterable[Child]], interval_s: float | None = None
+    ) -> None:
+        """`processes`: the services and the standbys at any time."""
         self._daemon = daemon
         self._processes = processes
+        self._interval_s = interval_s
         self._has_ended = asyncio.Event()
 
     def note_end(self) -> None:
@@ -35,7 +41,9 @@ class GpuFaults:
     async def run(self) -> None:
         """Checks until cancelled."""
         while True:
-            await self._has_ended.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._has_ended.wait()
             self._has_ended.clear()
             for delay_s in CHECKS_AFTER_S:
                 await asyncio.sleep(delay_s)

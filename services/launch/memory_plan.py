@@ -23,6 +23,7 @@ from services.common.errors import CapacityError, ModelError
 from services.common.families.names import NAMES, CheckpointNames
 from services.common.json_files.read_json import read_json
 from services.common.process import STANDBY_BYTES, available_bytes
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE
 from services.launch.gpus import find_gpu, is_on_gpu, list_gpus
 from services.launch.mps import share_gpu
 
@@ -73,31 +74,34 @@ class Place:
 
 
 def plan_memory(config: Config) -> list[Place]:
-    """What the services of this config need. Raises `ModelError` for a checkpoint or config.json that is damaged."""
+    """What the services of `launch.services` need. Raises `ModelError` for a checkpoint or config.json that is damaged.
+    """
+    services = config.launch.services
+    has_dense, has_attention = DENSE_ROLE in services, ATTENTION_ROLE in services
     is_dense_on_gpu, is_attention_on_gpu = is_on_gpu(config.dense.device), is_on_gpu(config.attention.device)
-    weights = list(_weights(config, on_gpu=is_dense_on_gpu))
+    weights = list(_weights(config, on_gpu=is_dense_on_gpu)) if has_dense else []
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
-    tiers = [tier] if tier_bytes and is_tier_in_memory else []
+    tiers = [tier] if has_attention and tier_bytes and is_tier_in_memory else []
     host = [*tiers]
-    if not is_attention_on_gpu and config.attention.num_blocks is None:
+    if has_attention and not is_attention_on_gpu and config.attention.num_blocks is None:
         num_bytes = config.attention.kv_cache_bytes
         host.append(Need("the KV cache", num_bytes, _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES)))
     if not is_dense_on_gpu:
         host += weights
-    num_processes = 2 + config.launch.gateway_processes
+    num_processes = has_dense + has_attention + ("gateway" in services) * config.launch.gateway_processes
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
     host += _standbys(config)
     more = "a smaller or a quantized model, or {excess} bytes more memory, is needed"
     places = [Place("host memory", available_bytes(), tuple(host), more)]
-    if SHM_DIR.is_dir():
+    if has_attention and SHM_DIR.is_dir():
         shared = [*tiers] if is_dense_on_gpu else [*tiers, _region(config)]
         last = "in a container raise --shm-size by {excess} bytes"
         places.append(Place(f"shared memory {SHM_DIR}", shutil.disk_usage(SHM_DIR).free, tuple(shared), last))
-    if is_dense_on_gpu:
+    if has_dense and is_dense_on_gpu:
         gpu = find_gpu(config.dense.device, list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         if gpu is not None:
-            num_workers = 1 + share_gpu(config.dense.device, config.attention.device)
+            num_workers = 1 + (has_attention and share_gpu(config.dense.device, config.attention.device))
             needs = (*weights, Need("contexts", num_workers * CONTEXT_BYTES))
             places.append(Place(f"the GPU {gpu.name}, {gpu.uuid},", gpu.free_bytes, needs, more))
     return places
@@ -156,8 +160,8 @@ def _weights(config: Config, *, on_gpu: bool) -> Iterator[Need]:
 
 def _standbys(config: Config) -> Iterator[Need]:
     """What a standby that was asked for must find; `auto` takes what there is."""
-    for key in ("standby_dense", "standby_attention"):
-        if getattr(config.launch, key) not in ("auto", "off"):
+    for role, key in ((DENSE_ROLE, "standby_dense"), (ATTENTION_ROLE, "standby_attention")):
+        if role in config.launch.services and getattr(config.launch, key) not in ("auto", "off"):
             yield Need("a standby", STANDBY_BYTES, _off(f"launch.{key}", STANDBY_BYTES))
             return  # they start one after the other, and take much less than must be free
 

@@ -27,6 +27,7 @@ from services.rpc.server import run_service
 log = structlog.get_logger()
 
 CONTROL = "nvidia-cuda-mps-control"
+PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 ANSWER_TIMEOUT_S = 10.0
 WATCH_INTERVAL_S = 2.0
 
@@ -47,7 +48,7 @@ class MpsDaemon:
     def __init__(self, directory: Path) -> None:
         self._pipe, self._log = directory / "pipe", directory / "log"
         self.environment = os.environ | {
-            "CUDA_MPS_PIPE_DIRECTORY": str(self._pipe),
+            PIPE_VARIABLE: str(self._pipe),
             "CUDA_MPS_LOG_DIRECTORY": str(self._log),
         }
         # Both settings would apply: a client's indices would count only the devices that are visible to the daemon.
@@ -123,6 +124,25 @@ def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
         reason = "launch.mps is 'off'" if mode == "off" else f"this machine has no {CONTROL}"
         log.warning("the workers share a GPU without MPS: every handoff is about 20 times slower", reason=reason)
     return None
+
+
+def find_mps(config: Config) -> MpsDaemon | None:
+    """The daemon that another container runs, by this module, for a launcher with one of two workers that share a GPU.
+
+    None if there is none, or no need of one. Raises `PeerError` if it is configured but does not answer.
+    """
+    mode, pipe = config.launch.mps, os.environ.get(PIPE_VARIABLE)
+    if mode == "off" or not share_gpu(config.dense.device, config.attention.device) or not has_gpu():
+        return None
+    if pipe is None or not has_mps():
+        reason = f"{PIPE_VARIABLE} is not set" if pipe is None else f"this machine has no {CONTROL}"
+        if mode == "on":
+            raise PeerError(f"launch.mps is 'on', but {reason}")
+        log.warning("the workers share a GPU without MPS: every handoff is about 20 times slower", reason=reason)
+        return None
+    daemon = MpsDaemon(Path(pipe).parent)
+    daemon.client_pids()
+    return daemon
 
 
 def stop_mps(daemon: MpsDaemon) -> None:

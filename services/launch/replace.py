@@ -37,7 +37,6 @@ log = structlog.get_logger()
 OpenRequests: TypeAlias = ReplaceDenseRequest.OpenRequests
 SECTIONS = ("dense", "model")  # sections of the config that may differ
 RESERVED = "dense.address"  # the launcher's own
-POLL_S = 0.02
 ERROR_GRACE_S = 3.0
 
 
@@ -157,7 +156,8 @@ class DenseReplacer:
         timeout_s = new.config.launch.start_timeout_s
         try:
             async with _dense_stub(old) as old_stub, _dense_stub(new) as new_stub:
-                loaded = await self._or_end(_wait_loaded(new_stub, timeout_s), new, watcher)
+                loading = StartDeadline(timeout_s).wait_loaded(new_stub, "the new dense worker")
+                loaded = await self._or_end(loading, new, watcher)
                 present = await _present_status(old, old_stub)
                 _check_weights(present.weights_hash, loaded.weights_hash, accepts_others=accepts_others)
                 if wait_s is not None:
@@ -251,18 +251,6 @@ class DenseReplacer:
         except grpc.aio.AioRpcError as error:
             log.error("the old dense worker does not come back", reason=_describe(error), pid=old.pid)
             old.kill("it does not take over again")  # after a restart it attaches by itself
-
-
-async def _wait_loaded(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> dense_pb2.DenseStatus:
-    deadline = StartDeadline(timeout_s)
-    while True:
-        with contextlib.suppress(grpc.aio.AioRpcError):  # it may not be listening yet
-            status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=1.0)
-            if status.state != dense_pb2.DenseStatus.LOADING:
-                return status
-            deadline.note(status)
-        deadline.check("the new dense worker has not loaded its weights")
-        await asyncio.sleep(POLL_S)
 
 
 async def _present_status(old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseStatus:

@@ -1,4 +1,4 @@
-"""`Launcher`: all services on one machine, started, watched and stopped together.
+"""`Launcher`: all services on one machine, or some of them, started, watched and stopped together.
 
 The workers use Unix sockets in a temporary directory unless the config gives them addresses. Logs go to standard error;
 standard output has only generated text.
@@ -19,19 +19,19 @@ import structlog
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key
 from services.launch.addresses import check_addresses, check_tls, place_sockets
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
-from services.launch.gpu_faults import GpuFaults
+from services.launch.gpu_faults import INTERVAL_S, GpuFaults
 from services.launch.health_watch import HealthWatch
 from services.launch.lifelines import Lifelines
 from services.launch.memory_plan import check_memory
 from services.launch.metrics import LaunchMetrics
-from services.launch.mps import MpsDaemon, start_mps, stop_mps
+from services.launch.mps import MpsDaemon, find_mps, start_mps, stop_mps
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import make_own_key, service_configs, with_host_kv_path
 from services.launch.servicer import make_control
-from services.launch.serving import answer_prompt, print_addresses, wait_serving
+from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
 from services.launch.standby import Spares, Standby
 from services.launch.start_deadline import StartDeadline
 from services.launch.summary import print_summary
@@ -52,6 +52,7 @@ class Launcher:
         self._drain = drain
         self._chat_command = chat_command
         self._opened = contextlib.AsyncExitStack()
+        self._mps: MpsDaemon | None = None
         self._gpu_faults: GpuFaults | None = None  # without MPS there are none to watch
 
     async def start(self) -> None:
@@ -66,18 +67,23 @@ class Launcher:
         for number, key in enumerate(self._arguments.api_key or (), start=1):
             add_api_key(f"flag-{number}", key)
         self._api_key = make_own_key(config)
-        if config.attention.host_kv_bytes and config.attention.host_kv_path is None:
+        has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
+        if has_tier and config.attention.host_kv_path is None:
             config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))
         addresses = {
-            DENSE_ROLE: SwitchedAddress(config.dense.address),
-            ATTENTION_ROLE: SwitchedAddress(config.attention.address),
+            role: SwitchedAddress(getattr(config, section).address)
+            for role, section in SECTIONS.items()
+            if role in config.launch.services
         }
         services = service_configs(config, run_dir, addresses)
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config)
-        self._mps = start_mps(config, run_dir)
-        if self._mps is not None:
-            self._opened.callback(stop_mps, self._mps)
+        if len(addresses) == len(SECTIONS):
+            self._mps = start_mps(config, run_dir)
+            if self._mps is not None:
+                self._opened.callback(stop_mps, self._mps)
+        elif addresses:
+            self._mps = await asyncio.to_thread(find_mps, config)
         self._opened.callback(remove_stale_regions)  # regions of killed children; others have removed theirs
         for address in addresses.values():
             self._opened.callback(address.remove)
@@ -97,7 +103,9 @@ class Launcher:
             for role, address in addresses.items()
         }
         if self._mps is not None:
-            self._gpu_faults = GpuFaults(self._mps, [self._children, Spares(list(self._standbys.values()))])
+            processes = [self._children, Spares(list(self._standbys.values()))]
+            interval_s = None if len(addresses) == len(SECTIONS) else INTERVAL_S
+            self._gpu_faults = GpuFaults(self._mps, processes, interval_s)
         for service in services:
             self._children.start(make_child(*service))
         for role, address in addresses.items():
@@ -105,10 +113,12 @@ class Launcher:
             address.point_to(worker.address)
         for standby in self._standbys.values():
             self._opened.push_async_callback(standby.close)
-        dense_standby = self._standbys[DENSE_ROLE]
-        replacer = DenseReplacer(
-            self._children, addresses[DENSE_ROLE], config.attention.address, make_child, dense_standby
-        )
+        replacer = None
+        if DENSE_ROLE in addresses:
+            standby = self._standbys[DENSE_ROLE]
+            replacer = DenseReplacer(
+                self._children, addresses[DENSE_ROLE], config.attention.address, make_child, standby
+            )
         await self._start_control(run_dir, replacer)
 
     async def run(self) -> None:
@@ -136,10 +146,11 @@ class Launcher:
         standby = self._standbys.get(child.role)
         return standby is not None and standby.succeed(child)
 
-    async def _start_control(self, run_dir: Path, replacer: DenseReplacer) -> None:
+    async def _start_control(self, run_dir: Path, replacer: DenseReplacer | None) -> None:
         control = make_control(run_dir, self._children, replacer, list(self._standbys.values()), self._config)
         self._opened.push_async_callback(control.stop, 0.0)
-        self._opened.push_async_callback(replacer.close)
+        if replacer is not None:
+            self._opened.push_async_callback(replacer.close)
         log.info("control", address=await control.start())
         await control.set_serving(True)
         registry = new_registry("launch")
@@ -150,27 +161,38 @@ class Launcher:
     async def _use(self) -> None:
         """Prints the answer to a prompt and returns, or prints the addresses and serves."""
         config, arguments = self._config, self._arguments
-        gateways = self._children.of_role("gateway")
-        deadline = StartDeadline(config.launch.start_timeout_s)
-        [dense] = self._children.of_role("dense_worker")
-        watching = asyncio.create_task(deadline.watch(dense))
-        try:
-            await asyncio.gather(*(wait_serving(gateway.address, deadline) for gateway in gateways))
-        finally:
-            watching.cancel()
-            await asyncio.wait([watching])
+        await self._wait_started()
         for child in self._children:
             child.may_restart = True
-        if self._mps is not None:
+        if self._mps is not None and config.launch.runs_all:  # else the attention worker may have no context yet
             await self._check_mps(self._mps)
+        gateways = self._children.of_role("gateway")
         prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
         if prompt is not None:
             await answer_prompt(gateways[0].address, prompt, arguments.max_tokens, self._api_key)
         if arguments.prompt is None:
-            [attention] = self._children.of_role(ATTENTION_ROLE)
-            await print_summary(config, dense, attention)
-            print_addresses(config, self._chat_command)
+            if config.launch.runs_all:
+                [dense], [attention] = (self._children.of_role(role) for role in (DENSE_ROLE, ATTENTION_ROLE))
+                await print_summary(config, dense, attention)
+            if gateways:
+                print_addresses(config, self._chat_command)
+            else:
+                log.info("started", services=",".join(config.launch.services))
             await asyncio.Event().wait()
+
+    async def _wait_started(self) -> None:
+        """Waits until clients are served, or until only services of other launchers are missing."""
+        deadline = StartDeadline(self._config.launch.start_timeout_s)
+        if not self._config.launch.runs_all:
+            await asyncio.gather(*(wait_started(child, deadline) for child in self._children))
+            return
+        [dense] = self._children.of_role(DENSE_ROLE)
+        watching = asyncio.create_task(deadline.watch(dense))
+        try:
+            await asyncio.gather(*(wait_serving(child, deadline) for child in self._children.of_role("gateway")))
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
 
     async def _check_mps(self, mps: MpsDaemon) -> None:
         clients = await asyncio.to_thread(mps.client_pids)

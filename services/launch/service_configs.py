@@ -16,7 +16,7 @@ from services.common.child_options import ChildOptions
 from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError
 from services.launch.addresses import control_address
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS
+from services.launch.child import SECTIONS
 from services.launch.switched_address import SwitchedAddress
 
 OWN_KEY_NAME = "twostroke-launcher"
@@ -35,14 +35,19 @@ class ServiceStart(NamedTuple):
 
 
 def service_configs(config: Config, run_dir: Path, addresses: Mapping[str, SwitchedAddress]) -> list[ServiceStart]:
-    """Every service, in starting order. The others look for the worker of a role at its switched address."""
-    workers = {role: with_address(config, role, address.new_address()) for role, address in addresses.items()}
-    gateways = gateway_configs(config, run_dir)
-    names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
-    return [
-        *(ServiceStart(role, role, workers[role], ChildOptions()) for role in (ATTENTION_ROLE, DENSE_ROLE)),
-        *(ServiceStart(name, "gateway", *gateway) for name, gateway in zip(names, gateways, strict=True)),
+    """The services of `launch.services`, in starting order. Others look for a worker at its switched address.
+
+    addresses: of the workers among them, by role, in starting order.
+    """
+    starts = [
+        ServiceStart(role, role, with_address(config, role, address.new_address()), ChildOptions())
+        for role, address in addresses.items()
     ]
+    if "gateway" in config.launch.services:
+        gateways = gateway_configs(config, run_dir)
+        names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
+        starts += [ServiceStart(name, "gateway", *each) for name, each in zip(names, gateways, strict=True)]
+    return starts
 
 
 def with_address(config: Config, role: str, address: str) -> Config:

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 
 from services.common.config import Config
+from services.common.errors import InvalidRequest
 from services.launch.addresses import control_address
 from services.launch.children import Children
 from services.launch.replace import DenseReplacer
@@ -22,7 +23,7 @@ SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
 
 
 def make_control(
-    run_dir: Path, children: Children, replacer: DenseReplacer, standbys: Sequence[Standby], config: Config
+    run_dir: Path, children: Children, replacer: DenseReplacer | None, standbys: Sequence[Standby], config: Config
 ) -> GrpcServer:
     """Creates the server, without starting it."""
     gateway, names = config.gateway, [SERVICE_NAME]
@@ -42,7 +43,8 @@ def make_control(
 class LauncherServicer(launch_pb2_grpc.LauncherServicer):
     """Answers `ctl`. Raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`."""
 
-    def __init__(self, children: Children, replacer: DenseReplacer, standbys: Sequence[Standby]) -> None:
+    def __init__(self, children: Children, replacer: DenseReplacer | None, standbys: Sequence[Standby]) -> None:
+        """`replacer`: none if another launcher has the dense worker."""
         self._children = children
         self._replacer = replacer
         self._standbys = standbys
@@ -51,6 +53,8 @@ class LauncherServicer(launch_pb2_grpc.LauncherServicer):
         self, request: launch_pb2.ReplaceDenseRequest, context: grpc.aio.ServicerContext
     ) -> launch_pb2.ReplaceDenseReply:
         """Replaces the dense worker. Cancelling the call undoes the replacement."""
+        if self._replacer is None:
+            raise InvalidRequest("this launcher has no dense worker (launch.services): call the one that has")
         replaced = await self._replacer.replace(
             list(request.overrides),
             drops_caches=request.drop_caches,

@@ -14,25 +14,37 @@ from services.common.config import Config
 from services.common.errors import PeerError
 from services.common.logs import print_to_stderr
 from services.gateway import chat_client
+from services.launch.child import DENSE_ROLE, Child
 from services.launch.start_deadline import StartDeadline
+from services.pb import dense_pb2_grpc
 from services.rpc.client import open_channel
+from services.rpc.server import LIVENESS
 
 log = structlog.get_logger()
 
 MAX_HEALTH_BYTES = 4096
 
 
-async def wait_serving(address: str, deadline: StartDeadline) -> None:
-    """Returns when the gateway reports SERVING; raises `PeerError` after the deadline."""
-    async with open_channel(address, MAX_HEALTH_BYTES) as channel:
+async def wait_serving(child: Child, deadline: StartDeadline, service: str = "") -> None:
+    """Returns when a service reports SERVING, or its part `service`; raises `PeerError` after the deadline."""
+    async with open_channel(child.address, MAX_HEALTH_BYTES, child.tls) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                reply = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
                     return
-            deadline.check(f"the gateway at {address} does not serve")
+            deadline.check(f"the {child.role} at {child.address} does not serve")
             await asyncio.sleep(0.05)
+
+
+async def wait_started(child: Child, deadline: StartDeadline) -> None:
+    """Returns when a service lacks nothing, or nothing but services of other launchers, which may come later."""
+    if child.role == DENSE_ROLE:
+        async with open_channel(child.address, child.config.peers.max_message_bytes, child.tls) as channel:
+            await deadline.wait_loaded(dense_pb2_grpc.DenseWorkerStub(channel), f"the dense worker at {child.address}")
+    else:
+        await wait_serving(child, deadline, LIVENESS if child.role == "gateway" else "")
 
 
 async def answer_prompt(address: str, prompt: str, max_tokens: int, api_key: str | None) -> None:

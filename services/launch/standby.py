@@ -1,6 +1,6 @@
 """`Standby`: one spare process of a worker, which becomes the worker when the present one dies.
 
-    all services serve → a spare is started, at low priority → it is ready → the present worker dies
+    the worker serves → a spare is started, at low priority → it is ready → the present worker dies
     → the address leads to the spare, which is told to take over → it serves → the next spare is started
 
 A spare that dies is replaced by another one, a bounded number of times. Without a spare that is ready, a worker that
@@ -29,7 +29,7 @@ from services.launch.children import Children
 from services.launch.service_configs import with_address
 from services.launch.start_deadline import StartDeadline
 from services.launch.switched_address import SwitchedAddress
-from services.pb import dense_pb2, dense_pb2_grpc, launch_pb2
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, launch_pb2
 from services.rpc.client import open_channel
 from services.rpc.uninterrupted import uninterrupted
 
@@ -185,11 +185,14 @@ class Standby:
         return self._spare
 
     async def _wait_serving(self) -> None:
-        """Waits until the dense worker serves, and so the attention worker does, too."""
+        """Waits until the worker serves: until both are attached to each other, and the KV cache has its memory."""
         while True:
-            [dense] = self._children.of_role(DENSE_ROLE)
+            [worker] = self._children.of_role(self.role)
             with contextlib.suppress(grpc.aio.AioRpcError, ConfigError):  # its TLS files are checked elsewhere
-                async with open_channel(dense.address, dense.config.peers.max_message_bytes, dense.tls) as channel:
+                async with open_channel(worker.address, worker.config.peers.max_message_bytes, worker.tls) as channel:
+                    if self.role != DENSE_ROLE:
+                        await _attention_status(channel)  # an error before a dense worker has attached
+                        return
                     if (await _dense_status(channel)).state == dense_pb2.DenseStatus.SERVING:
                         return
             await asyncio.sleep(POLL_S)
@@ -295,3 +298,8 @@ class Spares:
 async def _dense_status(channel: grpc.aio.Channel) -> dense_pb2.DenseStatus:
     stub = dense_pb2_grpc.DenseWorkerStub(channel)
     return await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+
+
+async def _attention_status(channel: grpc.aio.Channel) -> attn_pb2.AttentionStatus:
+    stub = attn_pb2_grpc.AttentionWorkerStub(channel)
+    return await stub.GetStatus(attn_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)

@@ -19,6 +19,7 @@ from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
 
 POLL_S = 0.5
+LOADED_POLL_S = 0.05
 CALL_TIMEOUT_S = 1.0
 
 
@@ -46,6 +47,17 @@ class StartDeadline:
             f"{what} within {self._timeout_s:g} s (launch.start_timeout_s) after the dense worker's last progress: "
             f"{self._progress}"
         )
+
+    async def wait_loaded(self, stub: dense_pb2_grpc.DenseWorkerStub, name: str) -> dense_pb2.DenseStatus:
+        """Waits until a dense worker has its weights; returns its status. Raises `PeerError` after the deadline."""
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # it may not listen yet
+                status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+                if status.state != dense_pb2.DenseStatus.LOADING:
+                    return status
+                self.note(status)
+            self.check(f"{name} has not loaded its weights")
+            await asyncio.sleep(LOADED_POLL_S)
 
     async def watch(self, dense: Child) -> None:
         """Asks the dense worker for its progress until cancelled."""

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
-from services.pb import dense_pb2, dense_pb2_grpc
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
 State = dense_pb2.DenseStatus
 
@@ -44,6 +44,15 @@ class ScriptedService(health_pb2_grpc.HealthServicer, dense_pb2_grpc.DenseWorker
         return dense_pb2.TakeOverReply()
 
 
+class ScriptedAttention(attn_pb2_grpc.AttentionWorkerServicer):
+    """An attention worker to which a dense worker has attached."""
+
+    async def GetStatus(
+        self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.AttentionStatus:
+        return attn_pb2.AttentionStatus()
+
+
 def address_of(name: str, config: Config) -> str:
     if name.startswith("gateway"):
         assert config.gateway.local_address is not None
@@ -60,6 +69,7 @@ async def main() -> None:
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(service, server)
     dense_pb2_grpc.add_DenseWorkerServicer_to_server(service, server)
+    attn_pb2_grpc.add_AttentionWorkerServicer_to_server(ScriptedAttention(), server)
     server.add_insecure_port(address_of(arguments.config.stem, load_config(arguments.config)))
     await server.start()
     await server.wait_for_termination()

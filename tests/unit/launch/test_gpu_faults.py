@@ -73,3 +73,20 @@ def test_a_fault_ends_all_clients(
     daemon = FakeDaemon(answers)
     assert killed_after(daemon, services, [FakeChild("dense_worker", 4)]) == expected
     assert daemon.num_asked == 2
+
+
+def test_a_fault_is_found_though_the_worker_that_has_ended_is_another_launchers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0,))
+    worker = FakeChild("attn_worker", 1)
+
+    async def run(interval_s: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await GpuFaults(FakeDaemon([True]), [[worker]], interval_s).run()
+
+    asyncio.run(run(None))
+    assert not worker.reasons
+    asyncio.run(run(0.05))
+    assert worker.reasons
