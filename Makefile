@@ -1,4 +1,4 @@
-# make setup | run | test | test-fast | durations | clients | chaos | bench | protos | docs | clean
+# make setup | run | test | test-fast | durations | clients | containers | chaos | bench | protos | docs | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # Without compiled modules each of a hundred processes would compile them again, and pytest would rewrite all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast durations clients chaos bench protos docs clean
+.PHONY: setup run test test-fast durations clients containers chaos bench protos docs clean
 
 setup: $(VENV)/.installed
 
@@ -50,6 +50,12 @@ durations: setup
 clients: setup
 	$(RUN) -m tests.clients.environments
 	$(RUN) -m pytest -rs tests/clients
+
+# Builds the image, runs deploy/compose.yaml with Docker, also with keys, TLS and a host tier, and kills what runs in it.
+containers: setup
+	docker build --file deploy/docker/Dockerfile --target cpu --tag twostroke:cpu .
+	docker image inspect --format 'the image has {{.Size}} bytes' twostroke:cpu
+	TWOSTROKE_TEST_CONTAINERS=1 $(RUN) -m pytest -rP --show-capture=stdout tests/deploy/test_containers.py
 
 # Random kills and stops of the workers under load; a failure names its seed.
 CHAOS_SEEDS ?= 20

@@ -229,7 +229,9 @@ def test_configs_are_valid_and_agree_with_what_is_mounted_and_probed(model: dict
     for name in OWN:
         service = model["services"][name]
         config = read_config(model, service, tmp_path)
-        assert service["command"][:3] == [f"services.{name}", "--config", config_file(model, service)[1]]
+        module = "services.gateway" if name == "gateway" else "services.launch"
+        assert service["command"][:3] == [module, "--config", config_file(model, service)[1]]
+        assert name == "gateway" or config.launch.services == (name,)
         local = {
             "gateway": config.gateway.local_address,
             "dense_worker": config.dense.address,
@@ -245,6 +247,28 @@ def test_configs_are_valid_and_agree_with_what_is_mounted_and_probed(model: dict
     assert str(read_config(model, model["services"]["dense_worker"], tmp_path).dense.plan_dir).startswith(
         "/var/cache/twostroke"
     )
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_each_worker_has_a_standby_unless_a_variable_says_that_there_are_none(file: str, tmp_path: Path) -> None:
+    for variables, expected in (({}, "auto"), ({"TWOSTROKE_STANDBY": "off"}, "off")):
+        model = load_compose(file, variables)
+        dense, attention = (
+            read_config(model, model["services"][name], tmp_path) for name in ("dense_worker", "attn_worker")
+        )
+        assert (dense.launch.standby_dense, attention.launch.standby_attention) == (expected, expected)
+        assert all(each.dense.address.startswith("unix:") for each in (dense, attention)), "so that it can be switched"
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_a_variable_adds_a_host_tier_that_outlives_the_container(file: str, tmp_path: Path) -> None:
+    for variables, expected in (({}, 0), ({"TWOSTROKE_HOST_KV_BYTES": "536870912"}, 2**29)):
+        model = load_compose(file, variables)
+        config = read_config(model, model["services"]["attn_worker"], tmp_path)
+        path = config.attention.host_kv_path
+        assert config.attention.host_kv_bytes == expected and path is not None
+        assert path.parent == Path("/dev/shm"), "which outlives each worker, see the test above"
+        assert not path.match("twostroke-*"), "workers remove such files as those of dead processes"
 
 
 def test_gpu_services_share_one_gpu_one_pod_and_one_mps_daemon(cuda: dict[str, Any]) -> None:

@@ -123,7 +123,8 @@ def test_the_workers_are_reached_only_from_their_own_pod(overlay: dict[str, Mani
     [everybody] = policy["ingress"]
     ports = {port["name"]: port["containerPort"] for each in containers.values() for port in each.get("ports", ())}
     assert {each["port"] for each in everybody["ports"]} == set(ports.values())
-    assert set(ports) == {"grpc", "http", "metrics", "dense-metrics", "attn-metrics"}
+    metrics = {"metrics", "dense-metrics", "dense-launch", "attn-metrics", "attn-launch"}
+    assert set(ports) == {"grpc", "http"} | metrics
 
 
 def test_replicas_use_mutual_tls_and_reach_nothing_else(tmp_path: Path) -> None:
@@ -209,8 +210,10 @@ def test_configs_agree_with_ports_and_probes(overlay: dict[str, Manifest], tmp_p
         container = containers_of(overlay["Deployment/twostroke"])[name]
         config = read_config(overlay, container, tmp_path)
         own = {
-            "attn-worker": [config.attention.address, config.attention.metrics_address],
-            "dense-worker": [config.dense.address, config.dense.metrics_address],
+            "attn-worker": [
+                config.attention.address, config.attention.metrics_address, config.launch.metrics_address
+            ],
+            "dense-worker": [config.dense.address, config.dense.metrics_address, config.launch.metrics_address],
             "gateway": [config.gateway.address, config.gateway.http_address, config.gateway.metrics_address],
         }[name]
         tcp = [str(address) for address in own if not str(address).startswith("unix:")]
@@ -234,6 +237,22 @@ def test_configs_agree_with_ports_and_probes(overlay: dict[str, Manifest], tmp_p
     services = [each for each in overlay.values() if each["kind"] == "Service"]
     expected_ports = {50051, 8080, 50052} if "Service/twostroke-dense" in overlay else {50051, 8080}
     assert {port["port"] for each in services for port in each["spec"]["ports"]} == expected_ports
+
+
+def test_a_launcher_in_the_container_of_each_worker_replaces_it_before_the_container_restarts(
+    overlay: dict[str, Manifest], tmp_path: Path
+) -> None:
+    containers = containers_of(overlay["Deployment/twostroke"])
+    for name, role in (("attn-worker", "attn_worker"), ("dense-worker", "dense_worker")):
+        config = read_config(overlay, containers[name], tmp_path)
+        assert containers[name]["args"][0] == "services.launch" and config.launch.services == (role,)
+        assert (config.launch.standby_dense, config.launch.standby_attention) == ("auto", "auto")
+        probe = containers[name]["livenessProbe"]
+        # A hung worker is silent for as long, and then its successor starts.
+        assert probe["periodSeconds"] * probe["failureThreshold"] > 2 * config.watchdog.stall_timeout_s
+    path = config.attention.host_kv_path
+    assert path is not None and path.parent == Path("/dev/shm") and not path.match("twostroke-*")
+    assert config.attention.host_kv_bytes == 0
 
 
 def test_the_gateway_drains_within_the_grace(overlay: dict[str, Manifest], tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -20,12 +22,20 @@ from tests.deploy.compose_file import COMPOSE_FILES, DEPLOY, config_file, load_c
 from tests.deploy.dockerfile import Stage, read_stages
 from tests.deploy.kustomize import BASE, Manifest, containers_of, manifests_of, rendered
 from tests.support.certificates import Authority
-from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S, START_TIMEOUT_S, request
+from tests.support.cluster import (
+    REPOSITORY,
+    REQUEST_TIMEOUT_S,
+    START_TIMEOUT_S,
+    children_of,
+    is_alive,
+    request,
+)
 
 GRPC_ADDRESS = "0.0.0.0:50051"
 HTTP_ADDRESS = "0.0.0.0:8080"
 API_KEY = "a-key-of-sixteen-characters-and-more"
 ANSWER = " city in Northern California that is known"
+WORKERS = ("dense_worker", "attn_worker")
 DOCKER_GRACE_S = 10.0  # the default of `docker stop`
 
 Service = Mapping[str, Any]
@@ -51,6 +61,37 @@ def test_the_services_of_a_compose_file_serve_and_stop_within_their_grace(file: 
     with running_compose(load_compose(file), tmp_path) as bare:
         info, text = ask(bare)
         assert (info.model, text) == ("model", ANSWER)
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_that_dies_is_succeeded_by_the_standby_in_its_container(name: str, tmp_path: Path) -> None:
+    with running_compose(load_compose("compose.yaml"), tmp_path) as bare:
+        expected = "".join(chunk.text for chunk in stream(bare))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "standby ready" not in bare.log_file(name).read_text():
+            assert time.monotonic() < deadline, bare.log_file(name).read_text()
+            time.sleep(0.1)
+        launcher = bare.processes[name]
+        [worker] = [pid for pid in children_of(launcher.pid) if '"standby":null' in command_line(pid)]
+        text = ""
+        for number, chunk in enumerate(stream(bare)):
+            text += chunk.text
+            if number == 20:
+                os.kill(worker, signal.SIGKILL)
+        assert text == expected
+        assert launcher.poll() is None and not is_alive(worker)
+        assert bare.log_file(name).read_text().count("the standby takes over") == 1
+
+
+def stream(bare: BareServices) -> Iterator[gateway_pb2.GenerateChunk]:
+    """A long answer."""
+    with grpc.insecure_channel(bare.local(GRPC_ADDRESS)) as channel:
+        message = request("San Francisco is a", 400, ignore_eos=True)
+        yield from gateway_pb2_grpc.GatewayStub(channel).GenerateStream(message, timeout=REQUEST_TIMEOUT_S)
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def test_a_compose_file_with_keys_and_tls_requires_a_key(tmp_path: Path) -> None:
