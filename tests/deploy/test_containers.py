@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,7 +172,9 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def deployment(request: pytest.FixtureRequest, secrets: Path) -> Iterator[Deployment]:
+def deployment(
+    request: pytest.FixtureRequest, secrets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     """Running containers. At the end all of them must stop with status 0."""
     if ASKED_FOR not in os.environ:
         pytest.skip("`make containers` runs it")
@@ -189,7 +190,9 @@ def deployment(request: pytest.FixtureRequest, secrets: Path) -> Iterator[Deploy
         ends = {name: running.inspect(name)["State"]["ExitCode"] for name in (*WORKERS, "gateway")}
         assert ends == dict.fromkeys(ends, 0)
     finally:
-        sys.stderr.write(running.compose("logs", "--no-color"))
+        logs = tmp_path_factory.mktemp("logs") / f"{running.name}.log"
+        logs.write_text(running.compose("logs", "--no-color"))
+        print(f"{running.name}: the logs of all containers are in {logs}")
         running.down()
 
 
