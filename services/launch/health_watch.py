@@ -118,7 +118,10 @@ class HealthWatch:
         self, records: Sequence[tuple[Child, HealthRecord]], stalls: Sequence[tuple[Child, stall_pb2.Stall]], now: float
     ) -> list[tuple[Child, str]]:
         """Chooses the dense worker. On GPUs it cannot tell computing from waiting, so it is chosen there too."""
-        is_again = now - self._dense_ended_at < 4 * self._stall_timeout_s
+        since_s = now - self._dense_ended_at
+        if since_s < self._stall_timeout_s:  # another launcher has the dense worker, and is ending it
+            return []
+        is_again = since_s < 4 * self._stall_timeout_s
         self._dense_ended_at = now
         roles = (DENSE_ROLE, ATTENTION_ROLE) if is_again else (DENSE_ROLE,)
         reason = "; ".join(describe_stall(stall) for _, stall in stalls)

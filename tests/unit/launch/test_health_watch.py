@@ -127,6 +127,13 @@ def test_if_both_wait_for_each_other_first_the_dense_worker_is_blamed_and_then_b
     assert blame(watch, now=2000.0, **records) == [DENSE]
 
 
+def test_a_dense_worker_of_another_launcher_has_time_to_be_ended_there(watch: HealthWatch) -> None:
+    waits = stall(ATTENTION, DENSE, stalled_s=21.0)
+    assert blame(watch, attn_worker=waits) == []
+    assert blame(watch, now=1002.0, attn_worker=waits) == []
+    assert blame(watch, now=1011.0, attn_worker=waits) == [ATTENTION], "it was not ended, or that has not helped"
+
+
 def test_a_service_that_waits_for_a_healthy_one_gets_twice_the_time(watch: HealthWatch) -> None:
     assert blame(watch, attn_worker=FINE, dense_worker=stall(DENSE, ATTENTION)) == []
     assert blame(watch, attn_worker=FINE, dense_worker=stall(DENSE, ATTENTION, stalled_s=21.0)) == [DENSE]
