@@ -6,10 +6,12 @@ import itertools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from services import VERSION
 from tests.deploy.dockerfile import DOCKERFILE, read_stages
 from tests.support.cluster import REPOSITORY
 
@@ -38,6 +40,14 @@ def test_a_final_image_runs_without_root_and_can_be_probed_and_stopped(target: s
     assert stage.exec_form("ENTRYPOINT") == ["python", "-m"]
     assert stage.exec_form("CMD")[0] == "services.launch"
     assert stage.exec_form("HEALTHCHECK")[:3] == ["python", "-m", "services.rpc.probe"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_labels_of_an_image_are_those_of_the_package(target: str) -> None:
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', read_stages()[target].last("LABEL")))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    expected = {"title": project["name"], "version": VERSION, "description": project["description"]}
+    assert labels == expected
 
 
 @pytest.mark.parametrize("target", TARGETS)
