@@ -29,7 +29,7 @@ def requirements(file: str) -> list[str]:
 
 setup(
     install_requires=requirements(RUNTIME),
-    extras_require={name: requirements(f"requirements-{name}.txt") for name in ("tensorrt", "bench")},
+    extras_require={name: requirements(f"requirements-{name}.txt") for name in ("tensorrt", "bench", "kv-events")},
     package_dir={"twostroke": "."},
     packages=[
         "twostroke.services",

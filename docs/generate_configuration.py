@@ -68,6 +68,7 @@ TYPE_NAMES = {
     "Device": "`auto`, `cpu`, `cuda` or `cuda:N`",
     "Address": "`HOST:PORT` or `unix:PATH`",
     "TcpAddress": "`HOST:PORT`",
+    "ZmqEndpoint": "`tcp://HOST:PORT` or `ipc://FILE`",
     "SocketAddress": "`unix:PATH`",
     "Target": "`HOST:PORT`, `unix:PATH`, `dns:///NAME:PORT` or `ipv4:HOST:PORT,...`",
     "Origin": "origin such as `https://app.example`, or `*`",

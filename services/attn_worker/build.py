@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import structlog
 import torch
@@ -18,6 +20,7 @@ from services.attn_worker.cache.tiers.host_tier import HostTier
 from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
+from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, ReportedPrefixCache
 from services.attn_worker.layers import CapturableAttention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
@@ -56,8 +59,11 @@ def build_engine(
     limits: StepLimits,
     metrics: AttentionMetrics,
     pinned_tier: PinnedFile | None = None,
+    events: KVEvents | None = None,
 ) -> AttentionEngine:
     """Allocates the KV cache and starts the engine. `pinned_tier`: what `prepare_device` has returned.
+
+    `events`: what becomes of blocks is recorded there.
 
     Raises `CapacityError` if the cache cannot hold one sequence.
     """
@@ -76,6 +82,12 @@ def build_engine(
     max_model_len = min(model.max_model_len, room)
     if room < model.max_model_len:
         log.warning("the KV cache bounds a sequence", num_tokens=room, max_model_len=model.max_model_len)
+    reported: dict[str, Callable[..., Any]] = {}
+    if events is not None:
+        reported = {
+            "make_pool": partial(ReportedPool, events),
+            "make_prefix_cache": partial(ReportedPrefixCache, events),
+        }
     cache = build_cache(
         spec.num_blocks,
         spec.block_size,
@@ -86,6 +98,7 @@ def build_engine(
         num_sink_tokens=num_sinks,
         window_blocks=spec.window_blocks,
         num_state_slots=spec.num_state_slots or None,
+        **reported,
     )
     runner, storage = _build_runner(section, model, limits, spec, max_model_len)
     if section.host_kv_bytes:

@@ -9,11 +9,12 @@ import secrets
 import structlog
 
 from services.attn_worker.build import StepLimits, check_host_tier, prepare_device
+from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.child_options import ChildOptions
-from services.common.config import Config
+from services.common.config import AttentionSection, Config
 from services.common.resolve import resolve_model, use_device
 from services.pb import attn_pb2_grpc
 from services.rpc.client import read_peer_tls
@@ -74,6 +75,7 @@ class AttentionWorker:
             server.set_stall,
             config.peers.max_message_bytes,
             pinned_tier,
+            self._report_kv_events(section),
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
         self._opened.push_async_callback(asyncio.to_thread, servicer.stop)
@@ -92,6 +94,17 @@ class AttentionWorker:
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             await self._servicer.leave(STOP_GRACE_S)
             raise
+
+    def _report_kv_events(self, section: AttentionSection) -> KVEvents | None:
+        if section.kv_events is None:
+            return None
+        from services.attn_worker.kv_events.publisher import Publisher  # needs packages that are an extra
+
+        events = KVEvents()
+        publisher = Publisher(events, section.kv_events, section.kv_events_replay, section.kv_events_topic)
+        self._opened.callback(publisher.close)
+        publisher.start(has_predecessor=self._options.has_predecessor)
+        return events
 
     async def _serve_late_metrics(self) -> None:
         """Serves the metrics of a worker that replaces another: once it has taken over, and the old one has ended."""

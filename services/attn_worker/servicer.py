@@ -18,6 +18,7 @@ from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.engine import Accepted, AttentionEngine
+from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
@@ -74,10 +75,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         on_stall: OnStall,
         max_message_bytes: int,
         pinned_tier: PinnedFile | None = None,
+        kv_events: KVEvents | None = None,
     ) -> None:
-        """`max_message_bytes`: of a plan. `pinned_tier`: the host tier's memory, of a standby that has pinned it."""
+        """`max_message_bytes`: of a plan. `pinned_tier`: the host tier's memory, of a standby that has pinned it.
+
+        `kv_events`: what becomes of blocks is recorded there.
+        """
         self._max_message_bytes = max_message_bytes
         self._section = section
+        self._kv_events = kv_events
         self._pinned_tier = pinned_tier
         self._model = model
         self._engine: AttentionEngine | None = None
@@ -282,7 +288,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         if self._building is None:
             self._limits = limits
             build = asyncio.to_thread(
-                build_engine, self._section, self._model, limits, self._metrics, self._pinned_tier
+                build_engine,
+                self._section,
+                self._model,
+                limits,
+                self._metrics,
+                self._pinned_tier,
+                self._kv_events,
             )
             self._building = asyncio.create_task(build)
         try:

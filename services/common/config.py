@@ -39,6 +39,7 @@ TcpAddress = Annotated[str, pydantic.AfterValidator(check_tcp_address)]  # scrap
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]*)$")]
 HostName = Annotated[str, Field(pattern=r"^(\*|[^\s/:\[\]]+|\[[0-9a-fA-F:.]+\])$")]  # without a port
 RootPath = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._~-]+)*$")]  # such as /llm
+ZmqEndpoint = Annotated[str, Field(pattern=r"^(tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:.]+\]):\d{1,5}|ipc://.+)$")]
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
@@ -237,6 +238,11 @@ class AttentionSection(Section):
     # these. Then texts may be longer than those that the model was trained with; see docs/models.md. None: to all
     window: Count | None = None
     sink_tokens: Annotated[int, Field(ge=0)] = 0  # belongs to window; 4 are enough for most models
+    # where the worker tells which blocks its prefix cache has, for routers that look at prefixes (docs/kv-events.md);
+    # as in vLLM, "tcp://*:5557" and "ipc://FILE" are listened at, "tcp://HOST:5557" is connected to; none: it does not
+    kv_events: ZmqEndpoint | None = None
+    kv_events_replay: ZmqEndpoint | None = None  # where it can be asked for what it told before; usually tcp://*:5558
+    kv_events_topic: str = ""  # of these messages; llm-d expects "kv@POD@MODEL"
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102
@@ -246,6 +252,17 @@ class AttentionSection(Section):
         if self.host_kv_bytes and not self.enable_prefix_cache:
             raise ValueError(
                 f"attention.host_kv_bytes is {self.host_kv_bytes}, but blocks are found only with"
+                " attention.enable_prefix_cache"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_kv_events(self) -> AttentionSection:
+        if self.kv_events is None and self.kv_events_replay is not None:
+            raise ValueError(f"attention.kv_events_replay {self.kv_events_replay!r} needs attention.kv_events")
+        if self.kv_events is not None and not self.enable_prefix_cache:
+            raise ValueError(
+                f"attention.kv_events is {self.kv_events!r}, but blocks are found only with"
                 " attention.enable_prefix_cache"
             )
         return self

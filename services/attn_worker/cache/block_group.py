@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,9 +26,15 @@ class BlockGroup:
 
     name = "blocks"
 
-    def __init__(self, num_blocks: int, sliding_window: SlidingWindow, max_num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        sliding_window: SlidingWindow,
+        max_num_blocks: int,
+        make_pool: Callable[[int], BlockPool] = BlockPool,
+    ) -> None:
         """`max_num_blocks`: of one sequence."""
-        self.pool = BlockPool(num_blocks)
+        self.pool = make_pool(num_blocks)
         self.sliding_window = sliding_window
         self.window = sliding_window.window
         self.null_block = num_blocks

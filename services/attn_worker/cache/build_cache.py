@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.attn_worker.cache.block_group import BlockGroup, WindowGroup
+from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.state_group import StateGroup
 from services.common.kv_cache.sliding_window import SlidingWindow
 
@@ -30,12 +33,15 @@ def build_cache(
     num_sink_tokens: int = 0,
     window_blocks: WindowBlocks | None = None,
     num_state_slots: int | None = None,
+    make_pool: Callable[[int], BlockPool] = BlockPool,
+    make_prefix_cache: Callable[..., PrefixCache] = PrefixCache,
 ) -> KVCache:
     """A cache with a group for each kind of layers.
 
     window: no layer reads further back, except to the first `num_sink_tokens`, so sequences drop the blocks between
     when a plan says so; window_blocks: some layers have a window and blocks of their own, which are evicted in every
-    plan; num_state_slots: the model has gated delta layers, whose states have so many slots, and no window
+    plan; num_state_slots: the model has gated delta layers, whose states have so many slots, and no window;
+    make_pool: of the blocks that the scheduler counts
     """
     assert num_state_slots is None or (window is None and window_blocks is None), "states cannot drop tokens"
     most_blocks = -(-max_model_len // block_size)  # of a sequence
@@ -46,9 +52,10 @@ def build_cache(
     if num_state_slots is not None:
         others.append(StateGroup(num_state_slots, block_size))
     return KVCache(
-        BlockGroup(num_blocks, SlidingWindow(block_size, window, num_sink_tokens), most_blocks),
+        BlockGroup(num_blocks, SlidingWindow(block_size, window, num_sink_tokens), most_blocks, make_pool),
         others,
         max_model_len,
         enable_prefix_cache=enable_prefix_cache,
         length_dependent_beyond=length_dependent_beyond,
+        make_prefix_cache=make_prefix_cache,
     )

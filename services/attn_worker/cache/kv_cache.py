@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from services.attn_worker.cache.block_group import BlockGroup
-from services.attn_worker.cache.block_pool import BlockPool, root_digest
+from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence, InFlight, OpenResult, PlannedStep
 from services.attn_worker.cache.group import Batch, CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
@@ -31,7 +31,8 @@ class KVCache:
 
     Sequences share prefixes in full blocks. `main`: the group whose blocks the scheduler counts; `others`: those of
     further layers. `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length (see
-    `rope.length_dependent_beyond`) and share blocks only with prompts of equal length.
+    `rope.length_dependent_beyond`) and share blocks only with prompts of equal length. `make_prefix_cache` takes the
+    arguments of `PrefixCache`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class KVCache:
         *,
         enable_prefix_cache: bool = True,
         length_dependent_beyond: int | None = None,
+        make_prefix_cache: Callable[..., PrefixCache] = PrefixCache,
     ) -> None:
         self.sliding_window = main.sliding_window
         self.block_size = main.sliding_window.block_size
@@ -50,7 +52,6 @@ class KVCache:
         self.num_recovered_sequences = 0  # total number of sequences continued after their dense worker died
         self.num_recovered_tokens = 0  # total number of their tokens that were kept
         self._weights_hash = b""
-        self._length_dependent_beyond = length_dependent_beyond
         self._sequences: dict[int, CachedSequence] = {}
         self._sequence_of_row: dict[int, CachedSequence] = {}
         self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
@@ -58,7 +59,13 @@ class KVCache:
         self._groups: tuple[CacheGroup, ...] = (main, *others)
         self._rows = SequenceRows()
         self._rollback = Rollback(self._rows, self._groups, self.block_size)
-        self._prefixes = PrefixCache(self._rows, self._groups, self.block_size, is_enabled=enable_prefix_cache)
+        self._prefixes = make_prefix_cache(
+            self._rows,
+            self._groups,
+            self.block_size,
+            is_enabled=enable_prefix_cache,
+            length_dependent_beyond=length_dependent_beyond,
+        )
         self._add_rows()
 
     def use_tier(self, tier: Tier) -> None:
@@ -112,6 +119,7 @@ class KVCache:
         if weights_hash != self._weights_hash:
             self.close_sequences(list(self._sequences))
             self._weights_hash = weights_hash
+            self._prefixes.use_weights(weights_hash)
 
     def open_sequence(
         self,
@@ -135,7 +143,7 @@ class KVCache:
                 f" 1 to max_model_len {self.max_model_len} are possible"
             )
         ids = array("I", token_ids)
-        root = self._root(num_prompt_tokens, prefix_key)
+        root = self._prefixes.root(num_prompt_tokens, prefix_key)
         num_pinned = num_freed = 0
         missing: tuple[MissingBlock, ...] = ()
         sequence = self._sequences.get(seq_id)
@@ -269,11 +277,6 @@ class KVCache:
             group.check_integrity(self._sequence_of_row, self._rows)
 
     # Opening a sequence
-
-    def _root(self, num_prompt_tokens: int, prefix_key: bytes) -> bytes:
-        beyond = self._length_dependent_beyond
-        is_length_dependent = beyond is not None and num_prompt_tokens > beyond
-        return root_digest(self._weights_hash, prefix_key, num_prompt_tokens if is_length_dependent else None)
 
     def _new_sequence(self, root: bytes, token_ids: array[int]) -> CachedSequence:
         if self._rows.num_to_add:

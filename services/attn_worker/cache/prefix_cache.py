@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.attn_worker.cache.block_group import BlockGroup
-from services.attn_worker.cache.block_pool import block_digest
+from services.attn_worker.cache.block_pool import block_digest, root_digest
 from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.sequence_rows import SequenceRows
@@ -17,17 +17,38 @@ _TOKEN_BYTES = 4
 
 
 class PrefixCache:
-    """Works on the rows and groups of a `KVCache`. If it is not enabled, it finds and registers nothing."""
+    """Works on the rows and groups of a `KVCache`. If it is not enabled, it finds and registers nothing.
+
+    `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length.
+    """
 
     def __init__(
-        self, rows: SequenceRows, groups: Sequence[CacheGroup], block_size: int, *, is_enabled: bool
+        self,
+        rows: SequenceRows,
+        groups: Sequence[CacheGroup],
+        block_size: int,
+        *,
+        is_enabled: bool,
+        length_dependent_beyond: int | None,
     ) -> None:
         self._rows = rows
         self._groups = groups
         self._every_block = [group for group in groups if group.needs_every_block]
         self._block_size = block_size
         self._is_enabled = is_enabled
+        self._length_dependent_beyond = length_dependent_beyond
+        self._weights_hash = b""
         self.tier: Tier = NoTier()  # another one only if there is one group, without a window
+
+    def use_weights(self, weights_hash: bytes) -> None:
+        """Sets the weights that keys and values of all later sequences are computed with."""
+        self._weights_hash = weights_hash
+
+    def root(self, num_prompt_tokens: int, prefix_key: bytes) -> bytes:
+        """The parent digest of a sequence's first block."""
+        beyond = self._length_dependent_beyond
+        is_length_dependent = beyond is not None and num_prompt_tokens > beyond
+        return root_digest(self._weights_hash, prefix_key, num_prompt_tokens if is_length_dependent else None)
 
     def pin_longest(self, sequence: CachedSequence) -> int:
         """Gives a new sequence the blocks of its longest cached prefix; returns how many of the first group were free.

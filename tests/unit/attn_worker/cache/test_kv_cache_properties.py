@@ -47,6 +47,8 @@ class Sequence:
 class KVCacheMachine(RuleBasedStateMachine):
     """Requests arrive, run in chunks or one by one, end, crash and are resubmitted."""
 
+    make_cache = staticmethod(build_cache)
+
     @initialize(
         num_blocks=st.integers(3, 14),
         block_size=st.sampled_from([1, 2, 4]),
@@ -65,7 +67,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_sinks: int,
     ) -> None:
         num_sinks = num_sinks if window is not None else 0
-        self.cache = build_cache(
+        self.cache = self.make_cache(
             num_blocks,
             block_size,
             MAX_MODEL_LEN,

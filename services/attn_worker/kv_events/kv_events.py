@@ -1,0 +1,175 @@
+"""`KVEvents`: which blocks have become findable in the prefix cache, and which have gone.
+
+The engine thread records, and the publisher's thread takes what has come meanwhile. A cache whose blocks are reported
+is made of `ReportedPool` and `ReportedPrefixCache`; any other one pays nothing for it.
+
+Only sequences without a prefix key are reported: what salts, adapters and vectors separate must stay separate at a
+router that looks at token ids alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from services.attn_worker.cache.block_group import BlockGroup
+from services.attn_worker.cache.block_pool import BlockPool, root_digest
+from services.attn_worker.cache.cached_sequence import CachedSequence
+from services.attn_worker.cache.group import CacheGroup
+from services.attn_worker.cache.prefix_cache import PrefixCache
+from services.attn_worker.cache.sequence_rows import SequenceRows
+from services.attn_worker.cache.tiers.tier import MissingBlock
+
+log = structlog.get_logger()
+
+MAX_QUEUED = 100_000  # events that nobody has taken yet
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Consecutive blocks of one sequence, which can be found from now on."""
+
+    parent: bytes | None  # the digest of the block before them; None: they are the first
+    digests: list[bytes]
+    token_ids: array[int]  # of all blocks together
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A block that can no longer be found."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """No block reported before can be found."""
+
+
+Event = Stored | Removed | Cleared
+
+
+class KVEvents:
+    """The queue between the two threads. If it is full, all events in it are replaced by a `Cleared`.
+
+    A router then knows of fewer blocks than there are, never of blocks that are not there.
+    """
+
+    def __init__(self, max_queued: int = MAX_QUEUED) -> None:
+        self._max_queued = max_queued
+        self._lock = threading.Lock()  # held for an append or an exchange only
+        self._queue: list[Event] = []
+        self._reported: set[bytes] = set()  # by a `Stored` after the last `Cleared`
+
+    @property
+    def num_queued(self) -> int:
+        """Events that nobody has taken yet."""
+        return len(self._queue)
+
+    def take(self) -> list[Event]:
+        """All events since the last call, in order; for the publisher's thread."""
+        with self._lock:
+            taken, self._queue = self._queue, []
+        return taken
+
+    def is_reported(self, digest: bytes) -> bool:
+        """Whether a router should know this block."""
+        return digest in self._reported
+
+    def store(self, parent: bytes | None, digests: list[bytes], token_ids: array[int], block_size: int) -> None:
+        """Reports blocks that are not reported yet."""
+        self._reported.update(digests)
+        self._put(Stored(parent, digests, token_ids, block_size))
+
+    def remove(self, digest: bytes) -> None:
+        """Reports that a block has gone, if it has been reported."""
+        if digest in self._reported:
+            self._reported.remove(digest)
+            self._put(Removed(digest))
+
+    def clear(self) -> None:
+        """Reports that no block is left."""
+        self._reported.clear()
+        self._put(Cleared())
+
+    def _put(self, event: Event) -> None:
+        with self._lock:
+            if len(self._queue) < self._max_queued:
+                self._queue.append(event)
+                return
+            self._queue = [Cleared()]
+        self._reported.clear()
+        log.warning("KV events were dropped: more than attention.kv_events can send", num_dropped=self._max_queued + 1)
+
+
+class ReportedPool(BlockPool):
+    """A pool that reports each block whose hash it forgets."""
+
+    def __init__(self, events: KVEvents, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._events = events
+
+    def _forget(self, block_id: int) -> None:
+        digest = self._digest_of.get(block_id)
+        super()._forget(block_id)
+        if digest is not None:
+            self._events.remove(digest)
+
+
+class ReportedPrefixCache(PrefixCache):
+    """A prefix cache that reports the blocks of the first group that it makes findable."""
+
+    def __init__(
+        self,
+        events: KVEvents,
+        rows: SequenceRows,
+        groups: Sequence[CacheGroup],
+        block_size: int,
+        *,
+        is_enabled: bool,
+        length_dependent_beyond: int | None,
+    ) -> None:
+        super().__init__(
+            rows, groups, block_size, is_enabled=is_enabled, length_dependent_beyond=length_dependent_beyond
+        )
+        self._events = events
+        self._plain_root = b""  # of sequences without a prefix key
+        self._first_from_tier: dict[int, int] = {}  # by row: the first block that a tier was asked for
+
+    def use_weights(self, weights_hash: bytes) -> None:
+        super().use_weights(weights_hash)
+        self._plain_root = root_digest(weights_hash, b"")
+        self._events.clear()
+
+    def extend_from_tier(self, sequence: CachedSequence, main: BlockGroup) -> tuple[int, tuple[MissingBlock, ...]]:
+        first = len(sequence.digests)
+        num_taken, missing = super().extend_from_tier(sequence, main)
+        if missing:
+            self._first_from_tier[sequence.row] = first
+        return num_taken, missing
+
+    def register(self, sequence: CachedSequence) -> None:
+        first = self._first_from_tier.pop(sequence.row, len(sequence.digests))
+        super().register(sequence)
+        if sequence.root == self._plain_root:
+            self._report(sequence, first)
+
+    def _report(self, sequence: CachedSequence, first: int) -> None:
+        """Reports the sequence's blocks from `first` on that can be found, if those before them are reported, too."""
+        digests, pool, size = sequence.digests, self._groups[0].pool, self._block_size
+        known = self._events.is_reported
+        start = first
+        while start < len(digests):
+            end = start
+            if not start or known(digests[start - 1]):
+                while end < len(digests) and pool.lookup(digests[end]) is not None and not known(digests[end]):
+                    end += 1
+            if end > start:
+                parent = digests[start - 1] if start else None
+                self._events.store(parent, digests[start:end], sequence.token_ids[start * size : end * size], size)
+            start = max(end, start + 1)
