@@ -12,7 +12,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field
@@ -469,6 +469,25 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(document)
     except pydantic.ValidationError as error:
         raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+
+
+class ServiceManagerEnvironment(NamedTuple):
+    """What systemd tells a service that it starts, see sd_notify(3) and sd_watchdog_enabled(3)."""
+
+    notify_socket: str | None  # where it wants to be told; None: it does not
+    watchdog_usec: int | None  # longest time between two signs of life, in microseconds; None: it wants none
+    watchdog_pid: int | None  # of the process that it wants them from; None: of any
+
+
+def service_manager_of_environment() -> ServiceManagerEnvironment:
+    """What systemd has said. Raises `ConfigError` for what is no number."""
+    numbers: list[int | None] = []
+    for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
+        text = os.environ.get(name)
+        if text is not None and not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise ConfigError(f"{name} is {text!r}, not a number above 0")
+        numbers.append(None if text is None else int(text))
+    return ServiceManagerEnvironment(os.environ.get("NOTIFY_SOCKET") or None, *numbers)
 
 
 def api_keys_of_environment() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
-from services.common.config import Config, add_api_key
+from services.common.config import Config, add_api_key, service_manager_of_environment
 from services.launch.addresses import check_addresses, check_tls, place_sockets
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
@@ -30,6 +30,7 @@ from services.launch.mps import MpsDaemon, find_mps, start_mps, stop_mps
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import make_own_key, service_configs, with_host_kv_path
+from services.launch.service_manager import ServiceManager
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
 from services.launch.standby import Spares, Standby
@@ -53,6 +54,7 @@ class Launcher:
         self._chat_command = chat_command
         self._opened = contextlib.AsyncExitStack()
         self._mps: MpsDaemon | None = None
+        self._manager = ServiceManager(service_manager_of_environment())
         self._gpu_faults: GpuFaults | None = None  # without MPS there are none to watch
 
     async def start(self) -> None:
@@ -133,10 +135,12 @@ class Launcher:
         health = [HealthWatch(*each, config.launch.start_timeout_s) for each in watched]
         faults = [] if self._gpu_faults is None else [self._gpu_faults]
         watches = (each.run() for each in (*health, *standbys, *faults))
-        await run_until_first(self._use(), self._drained(), self._children.wait_failure(), *watches)
+        own = (self._use(), self._drained(), self._children.wait_failure(), self._manager.keep_alive())
+        await run_until_first(*own, *watches)
 
     async def stop(self) -> None:
         """Ends first the users of the services, then the services, within `launch.stop_grace_s`."""
+        self._manager.stopping()
         await self._opened.aclose()
 
     def _succeed(self, child: Child) -> bool:
@@ -178,6 +182,7 @@ class Launcher:
                 print_addresses(config, self._chat_command)
             else:
                 log.info("started", services=",".join(config.launch.services))
+            self._manager.ready(f"serving {config.model.name or config.model.path.name}")
             await asyncio.Event().wait()
 
     async def _wait_started(self) -> None:
@@ -208,6 +213,7 @@ class Launcher:
     async def _drained(self) -> None:
         """Waits for `drain`, then lets every gateway finish its requests while the workers still run."""
         await self._drain.wait()
+        self._manager.stopping()
         gateways = self._children.of_role("gateway")
         for gateway in gateways:
             gateway.stop(drains=True)
