@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+_THRESHOLDS = (700, 5, 100)  # see `gc.set_threshold`; Python's defaults are 700, 10 and 10
 STANDBY_BYTES = 2**30  # of the host that must be available for a standby's modules; they take about half
 LOW_PRIORITY = 10  # added to the nice value: a tenth of a core beside a thread that is always busy
 CGROUPS = Path("/sys/fs/cgroup")
@@ -74,6 +75,18 @@ def importing() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+def collect_rarely() -> None:
+    """Makes the pauses of the garbage collector short and rare. Call it when what lives as long as the process is made.
+
+    A full collection takes 0.2 us for each object, 17 ms with 500 streams, and Python's defaults would make one every
+    two seconds while they run, which finds nothing: nearly all that dies is freed by reference counts. Cycles that are
+    older than the youngest generations wait five times as long for it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
 
 
 def import_at_low_priority(module: str) -> None:

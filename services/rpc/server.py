@@ -247,11 +247,12 @@ class Service(Protocol):
         """Closes everything that `start` opened, in reverse order, also after a start that failed."""
 
 
-async def serve(make_service: Callable[[], Service]) -> None:
+async def serve(make_service: Callable[[], Service], on_started: Callable[[], None] = lambda: None) -> None:
     """Makes, starts, runs and stops a service. Raises the error that ended it, its constructor's too."""
     service = make_service()
     try:
         await service.start()
+        on_started()
         await service.run()
     finally:
         await uninterrupted(service.stop())  # signals that come again change nothing

@@ -107,3 +107,38 @@ def is_link_to(link: Path, path: Path) -> bool:
         return os.readlink(link) == str(path)
     except FileNotFoundError:  # it has just been closed
         return False
+
+
+COLLECTED_RARELY = """
+import gc, weakref
+from services.common.process import collect_rarely
+
+class Node:
+    pass
+
+full = []
+gc.callbacks.append(lambda phase, info: full.append(info) if phase == "stop" and info["generation"] == 2 else None)
+parts = [[] for _ in range(50_000)]  # of a service
+collect_rarely()
+full.clear()
+old = Node()
+old.itself = old
+seen = weakref.ref(old)
+waves, num_allocated = [], 0
+while seen() is not None and num_allocated < 10_000_000:
+    waves = [[] for _ in range(5_000)]  # live for a while, as the objects of a step
+    num_allocated += len(waves)
+    if num_allocated == 100_000:
+        print(sum(len(gc.get_objects(generation)) for generation in range(3)) < len(parts), len(full))
+        del old
+print(seen() is None, len(full))
+"""
+
+
+def test_a_service_makes_full_collections_rarely_and_of_its_requests_objects_alone() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", COLLECTED_RARELY], capture_output=True, text=True, timeout=60, check=True
+    )
+    young, end = result.stdout.splitlines()
+    assert young == "True 0", "with Python's defaults there would be several full collections by now"
+    assert end == "True 1", "what is old and refers to itself is found in the end"
