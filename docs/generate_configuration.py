@@ -142,6 +142,8 @@ def _type_name(node: ast.expr) -> str:
     match node:
         case ast.BinOp(left=left, right=ast.Constant(value=None)):  # X | None
             return _type_name(left)
+        case ast.BinOp(left=left, right=ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Constant(value=word))):
+            return f"{_type_name(left)}; or `{word}`"
         case ast.Name(id=name) if name in TYPE_NAMES:
             return TYPE_NAMES[name]
         case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=choices)):

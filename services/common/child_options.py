@@ -32,4 +32,6 @@ class ChildOptions(pydantic.BaseModel):
     shares_ports: bool = False  # of a gateway: with other gateways of this machine, by SO_REUSEPORT
     peer_address: SocketAddress | None = None  # where these gateways reach this one, and no client does
     peer_addresses: tuple[SocketAddress, ...] = ()  # where it reaches them
+    shared_counts: Path | None = None  # the file of what they count together, for their limits
+    process_index: int = 0  # of this one among them
     change_lock: Path | None = None  # the file that one of them locks while it changes what all of them serve

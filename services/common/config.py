@@ -323,7 +323,9 @@ class LaunchSection(Section):
     # docs/operations.md
     standby_dense: Literal["auto", "off", "imports", "loaded"] = "auto"
     standby_attention: Literal["auto", "off", "imports"] = "auto"  # its KV cache is allocated when it takes over
-    gateway_processes: Count = 1  # at the same ports; limits of the section gateway and of API keys hold for each one
+    # at the same ports, where limits of the section gateway and of API keys hold for all together. auto: one for four
+    # cores, at most 4; 1 without a GPU, and where several cannot be; docs/operations.md says more
+    gateway_processes: Count | Literal["auto"] = 1
 
     @pydantic.field_validator("services")
     @classmethod
@@ -398,7 +400,7 @@ class Config(Section):
             raise ValueError("gateway.lora_modules and gateway.lora_directory need dense.max_loras of at least 1")
         if self.gateway.enable_prompt_embeds and self.dense.backend == "tensorrt":
             raise ValueError("gateway.enable_prompt_embeds: TensorRT takes no embeddings: set dense.backend to torch")
-        if self.gateway.store_responses and self.launch.gateway_processes > 1:
+        if self.gateway.store_responses and self.launch.gateway_processes not in (1, "auto"):
             raise ValueError(
                 f"gateway.store_responses: launch.gateway_processes is {self.launch.gateway_processes}, must be 1, for "
                 "a gateway would not find what another one has stored"

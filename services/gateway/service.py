@@ -13,6 +13,7 @@ from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
 from services.common.errors import PeerError
 from services.common.model_config import ModelConfig, load_model_config
+from services.common.shared_counts import Counts, SharedCounts
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.reception import Reception
@@ -105,12 +106,13 @@ class Gateway:
         self._opened.push_async_callback(self._grammar_trials.close)
         section = self._section = fit_connections(config.gateway)
         self._metrics = GatewayMetrics(self._registry)
+        counts = self._counts = self._open_counts()
         self._access = Access(
-            section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies
+            section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies, counts
         )
-        self._journal = Journal()
-        self._memory = MemoryBudget(section.max_held_bytes, section.max_held_wait_s, section.max_held_waiting)
-        self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens)
+        self._journal = Journal(counts)
+        self._memory = MemoryBudget(section.max_held_bytes, section.max_held_wait_s, section.max_held_waiting, counts)
+        self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens, counts)
         self._dense = DensePool(
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
         )
@@ -152,9 +154,15 @@ class Gateway:
         await server.start()
         self._opened.push_async_callback(server.stop, 0.0)
 
+    def _open_counts(self) -> Counts:
+        path = self._options.shared_counts
+        return Counts() if path is None else SharedCounts(path, self._options.process_index)
+
     def _make_resumption(self) -> Resumption:
         section, metrics = self._section, ResumeMetrics(self._registry)
-        recordings = Recordings(self._memory, metrics, section.resume_timeout_s, section.max_resumable)
+        recordings = Recordings(
+            self._memory, metrics, section.resume_timeout_s, section.max_resumable, self._counts
+        )
         self._opened.push_async_callback(recordings.close)
         # Without peers nobody else has this name.
         process = self._options.peer_address or "gateway"

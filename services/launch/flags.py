@@ -22,14 +22,14 @@ from services.launch.speculative_config import read_speculative_config
 class Flag:
     """A flag and the keys that it sets.
 
-    values: the type of its value, or by word what the key gets; a single word `""` makes it a flag without a value.
+    values: what reads its value, or by word what the key gets; a single word `""` makes it a flag without a value.
     is_combined: it depends on other flags, and `read_flags` or `read_http_address` reads it by name.
     """
 
     name: str
     keys: tuple[str, ...]
     help: str
-    values: type | Mapping[str, object]
+    values: Callable[[str], object] | Mapping[str, object]
     metavar: str | None = None
     is_list: bool = False
     is_combined: bool = False
@@ -46,6 +46,10 @@ _REASONING_PARSERS = ("auto", "none", "deepseek_r1", "harmony", "qwen3")
 
 def _same(names: Sequence[str], **others: str) -> dict[str, object]:
     return dict(zip(names, names, strict=True)) | others
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _on(value: object = True) -> dict[str, object]:
@@ -180,7 +184,13 @@ FLAGS = (
         is_list=True,
         is_combined=True,
     ),
-    Flag("--gateway-processes", ("launch.gateway_processes",), "gateways at the same ports (1)", int, "N"),
+    Flag(
+        "--gateway-processes",
+        ("launch.gateway_processes",),
+        "gateways at the same ports; auto: by the number of cores (1)",
+        _number_or_auto,
+        "N",
+    ),
     Flag("--access-log", ("log.access",), "log each answer", _on()),
 )
 

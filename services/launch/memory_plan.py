@@ -26,6 +26,7 @@ from services.common.process import STANDBY_BYTES, available_bytes
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE
 from services.launch.gpus import find_gpu, is_on_gpu, list_gpus
 from services.launch.mps import share_gpu
+from services.launch.service_configs import num_gateways
 
 PROCESS_BYTES = 190 * 2**20  # of each worker and gateway with the embedded model on a CPU, without pages of files
 CONTEXT_BYTES = 256 * 2**20  # of each worker on a GPU: its context and the libraries' kernels
@@ -89,7 +90,7 @@ def plan_memory(config: Config) -> list[Place]:
         host.append(Need("the KV cache", num_bytes, _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES)))
     if not is_dense_on_gpu:
         host += weights
-    num_processes = has_dense + has_attention + ("gateway" in services) * config.launch.gateway_processes
+    num_processes = has_dense + has_attention + num_gateways(config)
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
     host += _standbys(config)
     more = "a smaller or a quantized model, or {excess} bytes more memory, is needed"

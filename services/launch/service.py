@@ -29,7 +29,7 @@ from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, find_mps, start_mps, stop_mps
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
-from services.launch.service_configs import make_own_key, service_configs, with_host_kv_path
+from services.launch.service_configs import make_own_key, num_gateways, service_configs, with_host_kv_path
 from services.launch.service_manager import ServiceManager
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
@@ -77,7 +77,8 @@ class Launcher:
             for role, section in SECTIONS.items()
             if role in config.launch.services
         }
-        services = service_configs(config, run_dir, addresses)
+        counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
+        services = service_configs(config, run_dir, addresses, counts_dir)
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config)
         if len(addresses) == len(SECTIONS):

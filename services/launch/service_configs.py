@@ -1,11 +1,13 @@
 """The config of each of the launcher's services: the common config with a few own values.
 
 Several gateways serve at the same ports; the kernel distributes connections among them (SO_REUSEPORT). Each has its own
-Unix socket, at which the launcher reaches it, another one for its peers alone, and its own port for metrics.
+Unix socket, at which the launcher reaches it, another one for its peers alone, and its own port for metrics. What they
+may take together they count together, except connections, of which each has its part.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +17,16 @@ from services.common.addresses import MAX_PORT
 from services.common.child_options import ChildOptions
 from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError
+from services.common.shared_counts import SharedCounts
 from services.launch.addresses import control_address
 from services.launch.child import SECTIONS
+from services.launch.gpus import is_on_gpu
 from services.launch.switched_address import SwitchedAddress
 
+CORES_PER_GATEWAY, MOST_GATEWAYS = 4, 4  # if their number is up to us
+# Limits of what a process alone can know. The kernel gives each process about as many connections.
+DIVIDED_LIMITS = ("max_connections", "max_grpc_connections", "max_receiving")
+COUNTS_NAME = "gateway-counts"
 OWN_KEY_NAME = "twostroke-launcher"
 CHANGE_LOCK_NAME = "gateways.lock"
 HOST_KV_NAME = "host-kv"
@@ -34,17 +42,34 @@ class ServiceStart(NamedTuple):
     options: ChildOptions
 
 
-def service_configs(config: Config, run_dir: Path, addresses: Mapping[str, SwitchedAddress]) -> list[ServiceStart]:
+def num_gateways(config: Config) -> int:
+    """How many gateway processes this launcher starts; with "auto" as many as the cores allow."""
+    section, services = config.gateway, config.launch.services
+    if "gateway" not in services:
+        return 0
+    if config.launch.gateway_processes != "auto":
+        return config.launch.gateway_processes
+    if not all(is_on_gpu(getattr(config, name).device) for role, name in SECTIONS.items() if role in services):
+        return 1  # a worker needs the cores
+    if section.store_responses or not _is_shareable(section.address) or not _is_shareable(section.http_address):
+        return 1
+    return min(MOST_GATEWAYS, max(1, len(os.sched_getaffinity(0)) // CORES_PER_GATEWAY))
+
+
+def service_configs(
+    config: Config, run_dir: Path, addresses: Mapping[str, SwitchedAddress], counts_dir: Path | None = None
+) -> list[ServiceStart]:
     """The services of `launch.services`, in starting order. Others look for a worker at its switched address.
 
-    addresses: of the workers among them, by role, in starting order.
+    addresses: of the workers among them, by role, in starting order. counts_dir: a directory in shared memory; several
+    gateways need one.
     """
     starts = [
         ServiceStart(role, role, with_address(config, role, address.new_address()), ChildOptions())
         for role, address in addresses.items()
     ]
     if "gateway" in config.launch.services:
-        gateways = gateway_configs(config, run_dir)
+        gateways = gateway_configs(config, run_dir, counts_dir)
         names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
         starts += [ServiceStart(name, "gateway", *each) for name, each in zip(names, gateways, strict=True)]
     return starts
@@ -62,22 +87,29 @@ def with_host_kv_path(config: Config, memory_dir: Path) -> Config:
     return config.model_copy(update={"attention": attention})
 
 
-def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOptions]]:
-    """The config and the options of every gateway process.
+def gateway_configs(
+    config: Config, run_dir: Path, counts_dir: Path | None = None
+) -> list[tuple[Config, ChildOptions]]:
+    """The config and the options of every gateway process. Makes the file in `counts_dir` for what several count.
 
-    Raises `ConfigError` for an address that only one process can have.
+    Raises `ConfigError` for an address that only one process can have, and `CapacityError` without room for the file.
     """
-    section, num_processes = config.gateway, config.launch.gateway_processes
+    section, num_processes = config.gateway, num_gateways(config)
     if num_processes == 1:
         return [(config, ChildOptions(control_address=control_address(run_dir)))]
+    assert counts_dir is not None, "several gateways need it"
     for key in ("address", "http_address"):
         _check_shareable(f"gateway.{key}", getattr(section, key), num_processes)
     own = [f"unix:{run_dir}/gateway-{index}.sock" for index in range(num_processes)]
     own[0] = section.local_address or own[0]
     peers = [f"unix:{run_dir}/peer-{index}.sock" for index in range(num_processes)]
+    counts = counts_dir / COUNTS_NAME
+    SharedCounts.make(counts, num_processes)
+    divided = {key: -(-getattr(section, key) // num_processes) for key in DIVIDED_LIMITS}
     pairs = []
     for index, address in enumerate(own):
         changes = {"local_address": address, "metrics_address": _metrics_address(section.metrics_address, index)}
+        changes |= divided
         pairs.append(
             (
                 config.model_copy(update={"gateway": section.model_copy(update=changes)}),
@@ -85,6 +117,8 @@ def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOp
                     shares_ports=True,
                     peer_address=peers[index],
                     peer_addresses=tuple(other for other in peers if other != peers[index]),
+                    shared_counts=counts,
+                    process_index=index,
                     change_lock=run_dir / CHANGE_LOCK_NAME,
                     control_address=control_address(run_dir),
                 ),
@@ -94,11 +128,15 @@ def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOp
 
 
 def _check_shareable(key: str, address: str, num_processes: int) -> None:
-    if address.startswith("unix:") or address.endswith(":0"):
+    if not _is_shareable(address):
         raise ConfigError(
             f"launch.gateway_processes is {num_processes} and {key} is {address}: several processes can share a TCP "
             "port with a number, and nothing else"
         )
+
+
+def _is_shareable(address: str) -> bool:
+    return not address.startswith("unix:") and not address.endswith(":0")
 
 
 def _metrics_address(first: str | None, index: int) -> str | None:

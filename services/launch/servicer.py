@@ -14,6 +14,7 @@ from services.launch.children import Children
 from services.launch.replace import DenseReplacer
 from services.launch.resumables import SERVICE_NAME as RESUMABLES_SERVICE_NAME
 from services.launch.resumables import Resumables, ResumablesServicer
+from services.launch.service_configs import num_gateways
 from services.launch.standby import Standby
 from services.pb import launch_pb2, launch_pb2_grpc, resumables_pb2_grpc
 from services.rpc.server import GrpcServer
@@ -34,7 +35,7 @@ def make_control(
     server = GrpcServer(control_address(run_dir), names, max_message_bytes)
     launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer, standbys), server.server)
     if gateway.resume:
-        max_number = gateway.max_resumable * config.launch.gateway_processes
+        max_number = gateway.max_resumable * num_gateways(config)  # those of dead processes beside as many that run
         resumables = Resumables(max_number, gateway.max_held_bytes, gateway.resume_timeout_s)
         resumables_pb2_grpc.add_ResumablesServicer_to_server(ResumablesServicer(resumables), server.server)
     return server

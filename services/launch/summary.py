@@ -13,6 +13,7 @@ from services.common.logs import print_to_stderr
 from services.common.terminal import safe_for
 from services.launch.child import Child
 from services.launch.memory_plan import weight_bytes
+from services.launch.service_configs import num_gateways
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
 
@@ -79,7 +80,7 @@ def what_is_on(config: Config) -> list[str]:
         f"{dense.max_loras} LoRA adapters at a time": dense.max_loras > 0,
         "API keys": gateway.api_keys_file is not None or bool(api_keys_of_environment()),
         "TLS": gateway.tls_certificate is not None,
-        f"{config.launch.gateway_processes} gateways": config.launch.gateway_processes > 1,
+        f"{num_gateways(config)} gateways": num_gateways(config) > 1,
         "traces": config.tracing.endpoint is not None,
     }
     return [name for name, is_on in features.items() if is_on]

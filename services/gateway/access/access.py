@@ -18,6 +18,7 @@ import grpc
 import structlog
 
 from services.common.errors import ConfigError, PermissionDenied, Unauthenticated
+from services.common.shared_counts import Counts
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
 from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of
 from services.gateway.access.rate_limits import RateLimits, Usage
@@ -86,8 +87,13 @@ class Access:
         pairs: str,
         on_refusal: Callable[[Unauthenticated], None] | None = None,
         trusted_proxies: Sequence[str] = (),
+        counts: Counts | None = None,
     ) -> None:
-        """Takes the keys of a file and of `pairs` (`NAME=KEY,NAME=KEY`). Raises `ConfigError` for invalid keys."""
+        """Takes the keys of a file and of `pairs` (`NAME=KEY,NAME=KEY`). Raises `ConfigError` for invalid keys.
+
+        `counts`: those of all processes that have the same keys; None: this is the only one.
+        """
+        self._counts = counts or Counts()
         self.client_addresses = ClientAddresses(trusted_proxies)
         self._on_refusal = on_refusal
         self._file = file
@@ -149,10 +155,16 @@ class Access:
         )
 
     async def run(self) -> None:
-        """Reads the file again whenever it changes, until cancelled. An invalid file is only logged."""
-        while self._file is not None:
+        """Reads the file again whenever it changes, until cancelled. An invalid file is only logged.
+
+        Keeps up with what other processes count, too.
+        """
+        while self._file is not None or self._counts.is_shared:
             await asyncio.sleep(RELOAD_INTERVAL_S)
             self.reload_if_changed()
+            if self._counts.is_shared:
+                for usage in self._usage.values():
+                    usage.note_others()
 
     def reload_if_changed(self) -> None:
         """Reads the file if it has changed since the last time."""
@@ -168,7 +180,9 @@ class Access:
     def _set_keys(self, keys: list[ApiKey]) -> None:
         callers = []
         for key in keys:
-            usage = self._usage.setdefault(key.name, Usage(key.name, key.limits))
+            if key.name not in self._usage:
+                self._usage[key.name] = Usage(key.name, key.limits, self._counts.of_key(key.name))
+            usage = self._usage[key.name]
             usage.set_limits(key.limits)
             callers.append((key.digest, Caller(key, usage, number_of("key", key.name))))
         self._callers = callers

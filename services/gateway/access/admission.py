@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from services.common.errors import CapacityError, Draining
 from services.common.fairness.kept_room import may_wait, refusal
+from services.common.shared_counts import Counts
 from services.gateway.access.access import Caller
 from services.gateway.link.journal import Client, Journal
 from services.gateway.request.generation_request import GenerationRequest
@@ -25,11 +26,14 @@ RATE_WINDOW_S = 10.0  # period over which the speed of the queue is measured
 class Admission:
     """The limits of the common queue and of each caller. Runs in the event loop."""
 
-    def __init__(self, journal: Journal, max_num_waiting: int, max_num_waiting_tokens: int) -> None:
+    def __init__(
+        self, journal: Journal, max_num_waiting: int, max_num_waiting_tokens: int, counts: Counts | None = None
+    ) -> None:
+        """`counts`: those of all processes, for whose sum the limits are; None: this is the only one."""
         self._journal = journal
         self._max_num_waiting = max_num_waiting  # answers
         self._max_num_waiting_tokens = max_num_waiting_tokens  # prompt tokens of these answers
-        self._num_preparing = 0  # requests being read and tokenized
+        self._preparing = (counts or Counts()).gauge("preparing")  # requests being read and tokenized
         self._preparing_of = Counter[Client]()  # the same by client; a client without has no entry
         self.num_open = 0  # requests whose answers are not complete
         self._all_closed = asyncio.Event()
@@ -47,7 +51,7 @@ class Admission:
             raise Draining("the gateway is about to stop and accepts no new requests")
         self.check_queue(caller, 1, 1)  # at least one answer and one token
         caller.usage.open_request()
-        self._num_preparing += 1
+        self._preparing.add(1)
         self._preparing_of[caller.number] += 1
         self.num_open += 1
         self._all_closed.clear()
@@ -57,9 +61,9 @@ class Admission:
         """Raises `CapacityError` if these do not fit. The limit of tokens does not apply to an empty queue.
 
         The last part of the queue is kept for clients that have nothing else in it, or little. Callers whose client is
-        unknown count as one client that may use all of it.
+        unknown count as one client that may use all of it. What a client has itself is what it has in this process.
         """
-        num_waiting = self._journal.num_waiting + self._num_preparing
+        num_waiting = self._journal.waiting.total + self._preparing.total
         num_own, num_own_tokens = self._journal.waiting_of(caller.number)
         num_own += self._preparing_of[caller.number]
         if num_waiting + num_answers > self._max_num_waiting:
@@ -70,7 +74,7 @@ class Admission:
             )
         if caller.client and not may_wait(self._max_num_waiting, num_waiting, num_own, num_answers):
             raise self._full_of_one(f"{num_own} of {num_waiting} waiting answers", num_answers, self._max_num_waiting)
-        num_waiting_tokens = self._journal.num_waiting_tokens
+        num_waiting_tokens = self._journal.waiting_tokens.total
         if num_waiting_tokens and num_waiting_tokens + num_tokens > self._max_num_waiting_tokens:
             raise CapacityError(
                 f"{num_waiting_tokens} prompt tokens are waiting, {num_tokens} more would exceed the limit of "
@@ -97,7 +101,7 @@ class Admission:
 
     def note_prepared(self, caller: Caller) -> None:
         """Counts that a ticket's request is in the journal, or has ended before."""
-        self._num_preparing -= 1
+        self._preparing.add(-1)
         self._preparing_of[caller.number] -= 1
         if not self._preparing_of[caller.number]:
             del self._preparing_of[caller.number]

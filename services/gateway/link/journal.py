@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.shared_counts import Counts
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from services.gateway.link.stepwise import StepwiseEntry
 from services.gateway.link.stream_sequences import StreamSequences
@@ -22,17 +23,22 @@ Client = tuple[int, int]  # tenant and client, as in `GenerationRequest`
 
 
 class Journal:
-    """All open sequences of this gateway, by seq_id, and by request_id among those of one caller."""
+    """All open sequences of this gateway, by seq_id, and by request_id among those of one caller.
 
-    def __init__(self) -> None:
+    `waiting`, `waiting_tokens`: sequences that have not started yet, and the tokens of their prompts, also those of
+    other processes.
+    """
+
+    def __init__(self, counts: Counts | None = None) -> None:
+        """`counts`: those of all processes; None: this is the only one."""
+        counts = counts or Counts()
+        self.waiting, self.waiting_tokens = counts.gauge("waiting"), counts.gauge("waiting_tokens")
         self._entries: dict[int, JournalEntry] = {}
         self._streams: dict[int, StreamSequences] = {}  # the stream of each submitted sequence, by seq_id
         self._by_request_id: dict[tuple[Owner, str], list[JournalEntry]] = {}
         self._instance = secrets.randbits(31)  # identifies this gateway at a dense worker
         self._next_number = 1  # lower half of the next seq_id
         self._shut_error: TwostrokeError | None = None
-        self.num_waiting = 0  # sequences that have not started yet
-        self.num_waiting_tokens = 0  # tokens of their prompts
         self._waiting_of = Counter[Client]()  # the same two counts by client; a client without has no entry
         self._waiting_tokens_of = Counter[Client]()
         self.left_at: deque[float] = deque(maxlen=256)  # when the last ones stopped waiting, on the monotonic clock
@@ -62,6 +68,16 @@ class Journal:
         self._by_request_id[name] = entries
         self._count_waiting(request, len(entries))
         return entries
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences of this gateway that have not started yet."""
+        return self.waiting.own
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """The tokens of their prompts."""
+        return self.waiting_tokens.own
 
     def waiting_of(self, client: Client) -> tuple[int, int]:
         """How many sequences of a client have not started yet, and the number of tokens of their prompts."""
@@ -138,8 +154,8 @@ class Journal:
 
     def _count_waiting(self, request: GenerationRequest, num_more: int) -> None:
         num_more_tokens = num_more * len(request.spec.prompt_token_ids)
-        self.num_waiting += num_more
-        self.num_waiting_tokens += num_more_tokens
+        self.waiting.add(num_more)
+        self.waiting_tokens.add(num_more_tokens)
         client = request.spec.tenant, request.spec.client
         self._waiting_of[client] += num_more
         self._waiting_tokens_of[client] += num_more_tokens

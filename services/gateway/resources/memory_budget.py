@@ -7,6 +7,7 @@ does not fit waits for a while: each client's requests in order of arrival, and 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field
 from services.common.errors import CapacityError, InvalidRequest
 from services.common.fairness.client_turns import Client
 from services.common.fairness.kept_room import may_wait, refusal
+from services.common.shared_counts import Counts
 
 KEY = "gateway.max_held_bytes"
+POLL_S = 0.05  # how often those who wait look what other processes have given back
 BYTES_PER_BODY_BYTE = 4  # of a body or message: itself, the objects that are made of it, and the prompt
 
 Place = tuple[int, asyncio.Future[None]]  # the bytes that a request waits for; done as soon as it holds them
@@ -24,10 +27,17 @@ Place = tuple[int, asyncio.Future[None]]  # the bytes that a request waits for; 
 class MemoryBudget:
     """One for a gateway. The last part is kept for clients that hold nothing, or little."""
 
-    def __init__(self, max_bytes: int, max_wait_s: float = 0.0, max_waiting: int = 0) -> None:
-        """`max_wait_s`: how long a request may wait for memory; `max_waiting`: how many may do so at once."""
+    def __init__(
+        self, max_bytes: int, max_wait_s: float = 0.0, max_waiting: int = 0, counts: Counts | None = None
+    ) -> None:
+        """`max_wait_s`: how long a request may wait for memory; `max_waiting`: how many may do so at once.
+
+        `counts`: those of all processes, for whose sum the limits are; None: this is the only one.
+        """
+        counts = counts or Counts()
         self.max_bytes = max_bytes
-        self.num_held = 0
+        self._held, self._held_waiting = counts.gauge("held_bytes"), counts.gauge("held_waiting")
+        self._poll_s = POLL_S if counts.is_shared else None
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
         self._held_of = Counter[Client]()  # a client that holds nothing has no entry
@@ -35,13 +45,18 @@ class MemoryBudget:
         self.reclaim: Callable[[int], None] | None = None  # frees about so many bytes of what is kept without need
 
     @property
+    def num_held(self) -> int:
+        """Bytes that are held, also by other processes."""
+        return self._held.total
+
+    @property
     def num_waiting(self) -> int:
-        """How many requests wait for memory."""
-        return sum(map(len, self._waiting.values()))
+        """How many requests wait for memory, also in other processes."""
+        return self._held_waiting.total
 
     def add(self, client: Client, num_bytes: int) -> None:
         """Counts what a client holds more, or less, and lets those go on who wait for it."""
-        self.num_held += num_bytes
+        self._held.add(num_bytes)
         self._held_of[client] += num_bytes
         if not self._held_of[client]:
             del self._held_of[client]
@@ -59,8 +74,9 @@ class MemoryBudget:
             raise CapacityError(f"{reason}; {self.num_waiting} requests wait already, gateway.max_held_waiting")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append((num_bytes, place))
+        self._held_waiting.add(1)
         try:
-            await asyncio.wait({place}, timeout=self._max_wait_s)
+            await self._wait_for(place)
         except asyncio.CancelledError:
             if place.done():
                 self.add(client, -num_bytes)
@@ -70,6 +86,14 @@ class MemoryBudget:
         if not place.done():
             self._leave(client, num_bytes, place)
             raise CapacityError(f"{reason}; waited for {self._max_wait_s:g} s, gateway.max_held_wait_s")
+
+    async def _wait_for(self, place: asyncio.Future[None]) -> None:
+        """Waits until the place is granted, or for `max_wait_s`. What another process gives back nobody announces."""
+        deadline = time.monotonic() + self._max_wait_s
+        while not place.done() and (left_s := deadline - time.monotonic()) > 0:
+            await asyncio.wait({place}, timeout=left_s if self._poll_s is None else min(left_s, self._poll_s))
+            if self._poll_s is not None:
+                self._grant()
 
     def refusal(self, client: Client, num_bytes: int, what: str) -> str | None:
         """Why a client may not hold so much more for `what`, also after what nobody needs is freed; None if it may."""
@@ -89,6 +113,7 @@ class MemoryBudget:
                 if self._refusal(client, num_bytes, "") is None:
                     places = self._waiting.pop(client)
                     places.popleft()
+                    self._held_waiting.add(-1)
                     if places:
                         self._waiting[client] = places  # at the end
                     self.add(client, num_bytes)
@@ -98,20 +123,22 @@ class MemoryBudget:
     def _leave(self, client: Client, num_bytes: int, place: asyncio.Future[None]) -> None:
         places = self._waiting[client]
         places.remove((num_bytes, place))
+        self._held_waiting.add(-1)
         if not places:
             del self._waiting[client]
         self._grant()  # a smaller one may have waited behind this one
 
     def _refusal(self, client: Client, num_bytes: int, what: str) -> str | None:
         """Why a client may not hold so much more for `what`; None if it may."""
-        if self.num_held + num_bytes > self.max_bytes:
+        num_held = self.num_held
+        if num_held + num_bytes > self.max_bytes:
             return (
-                f"open requests may take {self.num_held} bytes of memory, {num_bytes} more for {what} would exceed "
+                f"open requests may take {num_held} bytes of memory, {num_bytes} more for {what} would exceed "
                 f"{self.max_bytes} ({KEY})"
             )
         num_own = self._held_of[client]
-        if any(client) and not may_wait(self.max_bytes, self.num_held, num_own, num_bytes):
-            held = f"{num_own} of {self.num_held} bytes of memory that requests may take ({KEY})"
+        if any(client) and not may_wait(self.max_bytes, num_held, num_own, num_bytes):
+            held = f"{num_own} of {num_held} bytes of memory that requests may take ({KEY})"
             return refusal(held, num_bytes, self.max_bytes)
         return None
 

@@ -14,6 +14,7 @@ import structlog
 
 from services.common.errors import CapacityError, RequestAborted, TwostrokeError
 from services.common.fairness.kept_room import may_wait, refusal
+from services.common.shared_counts import Counts
 from services.gateway.request.generation_request import Owner
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.resume.recording import Name, Record, Recording
@@ -27,7 +28,16 @@ Produce = Callable[[Recording], Awaitable[None]]
 class Recordings:
     """By name. A recording without a reader is dropped after `timeout_s`, and its request cancelled."""
 
-    def __init__(self, memory: MemoryBudget, metrics: ResumeMetrics, timeout_s: float, max_number: int) -> None:
+    def __init__(
+        self,
+        memory: MemoryBudget,
+        metrics: ResumeMetrics,
+        timeout_s: float,
+        max_number: int,
+        counts: Counts | None = None,
+    ) -> None:
+        """`counts`: those of all processes, for whose sum `max_number` is; None: this is the only one."""
+        self._number = (counts or Counts()).gauge("resumable")
         self._by_name: dict[Name, Recording] = {}  # oldest first
         self._num_of = Counter[Owner]()
         self._timers: dict[Name, asyncio.TimerHandle] = {}  # of those that nobody reads
@@ -60,6 +70,7 @@ class Recordings:
         recording = Recording(name, record, held.hand_over(), self._wait_for_reader, is_repeated=is_repeated)
         self._by_name[name] = recording
         self._num_of[name[0]] += 1
+        self._number.add(1)
         recording.task = asyncio.create_task(self._run(recording, produce))
         return recording
 
@@ -87,6 +98,7 @@ class Recordings:
         del self._by_name[recording.name]
         owner = recording.name[0]
         self._num_of[owner] -= 1
+        self._number.add(-1)
         if not self._num_of[owner]:
             del self._num_of[owner]
         if timer := self._timers.pop(recording.name, None):
@@ -139,7 +151,7 @@ class Recordings:
         self.drop(recording)
 
     def _refusal(self, owner: Owner) -> str | None:
-        number, num_own = len(self._by_name), self._num_of[owner]
+        number, num_own = self._number.total, self._num_of[owner]
         if number >= self._max_number:
             return f"{number} resumable requests are running, the limit (gateway.max_resumable)"
         if not may_wait(self._max_number, number, num_own, 1):

@@ -37,13 +37,20 @@ def free_metrics_ports() -> int:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with two_gateways(tmp_path) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def two_gateways(directory: Path, **settings: str) -> Iterator[Cluster]:
     overrides = {
         "gateway.address": f"127.0.0.1:{free_port()}",
         "gateway.http_address": f"127.0.0.1:{free_port()}",
         "gateway.metrics_address": f"127.0.0.1:{free_metrics_ports()}",
         "launch.gateway_processes": "2",
     }
-    with running_cluster(tmp_path, *(f"{key}={value}" for key, value in overrides.items()), is_warm=True) as cluster:
+    values = [f"{key}={value}" for key, value in (overrides | settings).items()]
+    with running_cluster(directory, *values, is_warm=True) as cluster:
         yield cluster
 
 
@@ -180,3 +187,46 @@ def test_two_gateways_serve_at_the_same_ports(cluster: Cluster, gateways: list[G
         for stream in streams:
             stream.result().assert_equals(undisturbed)
     assert cluster.process.wait(WAIT_S) == 0
+
+
+KEYS = """
+[[keys]]
+name = "team"
+key = "one-answer-at-a-time"
+max_concurrent_answers = 1
+"""
+WITH_KEY = (("authorization", "Bearer one-answer-at-a-time"),)
+
+
+@pytest.fixture
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    file.write_text(KEYS)
+    return file
+
+
+def test_a_limit_holds_for_both_together_and_what_a_dead_one_had_is_over(tmp_path: Path, keys_file: Path) -> None:
+    settings = {"gateway.api_keys_file": str(keys_file)}
+    with two_gateways(tmp_path, **settings) as cluster, contextlib.ExitStack() as stack:
+        first, second = [Gateway(cluster, index) for index in range(2)]
+        for gateway in (first, second):
+            stack.callback(gateway.close)
+        endless = request(PROMPT, 1500, temperature=1.0, ignore_eos=True)
+        stream = first.stub.GenerateStream(endless, metadata=WITH_KEY)
+        next(stream)
+        short = request(PROMPT, 2)
+
+        def ask() -> grpc.StatusCode | None:
+            try:
+                second.stub.Generate(short, metadata=WITH_KEY, timeout=WAIT_S)
+            except grpc.RpcError as error:
+                return error.code()
+            return None
+
+        assert ask() is grpc.StatusCode.RESOURCE_EXHAUSTED, "the other process runs an answer of this key"
+        pid = first.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(grpc.RpcError):
+            list(stream)
+        until(lambda: ask() is None, "the answer of the dead process is over")

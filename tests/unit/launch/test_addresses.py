@@ -35,7 +35,7 @@ def test_port_0_is_refused() -> None:
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_launcher_has_a_private_socket_to_every_gateway(tmp_path: Path, num_processes: int) -> None:
     config = load_config(None, [f"launch.gateway_processes={num_processes}"])
-    configs = gateway_configs(place_sockets(config, tmp_path, is_private=False), tmp_path)
+    configs = gateway_configs(place_sockets(config, tmp_path, is_private=False), tmp_path, tmp_path)
     own = {"run_dir": tmp_path, "environment": None, "lifelines": Lifelines()}
     children = [Child("gateway", "gateway", *each, **own) for each in configs]
     addresses = [child.address for child in children]

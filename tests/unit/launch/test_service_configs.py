@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,15 @@ from services.common.child_options import ChildOptions
 from services.common.cli import parse_service_args
 from services.common.config import dump_config, load_config
 from services.common.errors import ConfigError
-from services.launch.service_configs import gateway_configs
+from services.launch import service_configs
+from services.launch.service_configs import gateway_configs, num_gateways
 
 RUN_DIR = Path("/run/x")
 
 
 def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tmp_path: Path) -> None:
     config = load_config(None, ["launch.gateway_processes=3", "gateway.metrics_address=127.0.0.1:9100"])
-    configs, options = zip(*gateway_configs(config, RUN_DIR), strict=True)
+    configs, options = zip(*gateway_configs(config, RUN_DIR, tmp_path), strict=True)
     assert {(each.gateway.address, each.gateway.http_address) for each in configs} == {
         ("127.0.0.1:50051", "127.0.0.1:8080")
     }
@@ -33,6 +35,42 @@ def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tm
     file.write_text(dump_config(configs[1]))
     arguments = ["--config", str(file), "--child", options[1].model_dump_json()]
     assert parse_service_args("gateway", arguments) == (configs[1], options[1]), "the process must read the same values"
+    assert [each.process_index for each in options] == [0, 1, 2]
+    assert {each.shared_counts for each in options} == {tmp_path / "gateway-counts"}
+
+
+def test_processes_divide_what_each_alone_can_count(tmp_path: Path) -> None:
+    settings = ["gateway.max_connections=100", "gateway.max_grpc_connections=9", "gateway.max_receiving=2"]
+    config = load_config(None, ["launch.gateway_processes=3", *settings])
+    for each, _ in gateway_configs(config, RUN_DIR, tmp_path):
+        section = each.gateway
+        assert (section.max_connections, section.max_grpc_connections, section.max_receiving) == (34, 3, 1)
+        assert section.max_num_waiting == config.gateway.max_num_waiting, "these are for what all count together"
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "settings", "expected"),
+    [
+        (2, [], 1),
+        (8, [], 2),
+        (16, [], 4),
+        (128, [], 4),
+        (16, ["dense.device=cpu"], 1),
+        (16, ["attention.device=cpu"], 1),
+        (16, ["gateway.store_responses=true"], 1),
+        (16, ["gateway.address=unix:/a.sock"], 1),
+        (16, ["gateway.http_address=127.0.0.1:0"], 1),
+        (2, ["launch.gateway_processes=3"], 3),
+        (16, ['launch.services=["gateway"]', "dense.device=cpu", "attention.device=cpu"], 4),
+        (16, ['launch.services=["attn_worker", "dense_worker"]'], 0),
+    ],
+)
+def test_auto_takes_a_process_for_four_cores_where_there_can_be_several(
+    num_cores: int, settings: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    monkeypatch.setattr(service_configs, "is_on_gpu", lambda device: device != "cpu")
+    assert num_gateways(load_config(None, ["launch.gateway_processes=auto", *settings])) == expected
 
 
 def test_a_single_process_shares_nothing() -> None:
@@ -48,7 +86,7 @@ def test_a_single_process_shares_nothing() -> None:
         ("gateway.metrics_address=127.0.0.1:65530", "process 1 would have port 65540"),
     ],
 )
-def test_the_error_names_an_address_that_cannot_be_shared(override: str, words: str) -> None:
+def test_the_error_names_an_address_that_cannot_be_shared(override: str, words: str, tmp_path: Path) -> None:
     config = load_config(None, ["launch.gateway_processes=2", override])
     with pytest.raises(ConfigError, match=words):
-        gateway_configs(config, RUN_DIR)
+        gateway_configs(config, RUN_DIR, tmp_path)
