@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shared_counts import Counts
-from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
+from services.gateway.link.journal_entry import JournalEntry, Rounds, UpdateQueue
 from services.gateway.link.stepwise import StepwiseEntry
 from services.gateway.link.stream_sequences import StreamSequences
 from services.gateway.request.generation_request import GenerationRequest, Owner
@@ -33,6 +33,7 @@ class Journal:
         """`counts`: those of all processes; None: this is the only one."""
         counts = counts or Counts()
         self.waiting, self.waiting_tokens = counts.gauge("waiting"), counts.gauge("waiting_tokens")
+        self.rounds = Rounds()
         self._entries: dict[int, JournalEntry] = {}
         self._streams: dict[int, StreamSequences] = {}  # the stream of each submitted sequence, by seq_id
         self._by_request_id: dict[tuple[Owner, str], list[JournalEntry]] = {}

@@ -22,6 +22,7 @@ from services.gateway.link.search_record import SearchRecord
 from services.gateway.request.generation_request import GenerationRequest
 from services.pb import dense_pb2
 
+ROUND_SIZE = 16  # requests whose tokens are handed out in one iteration of the event loop
 NO_RECORDS: Mapping[str, ReportRecord] = MappingProxyType({})
 
 
@@ -33,13 +34,48 @@ class FinishReason(Enum):
     ABORT = "abort"  # the client called Abort
 
 
+class Rounds:
+    """Hands out the tokens of a step, to some requests in each iteration of the event loop.
+
+    What is written in an iteration leaves at its end, so the first tokens of a step need not wait for the last. And if
+    the next step is read meanwhile, requests that have not had their turn get the tokens of both at once: so a gateway
+    keeps up that has too little time for an event to each request and step.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_due = False  # whether the loop will call `_run`
+
+    def add(self, hand_out: Callable[[], None]) -> None:
+        """Calls `hand_out` in a later iteration."""
+        self._waiting.append(hand_out)
+        if not self._is_due:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._is_due = True
+        asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        waiting = self._waiting
+        try:
+            for _ in range(min(len(waiting), ROUND_SIZE)):
+                waiting.popleft()()
+        finally:
+            self._is_due = False
+            if waiting:
+                self._schedule()
+
+
 class UpdateQueue:
     """A queue of the sequences of a request that have updates, for the request's handler.
 
     The handler waits for the next one, or has each passed to a function as it comes, which wakes no task.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: Rounds | None = None) -> None:
+        """`rounds`: those of all requests; None: its own."""
+        self._rounds = rounds or Rounds()
         self._entries: deque[JournalEntry] = deque()  # each entry at most once
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[JournalEntry], None] | None = None  # given while `forward` runs
@@ -50,7 +86,7 @@ class UpdateQueue:
         self._entries.append(entry)
         if self._take is not None:
             if len(self._entries) == 1:
-                asyncio.get_running_loop().call_soon(self._deliver)  # its other updates of this step come first
+                self._rounds.add(self._deliver)  # its other updates of this step come first
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
