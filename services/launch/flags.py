@@ -49,7 +49,12 @@ def _same(names: Sequence[str], **others: str) -> dict[str, object]:
 
 
 def _number_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{quote(text)} is neither a number nor auto") from error
 
 
 def _on(value: object = True) -> dict[str, object]:

@@ -100,6 +100,7 @@ def test_the_model_may_be_given_without_a_flag(
         (["--quantization", "awq"], 2, "'awq' is not one of fp8 (made of 16-bit weights; quantized checkpoints need"),
         (["--dtype", "float64"], 2, "'float64' is not one of auto, float32, bfloat16, float16, float, half"),
         (["--max-num-seqs", "many"], 2, "invalid int value: 'many'"),
+        (["--gateway-processes", "many"], 2, "'many' is neither a number nor auto"),
         (["--uds", "/a", "--port", "1"], 1, "--uds '/a' has neither --host nor --port"),
         (["--port", "1", "--set", "gateway.http_address=unix:/a"], 1, "where gateway.http_address is unix:/a"),
         (["--port", "65536"], 1, "65536"),
