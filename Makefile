@@ -1,4 +1,4 @@
-# make setup | run | test | test-fast | durations | clients | containers | chaos | bench | protos | docs | clean
+# make setup | run | test | test-fast | durations | clients | ray | containers | chaos | bench | protos | docs | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # Without compiled modules each of a hundred processes would compile them again, and pytest would rewrite all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast durations clients containers chaos bench protos docs clean
+.PHONY: setup run test test-fast durations clients ray containers chaos bench protos docs clean
 
 setup: $(VENV)/.installed
 
@@ -50,6 +50,11 @@ durations: setup
 clients: setup
 	$(RUN) -m tests.clients.environments
 	$(RUN) -m pytest -rs tests/clients
+
+# Installs Ray into .clients, and tests deploy/ray on a cluster of two nodes: deaths, scaling, an update. Some minutes.
+ray: setup
+	$(RUN) -m tests.clients.environments ray
+	$(RUN) -m pytest -rs tests/clients/test_ray.py
 
 # Builds the image, runs deploy/compose.yaml with Docker, also with keys, TLS and a host tier, and kills what runs in it.
 containers: setup

@@ -12,6 +12,7 @@ from setuptools import find_namespace_packages, setup
 ROOT = Path(__file__).parent
 RUNTIME = "requirements.txt"
 MODEL = "models/tiny-llama"
+EXTRAS = ("tensorrt", "bench", "kv-events", "ray")  # each has a file of requirements
 
 
 def requirements(file: str) -> list[str]:
@@ -29,7 +30,7 @@ def requirements(file: str) -> list[str]:
 
 setup(
     install_requires=requirements(RUNTIME),
-    extras_require={name: requirements(f"requirements-{name}.txt") for name in ("tensorrt", "bench", "kv-events")},
+    extras_require={name: requirements(f"requirements-{name}.txt") for name in EXTRAS},
     package_dir={"twostroke": "."},
     packages=[
         "twostroke.services",
@@ -37,6 +38,7 @@ setup(
         "twostroke.bench",
         "twostroke.bench.load",
         "twostroke.deploy",
+        "twostroke.deploy.ray",
     ],
     package_data={
         "twostroke.services.gateway.apis.server.web_page": ["*.html", "*.css", "*.js"],

@@ -1,5 +1,7 @@
 """`python -m tests.clients.environments`: installs the clients under test, each group in an environment of its own.
 
+With arguments it installs these groups: `ray` is installed by `make ray` alone, for its tests take minutes.
+
 The environments are in `.clients/` of the repository and are created again when their pins change. If a group cannot
 be installed, for example without a network, standard error names it and its tests are skipped.
 """
@@ -80,8 +82,9 @@ def environments() -> list[Environment]:
 
 
 def main() -> None:
+    named = [Environment(group) for group in sys.argv[1:]]
     with ThreadPoolExecutor() as threads:
-        list(threads.map(_install, environments()))
+        list(threads.map(_install, named or environments()))
 
 
 def _install(environment: Environment) -> None:
