@@ -73,7 +73,6 @@ class AttentionWorker:
             tracer,
             config.watchdog.stall_timeout_s,
             server.set_stall,
-            config.peers.max_message_bytes,
             pinned_tier,
             self._report_kv_events(section),
         )

@@ -22,7 +22,6 @@ from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
-from services.channel.message_link import LinkOffer
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.config import AttentionSection
@@ -54,7 +53,6 @@ _ROOM_RETRY_S = 0.1
 _STOP_TIMEOUT_S = 10.0  # for the engine thread to end its current call
 
 _Results = asyncio.Queue[attn_pb2.PlanAnswer | Exception]
-_Put = Callable[[attn_pb2.PlanAnswer | Exception], None]  # may be called from any thread
 
 
 class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
@@ -73,15 +71,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         tracer: Tracer,
         stall_timeout_s: float,
         on_stall: OnStall,
-        max_message_bytes: int,
         pinned_tier: PinnedFile | None = None,
         kv_events: KVEvents | None = None,
     ) -> None:
-        """`max_message_bytes`: of a plan. `pinned_tier`: the host tier's memory, of a standby that has pinned it.
+        """`pinned_tier`: the memory of the host tier, of a standby that has pinned it.
 
         `kv_events`: what becomes of blocks is recorded there.
         """
-        self._max_message_bytes = max_message_bytes
         self._section = section
         self._kv_events = kv_events
         self._pinned_tier = pinned_tier
@@ -139,8 +135,6 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment = Attachment(self._num_attachments, channels, request.max_num_batched_tokens)
         self._attachment = attachment
         try:
-            if request.takes_plan_link:
-                attachment.offer = LinkOffer(self._epoch, attachment.attachment_id)
             engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
         except BaseException:  # also when cancelled: the dense worker may die while it waits
             self._attachment = None
@@ -165,7 +159,6 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_sink_tokens=cache.sliding_window.num_sink_tokens,
             max_model_len=cache.max_model_len,
             layer_window=cache.uncounted_window,
-            plan_link="" if attachment.offer is None else attachment.offer.name,
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
@@ -211,14 +204,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment, engine = self._attachment, self._require_engine()
         assert attachment is not None
         results = self._results = _Results()
-        loop = asyncio.get_running_loop()
-
-        def put(result: attn_pb2.PlanAnswer | Exception) -> None:
-            loop.call_soon_threadsafe(self._report, results, result)
-
-        if metadata.get("plan-link") == "1":
-            self._use_link(engine, attachment, put)
-        reader = asyncio.create_task(self._read(requests, engine, attachment, put))
+        reader = asyncio.create_task(self._read(requests, engine, attachment, results))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         try:
@@ -310,42 +296,17 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         return self._engine
 
     async def _read(
-        self, requests: AsyncIterator[step_pb2.StepPlan], engine: AttentionEngine, attachment: Attachment, put: _Put
+        self,
+        requests: AsyncIterator[step_pb2.StepPlan],
+        engine: AttentionEngine,
+        attachment: Attachment,
+        results: _Results,
     ) -> None:
-        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `put`."""
-        try:
-            async for message in until_over(requests):
-                self._pass_on(message, engine, attachment, put)
-        except Exception as error:  # no one awaits the reader task
-            put(error)
-        else:
-            put(PeerError("the dense worker ended the stream of plans"))
-
-    def _use_link(self, engine: AttentionEngine, attachment: Attachment, put_on_stream: _Put) -> None:
-        """Passes on every plan that comes by the link, too, and answers by it. Errors end the stream."""
-        link = attachment.accept_link(self._wait_timeout_s, self._max_message_bytes)
+        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `results`."""
+        loop = asyncio.get_running_loop()
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
-            if isinstance(result, Exception):
-                put_on_stream(result)
-                return
-            try:
-                link.send(result.SerializeToString())
-            except PeerError as error:
-                put_on_stream(error)
-
-        def receive(message: bytes) -> None:
-            try:
-                self._pass_on(step_pb2.StepPlan.FromString(message), engine, attachment, put)
-            except Exception as error:  # no one awaits the link's thread
-                put(error)
-
-        link.receive(receive)
-
-    def _pass_on(
-        self, message: step_pb2.StepPlan, engine: AttentionEngine, attachment: Attachment, put: _Put
-    ) -> None:
-        """Passes a plan to the engine. Raises `InvalidRequest`, which ends the stream."""
+            loop.call_soon_threadsafe(self._report, results, result)
 
         def report(step: Future[None]) -> None:
             if not step.cancelled() and (error := step.exception()) is not None:
@@ -355,15 +316,28 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if accepted.plan.frees_blocks or accepted.step.errors:
                 put(encode_accepted(describe_accepted(accepted)))
 
-        plan = decode_plan(message)
-        for new_sequence in plan.new_sequences:
-            self._open(engine, attachment, new_sequence, put)
-        self._check_plan(plan, attachment)
-        if plan.is_step:
-            step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
-            step.add_done_callback(report)
+        try:
+            async for message in until_over(requests):
+                plan = decode_plan(message)
+                for new_sequence in plan.new_sequences:
+                    self._open(engine, attachment, new_sequence, put)
+                self._check_plan(plan, attachment)
+                if not plan.is_step:
+                    continue
+                step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
+                step.add_done_callback(report)
+        except Exception as error:  # no one awaits the reader task
+            put(error)
+        else:
+            put(PeerError("the dense worker ended the stream of plans"))
 
-    def _open(self, engine: AttentionEngine, attachment: Attachment, new: NewSequence, put: _Put) -> None:
+    def _open(
+        self,
+        engine: AttentionEngine,
+        attachment: Attachment,
+        new: NewSequence,
+        put: Callable[[attn_pb2.PlanAnswer | Exception], None],
+    ) -> None:
         """Passes a sequence to the engine; calls `put` with the answer, or with the error that ends the stream."""
         span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
 

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "gated_delta", "takes_plan_link")
+    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "gated_delta")
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -21,7 +21,6 @@ class AttachRequest(_message.Message):
     VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
     SINKS_FIELD_NUMBER: _ClassVar[int]
     GATED_DELTA_FIELD_NUMBER: _ClassVar[int]
-    TAKES_PLAN_LINK_FIELD_NUMBER: _ClassVar[int]
     weights_hash: str
     model_fingerprint: str
     dtype: str
@@ -33,8 +32,7 @@ class AttachRequest(_message.Message):
     value_scales: _containers.RepeatedScalarFieldContainer[float]
     sinks: _containers.RepeatedScalarFieldContainer[float]
     gated_delta: _containers.RepeatedCompositeFieldContainer[GatedDeltaWeights]
-    takes_plan_link: bool
-    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., gated_delta: _Optional[_Iterable[_Union[GatedDeltaWeights, _Mapping]]] = ..., takes_plan_link: _Optional[bool] = ...) -> None: ...
+    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., gated_delta: _Optional[_Iterable[_Union[GatedDeltaWeights, _Mapping]]] = ...) -> None: ...
 
 class GatedDeltaWeights(_message.Message):
     __slots__ = ("layer", "conv", "a_log", "dt_bias")
@@ -59,7 +57,7 @@ class LaneHandle(_message.Message):
     def __init__(self, lane: _Optional[int] = ..., kind: _Optional[str] = ..., handle: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window", "plan_link")
+    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
@@ -72,7 +70,6 @@ class AttachReply(_message.Message):
     NUM_SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     LAYER_WINDOW_FIELD_NUMBER: _ClassVar[int]
-    PLAN_LINK_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attachment_id: int
     lanes: _containers.RepeatedCompositeFieldContainer[LaneHandle]
@@ -85,8 +82,7 @@ class AttachReply(_message.Message):
     num_sink_tokens: int
     max_model_len: int
     layer_window: int
-    plan_link: str
-    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., plan_link: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ...) -> None: ...
 
 class SequenceOpened(_message.Message):
     __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error")

@@ -10,7 +10,6 @@ from services.step import StepPlan
 
 if TYPE_CHECKING:
     from services.channel import Channel  # needs torch, which the scheduler does without
-    from services.channel.message_link import MessageLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +27,11 @@ class Attachment:
     window: int | None = None  # of the KV cache, see `SlidingWindow`
     num_sink_tokens: int = 0
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
-    link: MessageLink | None = None  # for plans and answers; None: they go by gRPC
 
     def abort(self) -> None:
-        """Releases all waits in the channels and of the link, for good. May be called from any thread."""
+        """Releases all waits in the channels, for good. May be called from any thread."""
         for channel in self.channels.values():
             channel.abort()
-        if self.link is not None:
-            self.link.close()
 
     def close(self) -> None:
         """Unmaps all regions; they must not be used afterwards."""

@@ -1,8 +1,7 @@
 """`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
 
-It runs on the event loop. The engine thread calls `publish` from outside, which sends by a link beside the event loops
-of both workers (see `message_link`). Answers go to the `AttentionListener`, whose methods pass them to the engine
-thread.
+It runs on the event loop. The engine thread calls `publish` from outside. Answers go to the `AttentionListener`, whose
+methods pass them to the engine thread.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
 import grpc
@@ -21,7 +19,6 @@ import torch
 
 from services.channel import ChannelSpec
 from services.channel.factory import map_channel
-from services.channel.message_link import MessageLink
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
@@ -47,7 +44,7 @@ _Message: TypeAlias = StepPlan | AttachmentEnd | Literal["ready"]  # from the en
 
 
 class AttentionListener(Protocol):
-    """The engine's callbacks; called on the event loop, `on_answer` also on the link's thread."""
+    """The engine's callbacks; called on the event loop."""
 
     def on_attached(self, attachment: Attachment) -> None: ...
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
@@ -88,7 +85,6 @@ class AttentionClient:
         self._address = address
         self._options = options
         self._connect_timeout_s = peers.connect_timeout_s
-        self._max_message_bytes = peers.max_message_bytes
         self._loop = asyncio.get_running_loop()
         self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
@@ -121,15 +117,8 @@ class AttentionClient:
         self._post(attachment, "ready")
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
-        """Sends a plan. Called on the engine thread; waits only while the attention worker does not read."""
-        if attachment.link is None:
-            self._post(attachment, plan)
-            return
-        try:
-            attachment.link.send(encode_plan(plan).SerializeToString())
-        except PeerError as error:
-            log.debug("a plan could not be sent", reason=str(error))  # the end of `Execute` gives the reason
-            self._post(attachment, AttachmentEnd(str(error), is_crash=True))
+        """Sends a plan. Called on the engine thread; never blocks."""
+        self._post(attachment, plan)
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         """Gives up the attachment; a new one follows. Called on the engine thread; never blocks."""
@@ -155,7 +144,6 @@ class AttentionClient:
                 attn_pb2.GatedDeltaWeights(layer=layer, conv=each.conv, a_log=each.a_log, dt_bias=each.dt_bias)
                 for layer, each in options.gated_delta.items()
             ],
-            takes_plan_link=True,
         )
         deadline = time.monotonic() + self._connect_timeout_s
         while True:
@@ -198,27 +186,15 @@ class AttentionClient:
             window=reply.window if reply.HasField("window") else None,
             num_sink_tokens=reply.num_sink_tokens,
             layer_window=reply.layer_window if reply.HasField("layer_window") else None,
-            link=self._connect(reply.plan_link),
         )
-
-    def _connect(self, name: str) -> MessageLink | None:
-        if not name:
-            return None
-        try:
-            return MessageLink.connect(name, self._options.wait_timeout_s, self._max_message_bytes)
-        except PeerError as error:
-            log.warning("plans go by gRPC, which takes longer", reason=str(error))
-            return None
 
     async def _serve(
         self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
     ) -> AttachmentEnd:
         """Runs until the attachment ends; returns the reason."""
-        metadata = [("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id))]
-        if attachment.link is not None:
-            metadata.append(("plan-link", "1"))
-            attachment.link.receive(partial(self._pass_on, attachment, listener))
-        call = self._stub.Execute(metadata=metadata)
+        call = self._stub.Execute(
+            metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
+        )
         try:
             # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
             await run_together(
@@ -230,13 +206,6 @@ class AttentionClient:
         finally:
             call.cancel()
         raise AssertionError("the stream's reader ends with an error")
-
-    def _pass_on(self, attachment: Attachment, listener: AttentionListener, message: bytes) -> None:
-        """An answer has come by the link."""
-        try:
-            listener.on_answer(attachment, decode_answer(attn_pb2.PlanAnswer.FromString(message)))
-        except Exception as error:  # no one awaits the link's thread
-            self._post(attachment, AttachmentEnd(f"reading an answer: {error!r}", is_crash=True))
 
     async def _receive(
         self, attachment: Attachment, call: grpc.aio.StreamStreamCall, listener: AttentionListener

@@ -22,7 +22,6 @@ from services.step import PlanEntry
 from services.step.codec import encode_plan
 from tests.support.plans import plan_of
 
-MAX_PLAN_BYTES = 1 << 20
 EPOCH = 0x5EA1_ED5E_0000_0002
 TIMEOUT_S = 60.0
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -62,7 +61,7 @@ async def answers_to(
     model = resolve_model(ModelSection(), "cpu")
     section = AttentionSection(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     servicer = AttentionServicer(
-        section, model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall, MAX_PLAN_BYTES
+        section, model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
     )
     request = attn_pb2.AttachRequest(
         dtype="float32",

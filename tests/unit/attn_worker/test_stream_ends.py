@@ -23,7 +23,6 @@ from services.step import PlanEntry
 from services.step.codec import encode_plan
 from tests.support.plans import plan_of
 
-MAX_PLAN_BYTES = 1 << 20
 EPOCH = 0x5EA1_ED5E_0000_0003
 TEST_LIMIT_S = 60.0
 WAIT_TIMEOUT_S = 0.2  # time limit of a step for a dense worker that does nothing
@@ -45,7 +44,7 @@ async def attention_worker(directory: Path) -> AsyncIterator[tuple[AttentionServ
     section = AttentionSection(num_blocks=8, block_size=BLOCK_SIZE)
     model = resolve_model(ModelSection(), "cpu")
     servicer = AttentionServicer(
-        section, model, EPOCH, WAIT_TIMEOUT_S, CollectorRegistry(), NoTracer(), TEST_LIMIT_S, on_stall, MAX_PLAN_BYTES
+        section, model, EPOCH, WAIT_TIMEOUT_S, CollectorRegistry(), NoTracer(), TEST_LIMIT_S, on_stall
     )
     attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
     await server.start()
