@@ -37,10 +37,11 @@ test: setup
 	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests
 	$(PYTEST) $(LANES) $(ALONE)
 
-# For daily work: no clusters.
+# For daily work: no clusters, and no files of tests that took longer than so many seconds beside others.
+FAST_FILE_S := 8
 test-fast: setup
 	$(RUN) -m ruff check .
-	$(PYTEST) $(QUEUE) tests/unit
+	$(PYTEST) $(QUEUE) --files-up-to=$(FAST_FILE_S) tests/unit
 
 # How long each file takes, by which `make test` orders its queue.
 durations: setup

@@ -34,6 +34,15 @@ DURATIONS = Path(__file__).with_name("durations.json")  # seconds, by file; `mak
 _seconds = Counter[str]()  # of this run, by file
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files that took longer than `--files-up-to`; unknown ones count as short."""
+    limit_s = config.getoption("--files-up-to")
+    if limit_s is None or collection_path.suffix != ".py":
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    return True if json.loads(DURATIONS.read_text()).get(file, 0.0) > limit_s else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts files that take long first, so that no process is left with one at the end; unknown ones count as long."""
     known = json.loads(DURATIONS.read_text())
@@ -75,4 +84,5 @@ def pytest_runtest_setup() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--save-durations", metavar="FILE", help="write how long each file of tests took")
+    parser.addoption("--files-up-to", type=float, metavar="SECONDS", help="no files of tests that took longer")
     parser.addoption("--all-families", action="store_true", help="not only the families that together have all parts")
