@@ -92,6 +92,13 @@ def test_the_unit_waits_as_long_as_the_server_takes(tmp_path: Path) -> None:
     assert service["KillMode"] == "mixed", "workers must live until the gateways have drained"
 
 
+def test_what_the_server_keeps_lies_where_the_unit_may_write() -> None:
+    places = dict(re.findall(r"^Environment=(\w+)=(%[CS]/twostroke)", UNIT.read_text(), re.MULTILINE))
+    assert places == {"HF_HOME": "%C/twostroke", "TRITON_CACHE_DIR": "%C/twostroke", "HOME": "%S/twostroke"}
+    service = settings_of("Service")
+    assert service["CacheDirectory"] == service["StateDirectory"] == "twostroke"
+
+
 def test_the_launcher_tells_when_it_serves_lives_and_stops(systemd: Systemd, tmp_path: Path) -> None:
     http_address = f"127.0.0.1:{free_port()}"
     environment = [f"NOTIFY_SOCKET={systemd.address}", f"WATCHDOG_USEC={int(WATCHDOG_S * 1e6)}"]

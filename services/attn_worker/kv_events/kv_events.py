@@ -157,6 +157,8 @@ class ReportedPrefixCache(PrefixCache):
         first = self._first_from_tier.pop(sequence.row, len(sequence.digests))
         super().register(sequence)
         if sequence.root == self._plain_root:
+            if first and not self._events.is_reported(sequence.digests[first - 1]):
+                first = 0  # all were forgotten since, though they are cached
             self._report(sequence, first)
 
     def _report(self, sequence: CachedSequence, first: int) -> None:

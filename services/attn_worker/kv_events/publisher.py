@@ -80,6 +80,7 @@ class Publisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_kept_bytes = 0
         self._is_closing = threading.Event()
+        self._has_waited = False  # for an address
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
     def start(self, *, has_predecessor: bool) -> None:
@@ -144,15 +145,23 @@ class Publisher:
 
     def _open(self) -> None:
         endpoint, replay_endpoint = self._endpoints.values()
-        self._publishing = self._socket("attention.kv_events", zmq.PUB, endpoint, binds=_is_bound(endpoint))
+        publishing = self._socket("attention.kv_events", zmq.PUB, endpoint, binds=_is_bound(endpoint))
         if replay_endpoint is not None:
-            self._replaying = self._socket("attention.kv_events_replay", zmq.ROUTER, replay_endpoint, binds=True)
+            try:
+                self._replaying = self._socket("attention.kv_events_replay", zmq.ROUTER, replay_endpoint, binds=True)
+            except ConfigError:
+                publishing.close(linger=0)
+                raise
+        self._publishing = publishing
         log.info("KV events", endpoint=endpoint, replay_endpoint=replay_endpoint, topic=self._topic.decode())
 
     def _open_if_free(self) -> None:
         try:
             self._open()
-        except ConfigError:  # the worker before this one has not ended yet
+        except ConfigError as error:  # the worker before this one has not ended yet
+            if not self._has_waited:
+                log.warning("KV events wait for their address", reason=str(error))
+            self._has_waited = True
             self._is_closing.wait(_RETRY_S)
 
     def _socket(self, key: str, kind: int, endpoint: str | None, *, binds: bool) -> zmq.Socket[bytes]:

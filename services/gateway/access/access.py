@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import structlog
 
-from services.common.errors import ConfigError, PermissionDenied, Unauthenticated
+from services.common.errors import ConfigError, PeerError, PermissionDenied, Unauthenticated
 from services.common.shared_counts import Counts
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
 from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of
@@ -174,7 +174,7 @@ class Access:
         self._version = version
         try:
             self._set_keys(read_api_keys(self._file, self._pairs))
-        except ConfigError as error:
+        except (ConfigError, PeerError) as error:
             log.error("the API keys file is invalid, the keys stay as they were", error=str(error))
 
     def _set_keys(self, keys: list[ApiKey]) -> None:

@@ -38,6 +38,7 @@ class MemoryBudget:
         self.max_bytes = max_bytes
         self._held, self._held_waiting = counts.gauge("held_bytes"), counts.gauge("held_waiting")
         self._poll_s = POLL_S if counts.is_shared else None
+        self._next_poll_s = 0.0  # on `time.monotonic`
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
         self._held_of = Counter[Client]()  # a client that holds nothing has no entry
@@ -92,7 +93,8 @@ class MemoryBudget:
         deadline = time.monotonic() + self._max_wait_s
         while not place.done() and (left_s := deadline - time.monotonic()) > 0:
             await asyncio.wait({place}, timeout=left_s if self._poll_s is None else min(left_s, self._poll_s))
-            if self._poll_s is not None:
+            if self._poll_s is not None and (now := time.monotonic()) >= self._next_poll_s:  # one for all who wait
+                self._next_poll_s = now + self._poll_s
                 self._grant()
 
     def refusal(self, client: Client, num_bytes: int, what: str) -> str | None:

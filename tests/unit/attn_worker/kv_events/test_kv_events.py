@@ -152,6 +152,19 @@ def test_a_full_queue_becomes_one_event_and_later_blocks_are_reported_again() ->
     assert {digest_of((4,) * 4 * n, 4) for n in (1, 2, 3)} >= set(router.prefixes)
 
 
+def test_blocks_that_stay_cached_are_reported_again_after_a_full_queue() -> None:
+    events = KVEvents(max_queued=2)
+    router = Router(events)
+    cache = reported_cache(events, 20, 4, 40)
+    shared = list(range(8))
+    for seq_id in range(5):  # nobody reads what they report
+        run_sequence(cache, seq_id, [*shared, *[50 + seq_id] * 4])
+    router.follow()
+    assert run_sequence(cache, 9, [*shared, *[90] * 4]) == 8, "they stay cached"
+    router.follow()
+    assert {tuple([*shared, *[90] * 4][:end]) for end in (4, 8, 12)} <= set(router.prefixes.values())
+
+
 def test_without_events_the_cache_has_none_of_it() -> None:
     cache = build_cache(4, 4, 16)
     assert type(cache.pools["blocks"]).__name__ == "BlockPool" and type(cache._prefixes).__name__ == "PrefixCache"
