@@ -45,8 +45,9 @@ STOP_TIMEOUT_S = 60.0
 MOST_REQUESTS = 4096  # of one replica: the server itself has the queue, and limits it
 # Between two hosts; the sockets here have their own.
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host"})
-# Stops a process when standard input ends, which the replica holds: no server outlives its replica, however that dies.
-GUARD = 'read -r _; kill -TERM "$1"'
+# Stops a process when standard input ends, which the replica holds, and kills it if it does not stop: no server
+# outlives its replica, however that dies. A killed launcher takes its services with it.
+GUARD = 'read -r _; kill -TERM "$1" && ! timeout "$2" tail --pid="$1" -f /dev/null && kill -KILL "$1"'
 
 
 class Options(pydantic.BaseModel):
@@ -134,8 +135,10 @@ class Server:
     async def __del__(self) -> None:
         """Stops the server; Serve has waited for its requests."""
         await self._session.close()
-        await asyncio.to_thread(self._guard.communicate)
-        await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        await asyncio.to_thread(self._process.wait)  # the guard bounds it
+        await asyncio.to_thread(self._guard.wait)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _answers(self, path: str) -> bool:
@@ -250,7 +253,7 @@ def _start(options: Options, directory: Path) -> tuple[subprocess.Popen[bytes], 
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    guard = ["sh", "-c", GUARD, "guard", str(server.pid)]
+    guard = ["sh", "-c", GUARD, "guard", str(server.pid), str(STOP_TIMEOUT_S)]
     return server, subprocess.Popen(guard, stdin=subprocess.PIPE)
 
 

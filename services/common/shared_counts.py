@@ -144,7 +144,6 @@ class SharedCounts(Counts):
             " one more: set launch.gateway_processes to 1"
         )
 
-
     def _lock(self) -> None:
         """Another process has the lock for microseconds, while it looks for a key."""
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
