@@ -17,6 +17,9 @@ from pathlib import Path
 
 _THRESHOLDS = (700, 5, 100)  # see `gc.set_threshold`; Python's defaults are 700, 10 and 10
 STANDBY_BYTES = 2**30  # of the host that must be available for a standby's modules; they take about half
+# Of a GPU that must be free for a dense worker's standby with weights: for the buffers of a step and what libraries
+# take, and what must stay free for the worker that serves, which may still capture graphs when steps first need them.
+GPU_STANDBY_BYTES = 2**29 + 2**31
 LOW_PRIORITY = 10  # added to the nice value: a tenth of a core beside a thread that is always busy
 CGROUPS = Path("/sys/fs/cgroup")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -243,5 +243,6 @@ def check_memory(config: Config) -> Iterator[Finding]:
         except CapacityError as error:
             yield Finding("failure", "memory", str(error))
         else:
+            parts = ", ".join(f"{need.what} {need.num_bytes / GIB:.2f}" for need in place.needs)
             text = f"{place.name} has {place.free_bytes / GIB:.2f} GiB free, {place.num_bytes / GIB:.2f} GiB are needed"
-            yield Finding("ok", "memory", text)
+            yield Finding("ok", "memory", f"{text} ({parts})")

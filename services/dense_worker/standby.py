@@ -7,15 +7,11 @@ import torch
 
 from services.common.child_options import Standby
 from services.common.errors import CapacityError
-from services.common.process import STANDBY_BYTES, available_bytes
+from services.common.process import GPU_STANDBY_BYTES, STANDBY_BYTES, available_bytes
 from services.common.resolve import ResolvedModel
 from services.dense_worker.model.weights import empty_weights
 
 log = structlog.get_logger()
-
-# Beside the weights on a GPU: for the buffers of a step and what libraries take, and what must stay free for the worker
-# that serves, which may still capture graphs when steps first need them.
-STEP_BYTES, RESERVED_BYTES = 2**29, 2**31
 
 
 def holds_weights(asked: Standby, model: ResolvedModel, num_bytes: int) -> bool:
@@ -29,7 +25,7 @@ def holds_weights(asked: Standby, model: ResolvedModel, num_bytes: int) -> bool:
     if model.device.type == "cpu":
         free, need = host - STANDBY_BYTES, num_bytes
     else:
-        free, need = torch.cuda.mem_get_info(model.device)[0], num_bytes + STEP_BYTES + RESERVED_BYTES
+        free, need = torch.cuda.mem_get_info(model.device)[0], num_bytes + GPU_STANDBY_BYTES
     if host < STANDBY_BYTES:
         raise CapacityError(
             f"a standby of the dense worker needs {STANDBY_BYTES} bytes of host memory, {host} are available"

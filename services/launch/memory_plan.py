@@ -1,8 +1,8 @@
 """The plan of memory: what a start will need in each place, against what is free there before anything is loaded.
 
-It reads the headers of the checkpoint and no weights, and needs neither torch nor transformers. It counts what is
-certain and leaves out what depends on kernels (buffers of a step, CUDA graphs), so it refuses no start that could
-succeed: the workers know the rest when they have a device, and say it when they allocate.
+It reads the headers of the checkpoint and no weights, and needs neither torch nor transformers. What it cannot know
+exactly it counts low (buffers of kernels, CUDA graphs), so it refuses no start that could succeed: the workers know the
+rest when they have a device, and say it when they allocate.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.channel.shm_cleanup import SHM_DIR
+from services.common.batch_buckets import batch_buckets, chunk_buckets, token_buckets
 from services.common.config import Config
 from services.common.errors import CapacityError, ModelError
 from services.common.families.names import NAMES, CheckpointNames
 from services.common.json_files.read_json import read_json
-from services.common.process import STANDBY_BYTES, available_bytes
+from services.common.process import GPU_STANDBY_BYTES, STANDBY_BYTES, available_bytes
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE
 from services.launch.gpus import find_gpu, is_on_gpu, list_gpus
 from services.launch.mps import share_gpu
@@ -31,10 +32,17 @@ from services.launch.service_configs import num_gateways
 PROCESS_BYTES = 190 * 2**20  # of each worker and gateway with the embedded model on a CPU, without pages of files
 CONTEXT_BYTES = 256 * 2**20  # of each worker on a GPU: its context and the libraries' kernels
 LEAST_CACHE_BYTES = 16 * 2**20  # a smaller KV cache is not worth a proposal
+LEAST_CACHE_FRACTION = 0.01  # nor a smaller part of a GPU
+COPY_BYTES = 64 * 2**20  # of a GPU, with a host tier
+# Of one layer in one CUDA graph, counted low: eight kernels, each with its arguments and the driver's records
+GRAPH_LAYER_BYTES = 2**14
+RANK_STEP = 16  # slots for adapters have room for ranks that are multiples of it
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # by the name in a header
+_ADAPTED_DTYPES = {*_FLOAT_BYTES, "F8_E4M3", "I8"}  # whose matrices have the shapes of their products
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # by torch's name
 
+MORE = "a smaller or a quantized model, or {excess} bytes more memory, is needed"
 Mend = Callable[[int], str | None]  # a setting that saves at least so many bytes, with its value; None: it cannot
 
 
@@ -75,37 +83,77 @@ class Place:
 
 
 def plan_memory(config: Config) -> list[Place]:
-    """What the services of `launch.services` need. Raises `ModelError` for a checkpoint or config.json that is damaged.
-    """
+    """What the services of `launch.services` need. Raises `ModelError` for a damaged checkpoint or config.json."""
     services = config.launch.services
     has_dense, has_attention = DENSE_ROLE in services, ATTENTION_ROLE in services
     is_dense_on_gpu, is_attention_on_gpu = is_on_gpu(config.dense.device), is_on_gpu(config.attention.device)
     weights = list(_weights(config, on_gpu=is_dense_on_gpu)) if has_dense else []
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
-    tiers = [tier] if has_attention and tier_bytes and is_tier_in_memory else []
+    has_tier = has_attention and tier_bytes > 0
+    tiers = [tier] if has_tier and is_tier_in_memory else []
     host = [*tiers]
     if has_attention and not is_attention_on_gpu and config.attention.num_blocks is None:
         num_bytes = config.attention.kv_cache_bytes
         host.append(Need("the KV cache", num_bytes, _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES)))
     if not is_dense_on_gpu:
         host += weights
+        host += [_workspaces(config)] if has_dense else []
     num_processes = has_dense + has_attention + num_gateways(config)
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
     host += _standbys(config)
-    more = "a smaller or a quantized model, or {excess} bytes more memory, is needed"
-    places = [Place("host memory", available_bytes(), tuple(host), more)]
+    places = [Place("host memory", available_bytes(), tuple(host), MORE)]
     if has_attention and SHM_DIR.is_dir():
         shared = [*tiers] if is_dense_on_gpu else [*tiers, _region(config)]
         last = "in a container raise --shm-size by {excess} bytes"
         places.append(Place(f"shared memory {SHM_DIR}", shutil.disk_usage(SHM_DIR).free, tuple(shared), last))
-    if has_dense and is_dense_on_gpu:
-        gpu = find_gpu(config.dense.device, list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if gpu is not None:
-            num_workers = 1 + (has_attention and share_gpu(config.dense.device, config.attention.device))
-            needs = (*weights, Need("contexts", num_workers * CONTEXT_BYTES))
-            places.append(Place(f"the GPU {gpu.name}, {gpu.uuid},", gpu.free_bytes, needs, more))
-    return places
+    if has_tier and not is_tier_in_memory:
+        directory = config.attention.host_kv_path.absolute().parent
+        if directory.is_dir():
+            free, last = shutil.disk_usage(directory).free, "set attention.host_kv_path to another disk"
+            places.append(Place(f"the disk of {directory}", free, (tier,), last))
+    return places + _gpus(config, weights if has_dense and is_dense_on_gpu else None)
+
+
+def _gpus(config: Config, weights: list[Need] | None) -> list[Place]:
+    """The GPUs of the workers. `weights`: None if the dense worker has no GPU."""
+    has_attention = ATTENTION_ROLE in config.launch.services and is_on_gpu(config.attention.device)
+    is_shared = weights is not None and has_attention and share_gpu(config.dense.device, config.attention.device)
+    of_dense: list[Need] = [] if weights is None else [*weights, *_adapters(config), _workspaces(config)]
+    of_attention = [Need("copies of the host tier", COPY_BYTES)] if config.attention.host_kv_bytes else []
+    places = []
+    if weights is not None:
+        later = [*_graphs(config, "dense"), *_gpu_standbys(config, "dense")]
+        if is_shared:
+            later += [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
+        needs = [*of_dense, *(of_attention if is_shared else [])]
+        places.append(_gpu(config, config.dense.device, needs, later, 1 + is_shared, has_cache=is_shared))
+    if has_attention and not is_shared:
+        later = [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
+        places.append(_gpu(config, config.attention.device, of_attention, later, 1, has_cache=True))
+    return [place for place in places if place is not None]
+
+
+def _gpu(
+    config: Config, device: str, first: list[Need], later: list[Need], num_workers: int, *, has_cache: bool
+) -> Place | None:
+    """A GPU, if it is certain which one it is: what is allocated `first`, the KV cache, and what is `later`."""
+    gpu = find_gpu(device, list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpu is None:
+        return None
+    needs = [*first, Need("contexts", num_workers * CONTEXT_BYTES)]
+    fraction = config.attention.kv_cache_memory_fraction
+    left = gpu.free_bytes - sum(need.num_bytes for need in needs)
+    if has_cache and left > 0 and config.attention.num_blocks is None:
+        num_bytes = int(left * fraction)
+
+        def mend(excess: int) -> str | None:
+            fitting = math.floor(100 * (num_bytes - excess) / left) / 100
+            key = "attention.kv_cache_memory_fraction"
+            return f"{key} to {fitting:g} or less" if fitting >= LEAST_CACHE_FRACTION else None
+
+        needs.append(Need("the KV cache", num_bytes, mend))
+    return Place(f"the GPU {gpu.name}, {gpu.uuid},", gpu.free_bytes, (*needs, *later), MORE)
 
 
 def check_memory(config: Config) -> None:
@@ -167,6 +215,66 @@ def _standbys(config: Config) -> Iterator[Need]:
             return  # they start one after the other, and take much less than must be free
 
 
+def _gpu_standbys(config: Config, section: str) -> Iterator[Need]:
+    """What a standby on a GPU must find, once the KV cache is there."""
+    role, key = {"dense": DENSE_ROLE, "attention": ATTENTION_ROLE}[section], f"launch.standby_{section}"
+    asked = getattr(config.launch, f"standby_{section}")
+    if role in config.launch.services and asked not in ("auto", "off"):
+        num_bytes = GPU_STANDBY_BYTES if asked == "loaded" else CONTEXT_BYTES
+        yield Need(f"a standby of the {section} worker", num_bytes, _off(key, num_bytes))
+
+
+def _workspaces(config: Config) -> Need:
+    """The buffers of the largest step in the dense worker: logits, and what lives within a layer."""
+    raw, scheduler = _text_config(config.model.path), config.scheduler
+    width = _size(raw, "hidden_size") + 2 * _size(raw, "intermediate_size")
+    token_bytes = width * _ITEM_BYTES.get(config.model.dtype, 2)
+    logits = scheduler.max_num_seqs * _size(raw, "vocab_size") * _ITEM_BYTES["float32"]
+    num_bytes = logits + scheduler.max_num_batched_tokens * token_bytes
+
+    def mend(excess: int) -> str | None:
+        fitting = scheduler.max_num_batched_tokens - -(-excess // token_bytes) if token_bytes else 0
+        is_enough = fitting >= scheduler.max_num_seqs
+        return f"scheduler.max_num_batched_tokens to {fitting} or less" if is_enough else None
+
+    return Need("the buffers of a step", num_bytes, mend)
+
+
+def _adapters(config: Config) -> Iterator[Need]:
+    """Slots for adapters on a GPU: two matrices for each one of a layer. None are counted for packed weights."""
+    section = config.dense
+    names = _names(config.model.path) if section.max_loras else None
+    if names is None:
+        return
+    rank = -(-section.max_lora_rank // RANK_STEP) * RANK_STEP
+    most = _num_layers(config)
+    slot_bytes = 0
+    for tensor in _tensors(config.model.path):
+        layer = names.layer_of(names.canonical(tensor.name))
+        is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight") and ".experts." not in tensor.name
+        if is_matrix and tensor.dtype in _ADAPTED_DTYPES and layer is not None and layer < most:
+            slot_bytes += rank * sum(tensor.shape) * _ITEM_BYTES.get(config.model.dtype, 2)
+
+    def mend(excess: int) -> str | None:
+        fitting = section.max_loras - -(-excess // slot_bytes) if slot_bytes else -1
+        return f"dense.max_loras to {fitting} or less" if fitting >= 0 else None
+
+    yield Need(f"{section.max_loras} adapters of rank {rank}", section.max_loras * slot_bytes, mend)
+
+
+def _graphs(config: Config, section: str) -> Iterator[Need]:
+    """The CUDA graphs that a worker captures at its start, once the KV cache is there."""
+    if getattr(config, section).captures_lazily:
+        return
+    scheduler = config.scheduler
+    sizes = batch_buckets(scheduler.max_num_seqs) + chunk_buckets(scheduler.max_num_batched_tokens)
+    if section == "dense":
+        sizes = token_buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    num_bytes = len(sizes) * _num_layers(config) * GRAPH_LAYER_BYTES
+    what = f"{len(sizes)} CUDA graphs of the {section} worker"
+    yield Need(what, num_bytes, lambda excess: f"{section}.captures_lazily to true" if num_bytes >= excess else None)
+
+
 def _region(config: Config) -> Need:
     """Where the two workers meet on a CPU; without the rows if config.json spells the sizes of attention otherwise."""
     raw = _text_config(config.model.path)
@@ -212,6 +320,22 @@ def _text_config(path: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) else raw
 
 
+def _size(raw: dict[str, Any], key: str) -> int:
+    """A size of config.json; 0 for a family that spells it otherwise."""
+    value = raw.get(key)
+    return value if type(value) is int else 0
+
+
+def _depth(raw: dict[str, Any], num_layers: int | None) -> int:
+    """The number of layers that run."""
+    depth = next((raw[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if type(raw.get(key)) is int), 0)
+    return depth if num_layers is None else min(num_layers, depth)
+
+
+def _num_layers(config: Config) -> int:
+    return _depth(_text_config(config.model.path), config.model.num_layers)
+
+
 def _names(path: Path) -> CheckpointNames | None:
     family = _text_config(path).get("model_type")
     return NAMES.get(family) if isinstance(family, str) else None
@@ -220,8 +344,7 @@ def _names(path: Path) -> CheckpointNames | None:
 def _sizes(path: Path, names: CheckpointNames, dtype: str, num_layers: int | None, to_fp8: bool) -> Iterator[int]:
     """Bytes in memory of each tensor that the model of text has."""
     raw = _text_config(path)
-    depth = next((raw[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if type(raw.get(key)) is int), 0)
-    most = depth if num_layers is None else min(num_layers, depth)
+    most = _depth(raw, num_layers)
     whole = {names.embedding, names.embedding_norm, names.positions, names.final_norm, names.layer_inputs}
     whole |= {names.layer_inputs_projection, names.layer_inputs_norm}
     if not raw.get("tie_word_embeddings"):

@@ -102,19 +102,67 @@ def test_smaller_weights_are_proposed_where_they_fit(monkeypatch: pytest.MonkeyP
         check_memory(config)
 
 
-@pytest.mark.parametrize("spare_bytes", [0, -1])
-def test_on_a_gpu_the_weights_and_contexts_must_fit(spare_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(None, ["model.dtype=bfloat16"])
-    need = weight_bytes(EMBEDDED_MODEL, "bfloat16") + 2 * memory_plan.CONTEXT_BYTES
-    gpu = Gpu("GPU-1", "NVIDIA H100", need + spare_bytes)
+def with_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     monkeypatch.setattr(memory_plan, "is_on_gpu", lambda device: True)
-    monkeypatch.setattr(memory_plan, "list_gpus", lambda: [gpu])
+    monkeypatch.setattr(memory_plan, "list_gpus", lambda: [Gpu("GPU-1", "NVIDIA H100", free_bytes)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+LAZY = ("dense.captures_lazily=true", "attention.captures_lazily=true")
+
+
+@pytest.mark.parametrize("spare_bytes", [0, -1])
+def test_on_a_gpu_the_weights_buffers_and_contexts_must_fit(spare_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["model.dtype=bfloat16", "scheduler.max_num_batched_tokens=64", *LAZY])
+    # logits in float32, and for each token a hidden state and the two activations of a gated MLP
+    buffers = 4 * 64 * 4096 + 2 * 64 * (256 + 2 * 704)
+    need = weight_bytes(EMBEDDED_MODEL, "bfloat16") + buffers + 2 * memory_plan.CONTEXT_BYTES
+    with_gpu(monkeypatch, need + spare_bytes)
     if not spare_bytes:
         check_memory(config)
         return
     with pytest.raises(CapacityError, match=r"NVIDIA H100, GPU-1, has .* 1 too many: set dense.quantization to fp8"):
         check_memory(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (("attention.kv_cache_memory_fraction=1",), "attention.kv_cache_memory_fraction"),
+        (("dense.max_loras=64", "dense.max_lora_rank=256", *LAZY), "dense.max_loras"),
+        (("launch.standby_dense=loaded", *LAZY), "launch.standby_dense"),
+        (("launch.standby_attention=imports", "attention.kv_cache_memory_fraction=0.95"), "launch.standby_attention"),
+    ],
+)
+def test_what_a_gpu_has_no_room_for_is_named_with_a_setting_that_fits(
+    settings: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu(monkeypatch, 700 * 2**20)
+    whole = [*settings, "model.dtype=bfloat16"]
+    with pytest.raises(CapacityError, match="NVIDIA H100") as refused:
+        check_memory(load_config(None, whole))
+    value = re.search(rf"{named} to ([\w.]+)", str(refused.value))[1]
+    check_memory(load_config(None, [*whole, f"{named}={value}"]))
+
+
+def test_slots_for_adapters_have_two_matrices_of_each_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = [
+        each
+        for name, each in load_true_model(EMBEDDED_MODEL).named_modules()
+        if isinstance(each, torch.nn.Linear) and "layers" in name
+    ]
+    with_gpu(monkeypatch, 2 * GIB)
+    config = load_config(None, ["model.dtype=bfloat16", "dense.max_loras=3", "dense.max_lora_rank=17"])
+    [need] = [need for need in plan_memory(config)[-1].needs if "adapters" in need.what]
+    assert linears and need.num_bytes == sum(3 * 32 * (each.in_features + each.out_features) * 2 for each in linears)
+
+
+def test_a_host_tier_in_a_file_must_fit_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 10 * GIB, GIB)
+    settings = [*CPU, f"attention.host_kv_bytes={2 * GIB}", f"attention.host_kv_path={tmp_path}/tier"]
+    with pytest.raises(CapacityError, match=f"the disk of {tmp_path} has .* set attention.host_kv_bytes to {GIB}"):
+        check_memory(load_config(None, settings))
+    check_memory(load_config(None, [*settings, f"attention.host_kv_bytes={GIB}"]))
 
 
 @pytest.mark.parametrize("damage", ["cut", "header"])
