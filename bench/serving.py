@@ -1,7 +1,8 @@
 """Sends load to a running gateway over gRPC or HTTP and measures latencies and throughput at the clients.
 
 `python bench/serving.py --num-prompts 500 --request-rate 16 --json FILE` prints the table and saves the timestamps of
-every chunk, from which all figures can be computed again. The definitions are in `bench.load.stats`.
+every chunk, from which all figures can be computed again. The definitions are in `bench.load.stats`. With several
+rates, as in `--request-rate 1,4,16`, one run follows the other, and table and plot show the figures over the rate.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import json
 import math
 import secrets
 import sys
@@ -19,11 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import uvloop
 
+from bench.load.live_view import live_view
 from bench.load.load import Load, LoadResult, run_load
-from bench.load.options import non_negative, positive, ratio, run_facts, save_run, whole_number
+from bench.load.options import non_negative, positive, rates, ratio, run_facts, save_run, whole_number
 from bench.load.reference import nearest_run
-from bench.load.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
+from bench.load.stats import NS_PER_MS, NS_PER_S, RequestRecord, ServingFigures, Summary, serving_figures
 from bench.load.transport import PROTOCOLS, LoadError, TimedRequest, Transport, open_transport, served_model
+from bench.load.vllm_result import vllm_result
 from bench.load.workload import (
     LengthDistribution,
     Prompt,
@@ -57,36 +61,79 @@ def main(argv: Sequence[str] | None = None, program: str = "bench/serving.py") -
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    facts = run_facts(arguments)
-    model, load = uvloop.run(_ask_and_prepare(arguments))
-    print(f"{len(load.requests)} requests to {model.model} at {load.address} over {load.protocol}", file=sys.stderr)
-    result = run_load(load, arguments.client_processes)
+    runs = [_run_rate(arguments, rate) for rate in arguments.request_rate]
+    if len(runs) > 1:
+        print(format_rates(runs))
+    if arguments.plot:
+        from bench.load.plots import save_rate_plot, save_run_plot  # they need matplotlib
+
+        first, rate = runs[0], arguments.request_rate[0]
+        title = f"{first.model}, {len(first.records)} requests over {arguments.protocol}"
+        if len(runs) == 1:
+            reference = nearest_run(rate) if arguments.reference else None
+            save_run_plot(first.records, f"{title}, {rate:g} requests/s", arguments.plot, reference)
+        else:
+            save_rate_plot([(run.rate, run.figures) for run in runs], title, arguments.plot, arguments.reference)
+    return 1 if any(run.figures.num_failed for run in runs) else 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RateRun:
+    """The run at one request rate."""
+
+    rate: float
+    model: str
+    records: list[RequestRecord]
+    figures: ServingFigures
+
+
+def _run_rate(arguments: argparse.Namespace, rate: float) -> RateRun:
+    facts = run_facts(argparse.Namespace(**vars(arguments) | {"request_rate": rate}))
+    model, load = uvloop.run(_ask_and_prepare(arguments, rate))
+    title = f"{len(load.requests)} requests to {model.model} at {load.address} over {load.protocol}"
+    print(title if math.isinf(rate) else f"{title}, {rate:g}/s", file=sys.stderr)
+    with live_view("all at once" if math.isinf(rate) else f"{rate:g} requests/s", len(load.requests)) as show:
+        result = run_load(load, arguments.client_processes, show)
     figures = serving_figures(result.records)
     client = client_figures(result, figures, load.max_concurrency is None)
+    has_many = len(arguments.request_rate) > 1
     if arguments.json:
-        save_run(arguments.json, facts, model, result.records, figures=dataclasses.asdict(figures), client=client)
+        file = rate_file(arguments.json, rate) if has_many else arguments.json
+        save_run(file, facts, model, result.records, figures=dataclasses.asdict(figures), client=client)
+    if arguments.save_result:
+        document = vllm_result(
+            result.records,
+            model=model.model,
+            protocol=load.protocol,
+            request_rate=rate,
+            max_concurrency=load.max_concurrency,
+            is_poisson=arguments.arrivals == "poisson",
+        )
+        file = rate_file(arguments.save_result, rate) if has_many else arguments.save_result
+        file.write_text(json.dumps(document, allow_nan=False))
     print(format_table(figures))
     print(_format_client(figures, client))
     if client["max_load"] > MAX_CLIENT_LOAD:
         print("serving: the client may be the bottleneck: give it more --client-processes", file=sys.stderr)
-    if arguments.plot:
-        from bench.load.plots import save_run_plot  # it needs matplotlib
-
-        title = (
-            f"{model.model}, {len(load.requests)} requests over {load.protocol}, {arguments.request_rate:g} requests/s"
-        )
-        reference = nearest_run(arguments.request_rate) if arguments.reference else None
-        save_run_plot(result.records, title, arguments.plot, reference)
-    return 1 if figures.num_failed else 0
+    return RateRun(rate, model.model, result.records, figures)
 
 
-async def _ask_and_prepare(arguments: argparse.Namespace) -> tuple[gateway_pb2.ModelInfoResponse, Load]:
+def rate_file(file: Path, rate: float) -> Path:
+    """The file of one of several rates, such as result-2qps.json for result.json."""
+    return file.with_name(f"{file.stem}-{rate:g}qps{file.suffix}")
+
+
+async def _ask_and_prepare(
+    arguments: argparse.Namespace, rate: float
+) -> tuple[gateway_pb2.ModelInfoResponse, Load]:
     async with open_transport(arguments.protocol, arguments.address) as transport:
         model = await served_model(transport, arguments.address)
-        return model, make_load(arguments, model, transport)
+        return model, make_load(arguments, rate, model, transport)
 
 
-def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoResponse, transport: Transport) -> Load:
+def make_load(
+    arguments: argparse.Namespace, rate: float, model: gateway_pb2.ModelInfoResponse, transport: Transport
+) -> Load:
     """All requests of the run, encoded. Raises `WorkloadError`."""
     count, seed = arguments.num_prompts, arguments.seed
     prompts = _prompts(arguments, model, count, seed)
@@ -97,7 +144,7 @@ def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoRespons
                 f"a request has {prompt.num_tokens} prompt and {prompt.max_tokens} output tokens, "
                 f"max_model_len is {model.max_model_len}"
             )
-    due_s = arrival_times(count, arguments.request_rate, arguments.arrivals, seed)
+    due_s = arrival_times(count, rate, arguments.arrivals, seed)
     salt = secrets.token_hex(8)  # so that prefixes cached in an earlier run are not used
     return Load(
         protocol=arguments.protocol,
@@ -136,6 +183,20 @@ def format_table(figures: ServingFigures) -> str:
         *_summary_rows("Inter-token Latency", "ITL", figures.itl_ms),
         "=" * TABLE_WIDTH,
     ]
+    return "\n".join(lines)
+
+
+def format_rates(runs: Sequence[RateRun]) -> str:
+    """A table with a line for each rate."""
+    titles = ("requests/s", "done/s", "tokens/s", "TTFT ms", "P99", "TPOT ms", "P99", "failed")
+    lines = ["  ".join(f"{title:>10}" for title in titles)]
+    for run in runs:
+        figures = run.figures
+        cells: list[float | None] = [run.rate, figures.request_throughput, figures.output_throughput]
+        for summary in (figures.ttft_ms, figures.tpot_ms):
+            cells += [None, None] if summary is None else [summary.median, summary.p99]
+        cells.append(figures.num_failed)
+        lines.append("  ".join(f"{'-' if cell is None else format(cell, '.5g'):>10}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -216,8 +277,8 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         ("httpx2", "--protocol http", arguments.protocol == "http"),
     ):
         if is_used and importlib.util.find_spec(module) is None:
-            parser.error(f"{option} needs the package {module}, see requirements-bench.txt")
-    for file in (arguments.json, arguments.plot):
+            parser.error(f"{option} needs the package {module}: pip install 'twostroke[bench]'")
+    for file in (arguments.json, arguments.save_result, arguments.plot):
         if file is not None and not file.absolute().parent.is_dir():
             parser.error(f"{file} cannot be written: no such directory")
     if arguments.address is None:
@@ -243,7 +304,13 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         f"({DEFAULT_ADDRESSES['grpc']}; http: {DEFAULT_ADDRESSES['http']})",
     )
     add("--num-prompts", type=whole_number, default=100, metavar="N", help="requests to send (%(default)s)")
-    add("--request-rate", type=positive, default=math.inf, metavar="R", help="requests/s; inf: all at once (inf)")
+    add(
+        "--request-rate",
+        type=rates,
+        default=[math.inf],
+        metavar="R[,R...]",
+        help="requests/s; inf: all at once (inf); several: one run for each, with the same requests",
+    )
     add(
         "--arrivals",
         choices=("poisson", "constant"),
@@ -297,7 +364,13 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="time limit of a request in seconds (%(default)g)",
     )
     add("--json", type=Path, metavar="FILE", help="saves figures, config, versions and the times of every chunk")
-    add("--plot", type=Path, metavar="FILE.png", help="saves latencies and throughput; needs matplotlib")
+    add("--save-result", type=Path, metavar="FILE", help="saves the result in the format of `vllm bench serve`")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="saves latencies and throughput, with several rates over the rate; needs matplotlib",
+    )
     add("--reference", action="store_true", help="add vLLM's figures of the nearest load to the plot")
     return parser
 

@@ -13,9 +13,9 @@ import gc
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from typing import Any
 
@@ -26,6 +26,7 @@ from bench.load.transport import Answer, LoadError, RequestError, TimedRequest, 
 from services.pb import gateway_pb2
 
 START_DELAY_NS = 100_000_000  # for the start time to reach every process
+REPORT_PERIOD_S = 0.5  # of the progress of a client process
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,35 @@ class LoadResult:
     cpu_s: list[float]  # of each client process, from the start of the run to its last answer
 
 
-def run_load(load: Load, num_processes: int) -> LoadResult:
+@dataclass(slots=True)
+class Progress:
+    """What has happened so far in one client process, or in all together."""
+
+    num_sent: int = 0
+    num_ended: int = 0  # those that failed included
+    num_failed: int = 0
+    num_chunks: int = 0
+    num_first_chunks: int = 0
+    first_chunk_ns: int = 0  # sum of the times from sending to the first chunk
+
+
+def run_load(load: Load, num_processes: int, on_progress: Callable[[Progress], object] | None = None) -> LoadResult:
     """Runs the load in `num_processes` new processes, each with its part of requests and concurrency.
+
+    on_progress: is called about twice a second while the load runs; None: no process reports.
 
     Raises `LoadError` if a process cannot connect, a warm-up request fails or a process dies.
     """
     context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(_client(context, share)) for share in shares(load, num_processes)]
+        is_reporting = on_progress is not None
+        clients = [stack.enter_context(_client(context, each, is_reporting)) for each in shares(load, num_processes)]
         for client in clients:
             _receive(client)  # it is ready
         start_ns = time.monotonic_ns() + START_DELAY_NS  # one clock for all processes of a host
         for client in clients:
             client.send(start_ns)
-        results: list[LoadResult] = [_receive(client) for client in clients]
+        results = _receive_results(clients, on_progress)
     records = sorted((record for result in results for record in result.records), key=lambda record: record.index)
     return LoadResult(records, [cpu_s for result in results for cpu_s in result.cpu_s])
 
@@ -83,18 +99,26 @@ def shares(load: Load, num_shares: int) -> list[Load]:
     ]
 
 
-async def replay(transport: Transport, load: Load, start_ns: int) -> list[RequestRecord]:
-    """Sends each of `load.requests` when it is due after `start_ns` (monotonic clock), and waits for all."""
+async def replay(
+    transport: Transport, load: Load, start_ns: int, progress: Progress | None = None
+) -> list[RequestRecord]:
+    """Sends each of `load.requests` when it is due after `start_ns` (monotonic clock), and waits for all.
+
+    `progress` is kept up to date.
+    """
+    progress = progress or Progress()
     slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.requests)))
     logs: list[_AnswerLog] = []
 
     async def run(request: TimedRequest) -> None:
-        log = _AnswerLog(request, start_ns)
+        log = _AnswerLog(request, start_ns, progress)
         logs.append(log)
         try:
             await transport.send(request, load.request_timeout_s, log.add)
         except RequestError as error:
             log.error = str(error)
+            progress.num_failed += 1
+        progress.num_ended += 1
         log.end_ns = time.monotonic_ns() - start_ns
         slots.release()
 
@@ -111,8 +135,10 @@ async def replay(transport: Transport, load: Load, start_ns: int) -> list[Reques
 class _AnswerLog:
     """One arriving answer: times in ns since the start of the run, chunks not parsed yet."""
 
-    def __init__(self, request: TimedRequest, start_ns: int) -> None:
+    def __init__(self, request: TimedRequest, start_ns: int, progress: Progress) -> None:
         self._request = request
+        self._progress = progress
+        progress.num_sent += 1
         self._start_ns = start_ns
         self._send_ns = self.end_ns = time.monotonic_ns() - start_ns
         self._chunk_ns: list[int] = []
@@ -120,7 +146,12 @@ class _AnswerLog:
         self.error: str | None = None
 
     def add(self, chunk: bytes) -> None:
-        self._chunk_ns.append(time.monotonic_ns() - self._start_ns)
+        now_ns, progress = time.monotonic_ns() - self._start_ns, self._progress
+        if not self._chunk_ns:
+            progress.num_first_chunks += 1
+            progress.first_chunk_ns += now_ns - self._send_ns
+        progress.num_chunks += 1
+        self._chunk_ns.append(now_ns)
         self.chunks.append(chunk)
 
     def record(self, answer: Answer) -> RequestRecord:
@@ -148,10 +179,10 @@ def _inconsistency(answer: Answer) -> str | None:
 
 
 @contextlib.contextmanager
-def _client(context: SpawnContext, load: Load) -> Iterator[Connection]:
+def _client(context: SpawnContext, load: Load, is_reporting: bool) -> Iterator[Connection]:
     """A client process, killed at the end if it still runs."""
     connection, far_end = context.Pipe()
-    process = context.Process(target=_run_client, args=(load, far_end), daemon=True)
+    process = context.Process(target=_run_client, args=(load, far_end, is_reporting), daemon=True)
     process.start()
     far_end.close()  # so that the death of the process is an end of file here
     try:
@@ -160,6 +191,25 @@ def _client(context: SpawnContext, load: Load) -> Iterator[Connection]:
         process.kill()
         process.join()
         connection.close()
+
+
+def _receive_results(
+    clients: list[Connection], on_progress: Callable[[Progress], object] | None
+) -> list[LoadResult]:
+    """The results of all processes, in their order. Passes on the sum of what they report meanwhile."""
+    results: dict[Connection, LoadResult] = {}
+    reports = {client: Progress() for client in clients}
+    while len(results) < len(clients):
+        for client in wait([client for client in clients if client not in results]):
+            message = _receive(client)
+            if isinstance(message, LoadResult):
+                results[client] = message
+            else:
+                reports[client] = message
+        if on_progress is not None:
+            fields = zip(*map(dataclasses.astuple, reports.values()), strict=True)
+            on_progress(Progress(*map(sum, fields)))
+    return [results[client] for client in clients]
 
 
 def _receive(client: Connection) -> Any:
@@ -172,15 +222,15 @@ def _receive(client: Connection) -> Any:
     return message
 
 
-def _run_client(load: Load, parent: Connection) -> None:
+def _run_client(load: Load, parent: Connection, is_reporting: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     try:
-        parent.send(uvloop.run(_warm_up_and_replay(load, parent)))
+        parent.send(uvloop.run(_warm_up_and_replay(load, parent, is_reporting)))
     except LoadError as error:
         parent.send(error)
 
 
-async def _warm_up_and_replay(load: Load, parent: Connection) -> LoadResult:
+async def _warm_up_and_replay(load: Load, parent: Connection, is_reporting: bool) -> LoadResult:
     async with open_transport(load.protocol, load.address) as transport:
         await served_model(transport, load.address)  # connects
         await _warm_up(transport, load)
@@ -189,8 +239,19 @@ async def _warm_up_and_replay(load: Load, parent: Connection) -> LoadResult:
         parent.send("ready")
         start_ns = await asyncio.to_thread(parent.recv)
         cpu_start_s = time.process_time()
-        records = await replay(transport, load, start_ns)
+        progress = Progress()
+        reports = asyncio.create_task(_report(parent, progress)) if is_reporting else None
+        records = await replay(transport, load, start_ns, progress)
+        if reports is not None:
+            reports.cancel()
+            parent.send(progress)
         return LoadResult(records, [time.process_time() - cpu_start_s])
+
+
+async def _report(parent: Connection, progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(REPORT_PERIOD_S)
+        parent.send(progress)
 
 
 async def _warm_up(transport: Transport, load: Load) -> None:

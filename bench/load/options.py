@@ -47,6 +47,14 @@ def positive(text: str) -> float:
     return value
 
 
+def rates(text: str) -> list[float]:
+    """Numbers above 0, separated by commas, all different; may be inf."""
+    values = [positive(part) for part in text.split(",")]
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text} has a rate twice")
+    return values
+
+
 def non_negative_number(text: str) -> float:
     """A finite number of at least 0."""
     value = float(text)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,6 +26,7 @@ from services.gateway.apis.openai.completion_schema import CompletionRequest
 from services.gateway.apis.openai.conversion import completion_messages
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.running_gateway import RunningGateway, ServiceProcess, run, running_gateway
+from tests.support.terminal import terminal
 from tests.support.workers.fake_dense import FakeDense
 from tests.support.workers.scripted_gateway import ScriptedGateway, served
 
@@ -267,6 +271,32 @@ def test_printed_figures_follow_from_the_saved_timestamps(protocol: str, tmp_pat
         assert wanted == sorted(sum(request["chunk_num_tokens"]) for request in saved["requests"])
         sent = sorted(len(submit.spec.prompt_token_ids) for submit in dense.submits[3:])
         assert sent == sorted(request["num_prompt_tokens"] for request in saved["requests"])
+
+    run(test())
+
+
+def test_several_rates_make_a_file_each_a_table_and_bars_at_a_terminal(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5] * submit.spec.max_tokens, step_s=0.001, vocab_size=500)
+        options = "--num-prompts=5 --input-len=9 --output-len=4 --len-distribution=constant --request-rate=50,inf"
+        path = f"--save-result={tmp_path}/result.json"
+        async with running_gateway(tmp_path, dense) as gateway:
+            with terminal(num_columns=120) as screen:
+                command = [sys.executable, "-m", "bench.serving", *reaching(gateway, "grpc"), *options.split(), path]
+                done = await asyncio.to_thread(
+                    subprocess.run, command, stdout=subprocess.PIPE, stderr=screen.file, text=True, timeout=60.0
+                )
+                shown = "\n".join(screen.lines())
+        assert done.returncode == 0, shown
+        assert re.search(r"50 requests/s: 5/5 \|█+\| .* 0 in flight", shown), shown
+        assert re.search(r"all at once: 5/5 \|█+\|", shown), shown
+        rows = [line.split() for line in done.stdout.splitlines()[-2:]]
+        assert [(row[0], row[-1]) for row in rows] == [("50", "0"), ("inf", "0")]
+        for row, rate in zip(rows, ("50", "inf"), strict=True):
+            saved = json.loads((tmp_path / f"result-{rate}qps.json").read_text())
+            assert str(saved["request_rate"]) in (rate, f"{rate}.0")
+            assert saved["output_lens"] == [4] * 5 and saved["input_lens"] == [9] * 5
+            assert float(row[3]) == pytest.approx(saved["median_ttft_ms"], rel=1e-4)
 
     run(test())
 
