@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 import urllib.request
@@ -22,7 +23,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.support.clients.browser import console_messages, emulate, running_browser
 from tests.support.clients.page import WAIT_S, Page
-from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, request
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, ctl, request
 
 LONG_QUESTION = "Count from 1 to 500."  # the longest answer of the embedded model
 MAX_ROUNDS = 8  # on a busy machine all pieces of an answer may come at once
@@ -200,10 +201,22 @@ def test_the_live_view_shows_running_requests_and_the_kv_cache(cluster: Cluster,
     try:
         page.wait(lambda: page.find("#num-running").text == "3", "three requests run, the page does not show them")
         page.wait(lambda: float(page.find("#kv-meter").get_attribute("value")) > 0, "their blocks are not shown")
+        page.wait(lambda: page.find("#queue").text == "3, 0", "nor beside the chat")
+        page.wait(lambda: page.find("#step-rate").text not in ("–", "0.0"), "steps run, the page does not show them")
+        assert int(page.find("#cache-tokens").text.split()[0].replace(",", "")) > 0
     finally:
         is_seen.set()
         for stream in streams:
             stream.join()
+
+
+def test_the_services_and_their_restarts_are_those_of_the_launcher(cluster: Cluster, page: Page) -> None:
+    names = {"attn_worker": "attention worker", "dense_worker": "dense worker", "gateway": "gateway"}
+    status = re.findall(r"^(\w+) process \d+, (\d+) restarts", ctl(cluster, "status").stdout, re.MULTILINE)
+    assert len(status) == 3
+    expected = {names[role]: num_restarts for role, num_restarts in status}
+    read = "return [...document.querySelectorAll('#services tbody tr')].map((row) => row.innerText.split('\\t'))"
+    page.wait(lambda: {row[0]: row[1] for row in page.run(read)} == expected, f"not shown: {expected}")
 
 
 def test_markup_of_a_model_or_a_user_stays_text(page: Page) -> None:

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from services.gateway.apis.server.page import load_page
 from services.gateway.core.request_service import RequestService
-from services.gateway.link.worker_load import CacheLoad, RequestLoad, WorkerLoad
+from services.gateway.link.worker_load import CacheLoad, RequestLoad, ServiceLoad, WorkerLoad
 
 
 class Stats(TypedDict):
@@ -18,6 +18,7 @@ class Stats(TypedDict):
     unready_reason: str | None
     requests: RequestLoad | None
     kv_cache: CacheLoad | None
+    services: tuple[ServiceLoad, ...] | None
 
 
 def page_routes(service: RequestService, worker_load: WorkerLoad) -> APIRouter:
@@ -31,13 +32,14 @@ def page_routes(service: RequestService, worker_load: WorkerLoad) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> Stats:
-        """How busy the server is. The figures of a worker that does not answer are null."""
+        """How busy the server is. What a worker or the launcher does not answer is null."""
         load = await worker_load.read()
         return {
             "model": service.names.first,
             "unready_reason": service.unready_reason(),
             "requests": load.requests,
             "kv_cache": load.kv_cache,
+            "services": load.services,
         }
 
     return router

@@ -12,8 +12,8 @@ import pytest
 
 from services.common.config import PeerSection
 from services.gateway.link import worker_load
-from services.gateway.link.worker_load import CacheLoad, Load, RequestLoad, WorkerLoad
-from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+from services.gateway.link.worker_load import CacheLoad, Load, RequestLoad, ServiceLoad, WorkerLoad
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, launch_pb2, launch_pb2_grpc
 from tests.support.running_gateway import run
 
 
@@ -31,7 +31,7 @@ class BusyDense(dense_pb2_grpc.DenseWorkerServicer):
         self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseStatus:
         self.num_asked += 1
-        return dense_pb2.DenseStatus(num_running=3, num_waiting=2)
+        return dense_pb2.DenseStatus(num_running=3, num_waiting=2, num_steps=9, num_preemptions=1)
 
 
 class BusyAttention(attn_pb2_grpc.AttentionWorkerServicer):
@@ -42,22 +42,37 @@ class BusyAttention(attn_pb2_grpc.AttentionWorkerServicer):
         self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttentionStatus:
         await asyncio.sleep(self.delay_s)
-        return attn_pb2.AttentionStatus(num_blocks=100, num_free_blocks=60, num_cached_blocks=7)
+        return attn_pb2.AttentionStatus(num_blocks=100, num_free_blocks=60, num_cached_blocks=7, num_cached_tokens=5)
+
+
+REQUESTS, CACHE = RequestLoad(3, 2, 9, 1), CacheLoad(100, 60, 0, 7, 0, 5)
+
+
+class Launcher(launch_pb2_grpc.LauncherServicer):
+    async def GetStatus(
+        self, request: launch_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> launch_pb2.LauncherStatus:
+        status = launch_pb2.LauncherStatus()
+        status.services.add(role="dense_worker", pid=7, num_restarts=2, last_end="killed by SIGKILL")
+        status.services.add(role="gateway", num_restarts=1)
+        status.standbys.add(role="dense_worker", state=launch_pb2.StandbyStatus.READY)
+        return status
 
 
 @contextlib.asynccontextmanager
 async def running_workers(
-    directory: Path, dense: BusyDense | None, attention: BusyAttention | None
+    directory: Path, dense: BusyDense | None, attention: BusyAttention | None, *, has_launcher: bool = False
 ) -> AsyncIterator[WorkerLoad]:
     server = grpc.aio.server()
     if dense is not None:
         dense_pb2_grpc.add_DenseWorkerServicer_to_server(dense, server)
     if attention is not None:
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(attention, server)
+    launch_pb2_grpc.add_LauncherServicer_to_server(Launcher(), server)
     address = f"unix:{directory}/workers.sock"
     server.add_insecure_port(address)
     await server.start()
-    load = WorkerLoad(address, address, PeerSection())
+    load = WorkerLoad(address, address, PeerSection(), launcher_address=address if has_launcher else None)
     try:
         yield load
     finally:
@@ -68,7 +83,19 @@ async def running_workers(
 def test_the_load_of_both_workers_is_reported(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_workers(tmp_path, BusyDense(), BusyAttention()) as load:
-            assert await load.read() == Load(RequestLoad(3, 2), CacheLoad(100, 60))
+            assert await load.read() == Load(REQUESTS, CACHE)
+
+    run(test())
+
+
+def test_the_launcher_tells_restarts_and_standbys_and_nothing_more(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_workers(tmp_path, BusyDense(), BusyAttention(), has_launcher=True) as load:
+            services = (await load.read()).services
+        assert services == (
+            ServiceLoad("dense_worker", 2, is_running=True, standby="ready"),
+            ServiceLoad("gateway", 1, is_running=False, standby=None),
+        )
 
     run(test())
 
@@ -76,7 +103,7 @@ def test_the_load_of_both_workers_is_reported(tmp_path: Path) -> None:
 def test_the_load_of_a_missing_worker_is_none(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_workers(tmp_path, BusyDense(), None) as load:
-            assert await load.read() == Load(RequestLoad(3, 2), None)
+            assert await load.read() == Load(REQUESTS, None)
 
     run(test())
 
@@ -99,7 +126,7 @@ def test_many_readers_cause_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyP
         async with running_workers(tmp_path, dense, BusyAttention()) as load:
             loads = await asyncio.gather(*(load.read() for _ in range(20)))
             loads.append(await load.read())
-        assert loads == [Load(RequestLoad(3, 2), CacheLoad(100, 60))] * 21
+        assert loads == [Load(REQUESTS, CACHE)] * 21
         assert dense.num_asked == 1
 
     run(test())
@@ -125,7 +152,7 @@ def test_a_cancelled_reader_does_not_cancel_other_readers(tmp_path: Path) -> Non
             second = asyncio.create_task(load.read())
             await asyncio.sleep(0)
             first.cancel()
-            assert (await second).kv_cache == CacheLoad(100, 60)
+            assert (await second).kv_cache == CACHE
 
     run(test())
 

@@ -191,7 +191,7 @@ async function watchServer() {
       if (!response.ok) throw await problemOf(response);
       showStats(await response.json());
     } catch (error) {
-      showStats({ model: null, unready_reason: null, requests: null, kv_cache: null }, error instanceof Problem ? error.message : "The server cannot be reached.");
+      showStats({ model: null, unready_reason: null, requests: null, kv_cache: null, services: null }, error instanceof Problem ? error.message : "The server cannot be reached.");
       interval = SLOW_STATS_INTERVAL_MS;
     }
   }
@@ -209,8 +209,54 @@ function showStats(stats, failure = null) {
   const cache = stats.kv_cache;
   const usage = cache ? (cache.num_blocks - cache.num_free_blocks) / cache.num_blocks : 0;
   element("kv-meter").value = usage;
-  element("kv-usage").textContent = cache ? `${(100 * usage).toFixed(usage > 0 && usage < .1 ? 1 : 0)} %` : "–";
+  element("kv-usage").textContent = cache ? percent(usage) : "–";
+  showServer(stats);
 }
+
+function percent(share) { return `${(100 * share).toFixed(share > 0 && share < .1 ? 1 : 0)} %`; }
+
+// ---- the server beside the chat --------------------------------------------------------------------------
+
+const stepRates = []; // steps per second of the last readings, oldest first
+let lastSteps = null; // { count, at } of the reading before; null: there is none to compare with
+
+function showServer({ requests, kv_cache: cache, services }) {
+  const rates = stepRate(requests);
+  element("step-rate").textContent = rates === null ? "–" : rate(rates);
+  element("queue").textContent = requests ? `${requests.num_running}, ${requests.num_waiting}` : "–";
+  element("num-preemptions").textContent = requests?.num_preemptions ?? "–";
+  const used = cache ? (cache.num_blocks - cache.num_free_blocks) * cache.block_size : 0;
+  element("cache-tokens").textContent = cache ? `${count(used)} of ${count(cache.num_blocks * cache.block_size)} tokens` : "–";
+  const prompts = cache ? cache.num_cached_tokens + cache.num_computed_tokens : 0;
+  element("hit-rate").textContent = prompts ? percent(cache.num_cached_tokens / prompts) : "–";
+  const most = Math.max(1, ...stepRates);
+  const points = stepRates.map((each, index) => `${60 - stepRates.length + index + 1},${(19.5 - 19 * each / most).toFixed(2)}`);
+  element("steps-plot").firstElementChild.setAttribute("points", points.join(" "));
+  element("services").hidden = !services;
+  element("services").tBodies[0].replaceChildren(...(services ?? []).map(serviceRow));
+}
+
+// Of the time since the reading before; null at the first reading, and after a restart, when counting begins anew.
+function stepRate(requests) {
+  const now = requests && { count: requests.num_steps, at: performance.now() };
+  const before = lastSteps;
+  lastSteps = now;
+  if (!now || !before || now.count < before.count || now.at <= before.at) return null;
+  const perSecond = 1000 * (now.count - before.count) / (now.at - before.at);
+  stepRates.push(perSecond);
+  if (stepRates.length > 60) stepRates.shift();
+  return perSecond;
+}
+
+function serviceRow({ role, num_restarts: numRestarts, is_running: isRunning, standby }) {
+  const row = document.createElement("tr");
+  for (const text of [role.replace("attn_", "attention_").replace("_", " "), isRunning ? String(numRestarts) : `${numRestarts}, down`, standby ?? ""]) {
+    row.insertCell().textContent = text;
+  }
+  return row;
+}
+
+function count(value) { return value.toLocaleString("en"); }
 
 // ---- events ----------------------------------------------------------------------------------------------
 
