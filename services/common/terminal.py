@@ -54,9 +54,10 @@ def columns_of(file: int) -> int:
 def progress_bar(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], object]]:
     """Shows a bar on standard error if that is a terminal, else nothing. Yields what is called with what is done more.
 
-    "B" are bytes: a bar of them shows GB and GB/s. Other units are counted, and their bar goes when it is complete.
+    "B" are bytes: a bar of them shows GB and GB/s. Other units are counted, and their bar goes when it is complete. All
+    show the time that is left, by the rate so far. With a `total` of 0 there is no bar.
     """
-    if not sys.stderr.isatty():
+    if not total or not sys.stderr.isatty():
         yield lambda done: None
         return
     from tqdm import tqdm  # only here: no pipe shows a bar

@@ -24,6 +24,7 @@ commands:
   bench          send load to a running server; latencies and throughput
   ctl            ask or change the server of this machine: status, replace-dense
   models         list the models here; pull or rm one by its name
+  build-engines  build the TensorRT plans of a model before a start
   completion     print a script by which a shell completes all this
   doctor         say whether this machine can serve, with the options of serve
 
@@ -108,6 +109,15 @@ def _models(argv: list[str], program: str) -> int:
     return models.main(argv, program)
 
 
+def _build_engines(argv: list[str], program: str) -> int:
+    from services.dense_worker.tensorrt.build_options import make_parser
+
+    make_parser(program).parse_args(argv)  # without torch, whose import takes seconds: --help, and what is wrong
+    from services.dense_worker.tensorrt import build
+
+    return build.main(argv, program)
+
+
 def _completion(argv: list[str], program: str) -> int:
     from services.console import completion
 
@@ -120,6 +130,7 @@ COMMANDS = {
     "bench": _bench,
     "ctl": _ctl,
     "models": _models,
+    "build-engines": _build_engines,
     "completion": _completion,
     "doctor": _doctor,
 }

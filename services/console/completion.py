@@ -38,6 +38,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
     from bench import serving
     from services.console import models
+    from services.dense_worker.tensorrt import build_options
     from services.gateway import chat_client
     from services.launch import arguments, ctl
 
@@ -47,6 +48,7 @@ def whole_parser() -> argparse.ArgumentParser:
         "bench": (serving, "send load to a running server"),
         "ctl": (ctl, "ask or change the server of this machine"),
         "models": (models, "list, pull or remove models"),
+        "build-engines": (build_options, "build the TensorRT plans of a model"),
         "doctor": (arguments, "say whether this machine can serve"),
     }
     parser = argparse.ArgumentParser(prog="twostroke")
@@ -57,7 +59,7 @@ def whole_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, prog=program, help=text, parents=[module.make_parser(program)], add_help=False)
     name = "completion"
     commands.add_parser(name, help="print a script for a shell", parents=[make_parser(name)], add_help=False)
-    _complete_values(parser, {"DIR": shtab.DIRECTORY, "MODEL": shtab.DIRECTORY, "FILE": shtab.FILE})
+    _complete_values(parser, {**dict.fromkeys(("DIR", "MODEL", "OUT", "PLANS"), shtab.DIRECTORY), "FILE": shtab.FILE})
     return parser
 
 

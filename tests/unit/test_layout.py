@@ -21,7 +21,7 @@ LAYERS = {
     "dense_worker": {"common", "grammar", "lora", "step", "channel", "rpc", "pb"},
     "attn_worker": {"common", "step", "channel", "rpc", "pb"},
     "launch": {"common", "channel", "rpc", "gateway", "pb"},  # gateway: the chat client; channel: the cleanup
-    "console": {"channel", "common", "gateway", "launch"},
+    "console": {"channel", "common", "dense_worker", "gateway", "launch"},
 }
 
 

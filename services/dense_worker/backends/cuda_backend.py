@@ -15,6 +15,7 @@ import torch
 
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
+from services.common.terminal import progress_bar
 from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
@@ -124,11 +125,12 @@ class CudaBackend:
         with operations.launcher.compiling():
             for num_tokens in self._step_sizes():
                 self._random_step(num_tokens)()
-        for num_tokens in ROW_BUCKETS:
-            if num_tokens <= self._max_num_tokens:
-                choice.measure(streamed, num_tokens, self._random_step(num_tokens))
-        for num_tokens in self._tiled_sizes():
-            choice.measure(tiled, num_tokens, self._random_step(num_tokens))
+        sizes = [(streamed, num_tokens) for num_tokens in ROW_BUCKETS if num_tokens <= self._max_num_tokens]
+        sizes += [(tiled, num_tokens) for num_tokens in self._tiled_sizes()]
+        with progress_bar("choosing kernels", len(sizes), " sizes") as advance:
+            for layers, num_tokens in sizes:
+                choice.measure(layers, num_tokens, self._random_step(num_tokens))
+                advance(1)
 
     def _step_sizes(self) -> list[int]:
         """Numbers of tokens whose steps together run every kernel."""

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 import torch
@@ -25,6 +26,7 @@ from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
+from services.dense_worker.tensorrt.build_options import PROGRAM
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
@@ -256,7 +258,9 @@ def _build_command(section: DenseSection, source: ModelSection, model: ResolvedM
     ]
     if source.num_layers is not None:
         arguments += ["--num-layers", source.num_layers]
-    return shlex.join(["python", "-m", "services.dense_worker.tensorrt.build", *map(str, arguments)])
+    is_checkout = (Path(__file__).parents[3] / "pyproject.toml").is_file()
+    program = ["python", "-m", PROGRAM] if is_checkout else ["twostroke", "build-engines"]
+    return shlex.join([*program, *map(str, arguments)])
 
 
 def _load_tensorrt(

@@ -10,19 +10,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from services.common.cli import dashed
-from services.common.config import DenseSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
+from services.common.terminal import ERASE_LINE
 from services.dense_worker.backends.select import torch_backend
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import weights_hash
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
+from services.dense_worker.tensorrt.build_options import PROGRAM, make_parser
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlanRecord, EnginePlans
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
@@ -32,9 +32,9 @@ from services.dense_worker.tensorrt.optional_packages import require
 from services.dense_worker.tensorrt.profiles import Limits, parse_profiles
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after an error."""
-    parser = _parser()
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Returns the exit status: 0, or 1 after an error. `program` is its name in its usage and errors."""
+    parser = make_parser(program)
     arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
     has_model = arguments.model is not None or arguments.onnx is not None
     if not (has_model or arguments.inspect):
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.inspect:
             inspect(cache, records)
     except TwostrokeError as error:
-        print(f"services.dense_worker.tensorrt.build: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -55,16 +55,16 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
     require("onnx")
     from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 
-    profiles = parse_profiles(arguments.profiles)
+    profiles, device = parse_profiles(arguments.profiles), torch.device(arguments.device)
     config, dtype, networks = _read_networks(arguments)
     record = None if config is None else NetworkRecord(cache.directory, config, dtype)
-    api, gpu = load_tensorrt(), current_gpu(arguments.device)
+    api, gpu = load_tensorrt(), current_gpu(device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
     limits = Limits(profiles[-1].high, profiles[-1].high)
-    with on_device(arguments.device):
+    with on_device(device):
         plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, dtype, None, _print)
         if gpu is not None and config is not None:
-            _measure(api, cache, plans, config, dtype, arguments.device, limits)
+            _measure(api, cache, plans, config, dtype, device, limits)
     if record is not None:
         record.write(networks, _print)
     return [cached.record for of_segment in plans.values() for cached in of_segment]
@@ -144,55 +144,7 @@ def _describe_layer(layer: Any) -> str:
 
 
 def _print(line: str) -> None:
-    print(line, flush=True)
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.device(text)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form cuda or cuda:1") from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="services.dense_worker.tensorrt.build", description=__doc__)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model directory")
-    source.add_argument("--onnx", type=Path, metavar="OUT", help="directory that the export wrote, instead of --model")
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        default=DenseSection().plan_dir,
-        metavar="PLANS",
-        help="default: dense.plan_dir",
-    )
-    parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="auto: the model's own",
-    )
-    parser.add_argument(
-        "--profiles",
-        default=DenseSection().profiles,
-        metavar="RANGES",
-        help="numbers of tokens, each range FROM-TO or FROM-TO@BEST; default: %(default)s",
-    )
-    parser.add_argument(
-        "--device", type=_device, default="cuda", help="the GPU to build for; default: %(default)s, the first one"
-    )
-    parser.add_argument(
-        "--quantization",
-        choices=("checkpoint", "fp8"),
-        default="checkpoint",
-        help="fp8: as dense.quantization makes it of an unquantized checkpoint",
-    )
-    parser.add_argument("--num-layers", type=int, metavar="N", help="use only the first N layers")
-    parser.add_argument(
-        "--inspect", action="store_true", help="print profiles, inputs, layers and fused kernels"
-    )
-    return parser
+    print(f"{ERASE_LINE if sys.stdout.isatty() else ''}{line}", flush=True)  # a bar may stand there
 
 
 if __name__ == "__main__":

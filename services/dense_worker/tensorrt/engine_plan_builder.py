@@ -15,6 +15,7 @@ import onnx
 import torch
 
 from services.common.errors import CapacityError, ConfigError
+from services.common.terminal import progress_bar
 from services.dense_worker.tensorrt.api import Sizes, TensorRT
 from services.dense_worker.tensorrt.engine_plan_cache import (
     CachedEnginePlan,
@@ -61,9 +62,13 @@ class EnginePlanBuilder:
         self._api.check_codes({each for network in networks.values() for each in code_dtypes(network)})
         plans: dict[str, list[CachedEnginePlan]] = {name: [] for name in networks}
         digests = {name: hashlib.sha256(network).hexdigest() for name, network in networks.items()}
-        for title, key in self._titled_keys(digests, dtype):
-            network = networks[key.segment]
-            plans[key.segment].append(self._find_or_build(key, network, dtype, build_command, title, report))
+        titled = self._titled_keys(digests, dtype)
+        missing = {key for _, key in titled if self._cache.find(key) is None} if build_command is None else set()
+        with progress_bar("building TensorRT plans", len(missing), " plans") as advance:
+            for title, key in titled:
+                network = networks[key.segment]
+                plans[key.segment].append(self._find_or_build(key, network, dtype, build_command, title, report))
+                advance(int(key in missing))
         return plans
 
     def find(self, digests: Mapping[str, str], dtype: torch.dtype, report: Report) -> EnginePlans | None:

@@ -48,12 +48,23 @@ def test_the_help_of_serve_needs_neither_torch_nor_the_services() -> None:
     ("name", "named"),
     [
         ("server", "'server' is not a command: did you mean 'serve'?"),
-        ("xyz", "there are serve, chat, bench, ctl, models, completion, doctor"),
+        ("xyz", "there are serve, chat, bench, ctl, models, build-engines, completion, doctor"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(name: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_help_of_build_engines_needs_no_torch() -> None:
+    code = "import sys; from services.console.__main__ import run\ntry: run(['build-engines', '--help'])\n"
+    code += "except SystemExit as end: print(end.code, *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    status, *imported = done.stdout.splitlines()[-1].split()
+    assert status == "0" and "usage: twostroke build-engines" in done.stdout
+    assert "torch" not in imported
 
 
 def test_without_a_command_the_help_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
