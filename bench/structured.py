@@ -3,15 +3,21 @@
     python bench/structured.py --streams 1 16 64                        # on this machine, with the embedded model
     python bench/structured.py --shape llama-2-7b --rounds 3            # on a GPU, with random weights
     python bench/structured.py --address HOST:PORT --model DIR          # against a running server, of this model
+    python bench/structured.py --forced --streams 1 8                   # what tokens bring that the form forces
 
 Rounds with and without a form alternate; the ratio is the median over pairs of rounds. In *mixed* rounds every second
 stream has a form; the figure is that of the others, which have none.
+
+With `--forced` a second server samples all tokens one by one, also those that the form forces. The answers of both,
+which must be equal, alternate; the ratio is the median over pairs of rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -52,6 +58,45 @@ ENDLESS = {
         "additionalProperties": False,
     },
 }
+# Answers of a fixed schema, as programs ask for them.
+NAME = {"type": "string", "maxLength": 12}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "first_name": NAME,
+        "last_name": NAME,
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "address": {
+            "type": "object",
+            "properties": {"street": NAME, "city": NAME, "country_code": {"type": "string", "pattern": "^[A-Z]{2}$"}},
+            "required": ["street", "city", "country_code"],
+            "additionalProperties": False,
+        },
+        "is_customer": {"type": "boolean"},
+        "preferred_language": {"enum": ["english", "german", "french", "japanese"]},
+    },
+    "required": ["first_name", "last_name", "age", "address", "is_customer", "preferred_language"],
+    "additionalProperties": False,
+}
+RATING = {
+    "type": "object",
+    "properties": {
+        "sentiment": {"enum": ["positive", "negative", "neutral"]},
+        "confidence": {"enum": ["low", "medium", "high"]},
+        "contains_personal_data": {"type": "boolean"},
+        "number_of_topics": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["sentiment", "confidence", "contains_personal_data", "number_of_topics"],
+    "additionalProperties": False,
+}
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+FIXED = {
+    "person": PERSON,
+    "person, no spaces": PERSON | COMPACT,
+    "rating": RATING,
+    "rating, no spaces": RATING | COMPACT,
+}
+MAX_FIXED_TOKENS = 400
 PLAIN, FORMED, MIXED = "plain", "formed", "mixed"
 PROMPT_TOKENS = 32
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
@@ -119,6 +164,49 @@ async def measure_tpot(address: str, streams: Sequence[int], rounds: int, max_to
                 ratios = [other / plain for other, plain in zip(times[kind], times[PLAIN], strict=True)]
                 cells += [f"{statistics.median(times[kind]):.3f}", f"{statistics.median(ratios):.3f}"]
             print(f"| {num_streams} | {' | '.join(cells)} |", flush=True)
+
+
+async def answer_all(
+    gateway: gateway_pb2_grpc.GatewayStub, schema: object, num_streams: int, first_seed: int
+) -> tuple[float, list[list[int]]]:
+    """How long whole answers by a schema take at once, in seconds, and their tokens."""
+
+    async def answer(seed: int) -> list[int]:
+        request = make_request(seed, MAX_FIXED_TOKENS, False)
+        request.sampling.structured_output.json_schema = json.dumps(schema)
+        request.ignore_eos = False
+        [completion] = (await gateway.Generate(request)).completions
+        json.loads(completion.text)
+        return list(completion.token_ids)
+
+    start = time.perf_counter()
+    answers = await asyncio.gather(*map(answer, range(first_seed, first_seed + num_streams)))
+    return time.perf_counter() - start, answers
+
+
+async def measure_forced(addresses: Sequence[str], streams: Sequence[int], rounds: int) -> None:
+    """addresses: of the server that takes forced tokens without sampling, and of the one that samples all"""
+    print("| schema | streams | tokens per answer | ms per answer, sampled one by one | forced ones taken | ratio |")
+    print("|---|---|---|---|---|---|")
+    async with contextlib.AsyncExitStack() as stack:
+        gateways = []
+        for address in addresses:
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
+            gateways.append(gateway_pb2_grpc.GatewayStub(channel))
+        for (name, schema), num_streams in itertools.product(FIXED.items(), streams):
+            times: list[list[float]] = [[], []]
+            num_tokens = list[int]()
+            for number in range(-2, rounds):  # those below 0 warm up: the server learns what steps cost
+                measured = [await answer_all(each, schema, num_streams, 1000 * number + 5000) for each in gateways]
+                assert measured[0][1] == measured[1][1], "the answers differ"
+                if number >= 0:
+                    for kept, (took_s, _) in zip(times, measured, strict=True):
+                        kept.append(took_s)
+                    num_tokens += map(len, measured[0][1])
+            ratio = statistics.median(slow / fast for fast, slow in zip(*times, strict=True))
+            fast_ms, slow_ms = (1e3 * statistics.median(each) for each in times)
+            cells = [name, num_streams, f"{statistics.mean(num_tokens):.0f}", f"{slow_ms:.0f}", f"{fast_ms:.0f}"]
+            print(f"| {' | '.join(map(str, cells))} | {ratio:.2f} |", flush=True)
 
 
 async def measure_compiling(model: Path, is_optional: bool, num_forms: int) -> None:
@@ -194,7 +282,13 @@ def main() -> None:
     parser.add_argument("--num-forms", type=int, default=200, help="schemas to compile")
     parser.add_argument("--num-steps", type=int, default=200, help="steps of the masks alone")
     parser.add_argument("--mask-threads", type=int, nargs="+", help="measure masks alone with these numbers of threads")
+    parser.add_argument("--forced", action="store_true", help="only measure what forced tokens bring")
     options = parser.parse_args()
+    if options.forced:
+        undrafted = "tests.support.workers.undrafted_launcher"
+        with open_server(options) as server, open_server(options, launcher=undrafted) as other:
+            asyncio.run(measure_forced([server.address, other.address], options.streams, options.rounds))
+        return
     with open_server(options, f"scheduler.max_num_seqs={max(options.streams)}") as server:
         vocab_size = load_model_config(server.model).vocab_size
         print(f"{os.cpu_count()} cores, vocabulary of {vocab_size}, shape {options.shape or server.model.name}\n")

@@ -37,7 +37,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def open_server(options: argparse.Namespace, *settings: str) -> Iterator[OwnServer]:
+def open_server(
+    options: argparse.Namespace, *settings: str, launcher: str = "services.launch"
+) -> Iterator[OwnServer]:
     """The running server that `options` name, or one of its own with `settings`, which ends with the context."""
     if options.address is not None:
         yield OwnServer(options.address, options.model)
@@ -48,7 +50,7 @@ def open_server(options: argparse.Namespace, *settings: str) -> Iterator[OwnServ
             model = write_model(path / "model", options.shape, "stored")
             write_vocabulary(model)
             settings = (*settings, "model.load_format=dummy")
-        with running_cluster(path, f"model.path={model}", *settings, *options.set) as cluster:
+        with running_cluster(path, f"model.path={model}", *settings, *options.set, launcher=launcher) as cluster:
             yield OwnServer(cluster.address, model)
 
 

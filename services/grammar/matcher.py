@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.grammar.grammar_error import GrammarError
 from services.grammar.vocabulary import Vocabulary
@@ -100,6 +100,7 @@ class GrammarMatcher:
         self._mask_s = 0.0  # that its last mask took
         self._is_slow = False  # perhaps: one of a step whose masks took longer than they would have
         self._forced: list[int] | None = None  # see `forced_tokens`; None: not looked up since the last token
+        self._after_forced = self._matcher  # another one, which has followed these; valid while `_forced` is
 
     @property
     def is_complete(self) -> bool:
@@ -113,10 +114,27 @@ class GrammarMatcher:
 
     @property
     def forced_tokens(self) -> list[int]:
-        """The next tokens, as far as the grammar leaves no choice: the mask of each allows only this token."""
+        """The next tokens, as far as the grammar leaves no choice and a further token follows.
+
+        The mask of each allows only this token. The last token of a text is never among them: it is sampled, as the one
+        after these is.
+        """
         if self._forced is None:
-            self._forced = self._matcher.compute_ff_tokens() if self.is_running else []
+            self._forced = self._find_forced() if self.is_running else []
         return self._forced
+
+    def _find_forced(self) -> list[int]:
+        forced = self._matcher.compute_ff_tokens()
+        if not forced:
+            return forced
+        self._after_forced = self._matcher.deep_copy()
+        self._after_forced.consume_tokens(forced[:-1])
+        after_last = self._after_forced.deep_copy()
+        after_last.consume_token(forced[-1])
+        if after_last.is_stopped():  # the text is complete, or cannot be followed that far
+            return forced[:-1] if not self._after_forced.is_error() else []
+        self._after_forced = after_last
+        return forced
 
     def sync(self, output_token_ids: Sequence[int]) -> None:
         """Makes it follow exactly these tokens. Costs time for tokens that it has not consumed, as after a crash."""
@@ -139,34 +157,34 @@ class GrammarMatcher:
         self._consumed += token_ids
         self._forced = self._forced if not token_ids else None
         if self._matcher.is_error():
-            self._recover()
+            self._recover(self._matcher)
 
     def _limit_recovery(self, begin_s: float) -> None:
-        """Before `_note` or `_recover`: no lexer of its own if those of this step's other sequences took too long."""
-        if self._matcher.is_error() and time.thread_time() - begin_s > CREDIT_S:
+        """After an error, before `_recover`: no lexer of its own if those of this step's others took too long."""
+        if time.thread_time() - begin_s > CREDIT_S:
             self.remake = None
 
-    def _recover(self) -> None:
+    def _recover(self, failed: LLMatcher) -> None:
         """After an error: follows the same tokens with a lexer of its own. Sets `error` if that fails, too.
 
-        The caller charges the sequence for it.
+        The caller charges the sequence for it. `failed`: that has the error, see `_state_after`
         """
         remake, self.remake = self.remake, None
-        if remake is not None:
-            begin = time.thread_time()
-            try:
-                self._start = remake()
-            except GrammarError as error:
-                self.error = str(error)
+        if remake is None:
+            self.error = describe_error(failed)
+            return
+        begin = time.thread_time()
+        try:
+            self._start = remake()
+        except GrammarError as error:
+            self.error = str(error)
+            return
+        self._matcher, self._forced = self._start.deep_copy(), None
+        for first in range(0, len(self._consumed), FOLLOWED_AT_ONCE):
+            self._matcher.consume_tokens(self._consumed[first : first + FOLLOWED_AT_ONCE])
+            if time.thread_time() - begin > CREDIT_S:
+                self.error = f"it took more than {1e3 * CREDIT_S:.0f} ms to follow {len(self._consumed)} tokens again"
                 return
-            self._matcher, self._forced = self._start.deep_copy(), None
-            for first in range(0, len(self._consumed), FOLLOWED_AT_ONCE):
-                self._matcher.consume_tokens(self._consumed[first : first + FOLLOWED_AT_ONCE])
-                if time.thread_time() - begin > CREDIT_S:
-                    self.error = (
-                        f"it took more than {1e3 * CREDIT_S:.0f} ms to follow {len(self._consumed)} tokens again"
-                    )
-                    return
         if self._matcher.is_error():
             self.error = describe_error(self._matcher)
 
@@ -189,13 +207,18 @@ class GrammarMatcher:
             self._is_slow = True  # so that its next mask is timed alone, and ends it if it has no credit left
 
     def _fill_forced(self, masks: np.ndarray) -> None:
-        """Sets the masks of its next tokens, which are all forced."""
-        if not self.is_running:
-            return
-        assert len(masks) <= len(self.forced_tokens), "drafts of a form are its forced tokens but the last"
+        """Sets the masks of its next tokens, which are all forced. These cost nothing."""
         masks.fill(0)
         for mask, token_id in zip(masks, self.forced_tokens, strict=False):
             mask[token_id >> 5] = 1 << (token_id & 31)
+        self._credit_s = min(CREDIT_S, self._credit_s + TOKEN_S * len(masks))
+
+    def _state_after(self, num_forced: int) -> LLMatcher:
+        """What finds the tokens after so many forced ones: none, or all."""
+        if not num_forced:
+            return self._matcher
+        assert num_forced == len(self.forced_tokens), "between two forced tokens there is nothing to find"
+        return self._after_forced
 
     @staticmethod
     def consume(sampled: Sequence[tuple[GrammarMatcher, int]]) -> None:
@@ -204,7 +227,8 @@ class GrammarMatcher:
         for matcher, token_id in sampled:
             if matcher.is_running:
                 matcher._matcher.consume_token(token_id)  # 2 µs: other threads would not be faster
-                matcher._limit_recovery(begin_s)
+                if matcher._matcher.is_error():
+                    matcher._limit_recovery(begin_s)
                 matcher._note([token_id])
             times.append(time.perf_counter())
         took_s = time.thread_time() - begin_s
@@ -216,66 +240,82 @@ class GrammarMatcher:
     def fill_masks(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> None:
         """Sets the bit of every token that may come next. A matcher that does not run allows all.
 
-        A matcher may have several consecutive rows, at most as many as forced tokens: one for each of them. The
-        matchers belong to one model. Masks that will take long are found by several threads, without the interpreter
-        lock.
+        A matcher may have several consecutive rows, at most one more than forced tokens: one for each of these, and
+        then one for the token after them. The matchers belong to one model. Masks that will take long are found by
+        several threads, without the interpreter lock.
         masks: uint32 [len(matchers), num_words], contiguous; at least the matchers' `num_words`
         """
         masks.fill(_ALL)
-        running, row = list[tuple[int, GrammarMatcher]](), 0
+        rows, first = list[_Row](), 0
         for _, group in groupby(matchers, key=id):
             matcher, *more = group
-            if more:
-                matcher._fill_forced(masks[row : row + 1 + len(more)])
-            elif matcher.is_running:
-                running.append((row, matcher))
-            row += 1 + len(more)
-        _find_masks(running, masks)
-        _recover_all([(i, each) for i, each in running if each._matcher.is_error()], masks)
-        for i, each in running:
-            if each.error is not None:
-                masks[i] = _ALL
-        if endless := [i for i, each in running if not each._may_end and each.error is None]:
-            _forbid_eos(masks, endless, running[0][1]._eos_token_ids)
+            last = first + len(more)
+            if matcher.is_running:
+                num_forced = min(len(more) + 1, len(matcher.forced_tokens)) if more else 0
+                matcher._fill_forced(masks[first : first + num_forced])
+                if num_forced == len(more):
+                    rows.append(_Row(last, matcher, matcher._state_after(num_forced)))
+                assert num_forced >= len(more), "drafts of a form are its forced tokens"
+            first = last + 1
+        _find_masks(rows, masks)
+        _recover_all([row for row in rows if row.state.is_error()], masks)
+        for row in rows:
+            if row.matcher.error is not None:
+                masks[row.index] = _ALL
+        if endless := [row.index for row in rows if not row.matcher._may_end and row.matcher.error is None]:
+            _forbid_eos(masks, endless, rows[0].matcher._eos_token_ids)
 
 
-def _recover_all(failed: list[tuple[int, GrammarMatcher]], masks: np.ndarray) -> None:
+class _Row(NamedTuple):
+    """A mask that must be found."""
+
+    index: int
+    matcher: GrammarMatcher
+    state: LLMatcher  # the matcher's own, or that after its forced tokens
+
+
+def _recover_all(failed: list[_Row], masks: np.ndarray) -> None:
     """Finds the masks of matchers that have failed with lexers of their own, and charges each for its own."""
     begin_s = time.thread_time() if failed else 0.0
-    for i, each in failed:
+    for index, each, state in failed:
         recovery_s = time.thread_time()
+        num_forced = len(each.forced_tokens) if state is each._after_forced else 0
         each._limit_recovery(begin_s)
-        each._recover()
+        each._recover(state)
         each._credit_s -= time.thread_time() - recovery_s
+        if each.is_running and num_forced and len(each.forced_tokens) != num_forced:
+            each.error = describe_error(state)  # it cannot be followed that far
         if each.is_running:
-            _find_masks([(i, each)], masks)
-            each._note([])
+            again = _Row(index, each, each._state_after(num_forced))
+            _find_masks([again], masks)
+            if again.state.is_error():
+                each._recover(again.state)
 
 
-def _find_masks(running: list[tuple[int, GrammarMatcher]], masks: np.ndarray) -> None:
+def _find_masks(rows: list[_Row], masks: np.ndarray) -> None:
     """Has llguidance write the masks of matchers, each into its row of `masks`, and charges them for the time."""
-    alone, threads = running, running[0][1]._threads if running else None
-    together = [(i, each) for i, each in running if not each._is_slow]
-    if threads is not None and len(together) > 1 and sum(each._mask_s for _, each in together) > PARALLEL_S:
-        alone = [(i, each) for i, each in running if each._is_slow]
+    alone, threads = rows, rows[0].matcher._threads if rows else None
+    together = [row for row in rows if not row.matcher._is_slow]
+    if threads is not None and len(together) > 1 and sum(row.matcher._mask_s for row in together) > PARALLEL_S:
+        alone = [row for row in rows if row.matcher._is_slow]
         _find_together(together, masks, threads)
-    for i, each in alone:
+    for index, matcher, state in alone:
         begin = time.thread_time()
-        each._matcher.unsafe_compute_mask_ptr(masks.ctypes.data + i * masks.strides[0], masks.strides[0])
-        each._charge(time.thread_time() - begin)
+        state.unsafe_compute_mask_ptr(masks.ctypes.data + index * masks.strides[0], masks.strides[0])
+        matcher._charge(time.thread_time() - begin)
 
 
-def _find_together(matchers: list[tuple[int, GrammarMatcher]], masks: np.ndarray, threads: MaskThreads) -> None:
+def _find_together(rows: list[_Row], masks: np.ndarray, threads: MaskThreads) -> None:
     """One call for many masks, whose own times stay unknown. If it takes too long, each is timed in the next step."""
-    expected_s = sum(each._mask_s for _, each in matchers) / threads.num_threads
-    rows = [(each._matcher, i) for i, each in matchers]
+    expected_s = sum(row.matcher._mask_s for row in rows) / threads.num_threads
+    states = [(row.state, row.index) for row in rows]
     begin = time.monotonic()
-    threads.executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+    threads.executor.unsafe_compute_mask_ptr(states, masks.ctypes.data, masks.strides[0], len(masks))
     took_s = time.monotonic() - begin
-    mask_s = took_s * threads.num_threads / len(matchers)
+    mask_s = took_s * threads.num_threads / len(rows)
     is_slow = mask_s > TOKEN_S or took_s > max(TOKEN_S, 2 * expected_s)
-    for _, each in matchers:
-        each._mask_s, each._is_slow = mask_s, is_slow
+    for row in rows:
+        row.matcher._mask_s, row.matcher._is_slow = mask_s, is_slow
 
 
 def _forbid_eos(masks: np.ndarray, rows: Sequence[int], eos_token_ids: Sequence[int]) -> None:

@@ -31,7 +31,8 @@ class SequenceFeature:
     ignores_prefix_cache: bool = False
     # Whether draft tokens of it can be verified.
     allows_drafts: bool = True
-    # Whether it knows some next tokens for certain: `forced_token_ids`. Then these are its only draft tokens.
+    # Whether it knows some next tokens for certain: `forced_token_ids`. Then these are its only draft tokens, which it
+    # also has in a server without speculation, and the scheduler plans it by itself.
     forces_tokens: bool = False
 
     def prepare(self) -> Awaitable[None] | None:
@@ -71,7 +72,7 @@ class SequenceFeature:
 
     @property
     def forced_token_ids(self) -> SequenceOf[int]:
-        """The next tokens, as far as there is no choice."""
+        """The next tokens, as far as there is no choice. A further token follows them."""
         return ()
 
     def vocabulary_tokens(self, token_ids: SequenceOf[int]) -> SequenceOf[int]:

@@ -19,7 +19,9 @@ class EagerDrafting(Drafting, ABC):
 
     looks_at_each: ClassVar[bool] = True
 
-    def waits_for(self, step: RunningStep, running: Sequence[EngineSequence], max_num_drafts: int) -> bool:
+    def waits_for(
+        self, step: RunningStep, running: Sequence[EngineSequence], num_rows: int, max_num_drafts: int
+    ) -> bool:
         return True
 
     def propose(self, sequence: EngineSequence, session: Session, step: PlanBuilder) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.features.drafting.measured_drafting import ForcedTokens
+from services.dense_worker.features.drafting.acceptance import Acceptance
+from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
 from services.grammar.matcher import GrammarMatcher
 from tests.support.dense.forms import Forms, allowed, make_vocabulary
 from tests.support.dense.sequences import with_grammar
@@ -85,24 +86,25 @@ def test_rows_of_drafts_have_the_masks_that_are_found_one_by_one(forms: Forms) -
     drafting, other, alone = matcher(), matcher(), matcher()
     first = forms.tokens("a")[0]
     GrammarMatcher.consume([(drafting, first), (alone, first)])
-    forced = ForcedTokens(with_grammar(drafting))
+    forced = ForcedTokens(with_grammar(drafting), Acceptance())
     drafts = forced.draft(7)
-    assert drafts == forms.tokens("bcde") and len(forced.chances(7)) == 4
+    assert drafts == forms.tokens("bcdef") and len(forced.chances(7)) == 5
     assert forced.draft(2) == forms.tokens("bc") and forced.chances(2) == [1.0, 1.0]
-    masks = np.empty((7, drafting.num_words), dtype=np.uint32)
-    GrammarMatcher.fill_masks([other, *[drafting] * 5, alone], masks)
-    for row, token_id in enumerate(forms.tokens("bcdef"), start=1):
+    masks = np.empty((8, drafting.num_words), dtype=np.uint32)
+    GrammarMatcher.fill_masks([other, *[drafting] * 6, alone], masks)
+    assert (masks[7] == masks[1]).all(), "the row of another sequence"
+    for row, token_id in enumerate([*forms.tokens("bcdef"), None], start=1):
         expected = np.empty((1, alone.num_words), dtype=np.uint32)
         GrammarMatcher.fill_masks([alone], expected)
         assert (masks[row] == expected[0]).all()
-        GrammarMatcher.consume([(alone, token_id)])
-    assert (masks[6] == masks[1]).all(), "the row of another sequence"
+        if token_id is not None:
+            GrammarMatcher.consume([(alone, token_id)])
     assert drafting.forced_tokens == forms.tokens("bcdef"), "finding masks moves nothing"
 
 
 def test_a_matcher_that_is_moved_back_has_other_forced_tokens(forms: Forms) -> None:
-    matcher = forms.matcher(StructuredOutput(Constraint.REGEX, "abc|xyz"))
-    forced = ForcedTokens(with_grammar(matcher))
+    matcher = forms.matcher(StructuredOutput(Constraint.REGEX, "(abc|xyz)!?"))
+    forced = ForcedTokens(with_grammar(matcher), Acceptance())
     assert matcher.forced_tokens == [] and forced.draft(3) == [] == forced.chances(3)
     matcher.sync(forms.tokens("a"))
     assert matcher.forced_tokens == forms.tokens("bc")

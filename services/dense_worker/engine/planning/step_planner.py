@@ -74,7 +74,8 @@ class StepPlanner:
         if is_shared and self._has_too_many(rows, decodes, prefills, step.num_tokens):
             rows, decodes = self._limit_decodes(rows, decodes, prefills, step.num_tokens)
         has_prompts = bool(prefills or session.to_fork)
-        self._drafting.begin_step(decodes, 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows)
+        most = 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows
+        self._drafting.begin_step(decodes, len(rows), most)
         self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
         self._plan_prefills(step, prefills, is_shared=is_shared)
         return step

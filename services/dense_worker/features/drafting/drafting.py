@@ -23,24 +23,30 @@ if TYPE_CHECKING:
 
 
 class Drafting:
-    """No step has drafts: this is a server without speculation. Subclasses have some. An `EngineObserver`."""
+    """No step has drafts. Subclasses have some. An `EngineObserver`."""
 
     looks_at_each: ClassVar[bool] = False  # whether all sequences are planned one by one, also those without drafts
 
     def __init__(self) -> None:
         self.counts = DraftCounts()  # of what steps have verified
 
-    def waits_for(self, step: RunningStep, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+    def waits_for(
+        self, step: RunningStep, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int
+    ) -> bool:
         """Whether the next step is planned only when this one, which is under way, has ended.
 
         Asked once for each step, before it is collected; may ask for something to be done after the step.
 
+        running: the sequences that are planned one by one; num_rows: number of the others, which get no drafts;
         max_num_drafts: that the next step may have
         """
         return False
 
-    def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
-        """A step is planned now, with a token for each of these sequences, and at most so many drafts."""
+    def begin_step(self, decodes: SequenceOf[Sequence], num_rows: int, max_num_drafts: int) -> None:
+        """A step is planned now, with a token for each of these sequences and rows, and at most so many drafts.
+
+        num_rows: number of sequences that are not planned one by one
+        """
 
     def propose(self, sequence: Sequence, session: Session, step: PlanBuilder) -> tuple[int, ...]:
         """The drafts that follow the last tokens of a sequence in the step that is being planned."""

@@ -21,6 +21,7 @@ from services.dense_worker.features.drafting.eagle.load_eagle import (
     load_eagle_head,
     make_eagle_model,
 )
+from services.dense_worker.features.drafting.forced_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import MAX_LATE_TOKENS
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.medusa.device_heads import DeviceHeads
@@ -103,8 +104,8 @@ def _ngram(section: SchedulerSection) -> MakeDrafter:
 
 
 def make_drafting(section: SchedulerSection, drafter: Drafter | None) -> Drafting:
-    """What decides when steps have this drafter's tokens; None: they have none."""
-    if drafter is None:
-        return Drafting()
+    """What decides when steps have this drafter's tokens; None: they have only those that grammars force."""
     costs = StepCosts(section.max_num_seqs, section.max_num_batched_tokens)
+    if drafter is None:
+        return ForcedDrafting(costs)
     return MeasuredDrafting(drafter, section.num_speculative_tokens, costs)

@@ -16,21 +16,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import Session
+from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.device_predictor import DevicePredictor
 from services.dense_worker.features.drafting.drafter import Drafter, Predictor
 from services.dense_worker.features.drafting.drafting import Drafting
+from services.dense_worker.features.drafting.forced_tokens import MAX_FORCED, ForcedTokens
 from services.dense_worker.features.drafting.room import may_have_drafts, room_for_drafts
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.drafting.time_budget import TimeBudget
-from services.dense_worker.features.sequence_feature import SequenceFeature
 
 if TYPE_CHECKING:
     from services.dense_worker.runner.model_runner import RunningStep
@@ -46,12 +46,13 @@ class MeasuredDrafting(Drafting):
     looks_at_each: ClassVar[bool] = True
 
     def __init__(self, drafter: Drafter, num_drafts: int, costs: StepCosts) -> None:
-        """num_drafts: most drafts of a sequence in a step"""
+        """num_drafts: most drafts of a sequence in a step, if they are not forced"""
         super().__init__()
         self._drafter = drafter
         self._num_drafts = num_drafts
         self._costs = costs
         self._predictors: dict[Sequence, Predictor] = {}  # of sequences that may have drafts
+        self._forced = Acceptance()  # how many tokens are forced at a time
         self._allotted: dict[int, int] = {}  # number of drafts in the step being planned, by seq_id
         self._has_drafts = False  # whether the newest plan has drafts
         self._budget = TimeBudget()
@@ -62,19 +63,21 @@ class MeasuredDrafting(Drafting):
         self._request: DraftRequest | None = None  # of the step under way, if something is drafted after it
         self._requested_for: SequenceOf[Sequence] = ()  # the sequences that ran when it was made
 
-    def waits_for(self, step: RunningStep, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+    def waits_for(
+        self, step: RunningStep, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int
+    ) -> bool:
         """Whether a token promises to take less time if the next step is planned later, with drafts.
 
         Then, and now and then as a trial, the device drafts after the step.
         """
-        self._is_held_back = self._has_drafts or self._promises_gain(running, max_num_drafts)
+        self._is_held_back = self._has_drafts or self._promises_gain(running, num_rows, max_num_drafts)
         self._request = self._make_request(running)
         if self._request is not None:
             self._requested_for = tuple(running)
             step.follow_with(self._request)
         return self._is_held_back
 
-    def _promises_gain(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+    def _promises_gain(self, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int) -> bool:
         if max_num_drafts <= 0 or self._budget.is_spent:
             return False
         begin_s, decodes = time.thread_time(), []
@@ -84,15 +87,16 @@ class MeasuredDrafting(Drafting):
                 return False  # the next step computes a prompt
             if num_remaining == 1:
                 decodes.append(sequence)
-        ahead_s = self._costs.cost(len(decodes), is_ahead=True) if decodes else None
+        num_seqs = num_rows + len(decodes)
+        ahead_s = self._costs.cost(num_seqs, is_ahead=True) if decodes else None
         if ahead_s is None:
             return False
         savings = []
         for sequence in decodes:
             if (predictor := self._follow(sequence)) is not None:
-                savings += _savings(predictor.next_chances(self._num_drafts))
+                savings += _savings(predictor.next_chances(self._most_of(predictor)))
         savings.sort(reverse=True)
-        num_drafts, time_s = self._choose(len(decodes), savings, max_num_drafts, ahead_s, is_careful=False)
+        num_drafts, time_s = self._choose(num_seqs, savings, max_num_drafts, ahead_s, is_careful=False)
         self._budget.spend(time.thread_time() - begin_s)
         return num_drafts > 0 and MIN_GAIN * time_s < ahead_s and not self._budget.is_spent
 
@@ -119,7 +123,7 @@ class MeasuredDrafting(Drafting):
                 predictor.take(token_ids)
         self._requested_for = ()
 
-    def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
+    def begin_step(self, decodes: SequenceOf[Sequence], num_rows: int, max_num_drafts: int) -> None:
         """Divides the drafts of a step among its sequences."""
         self._has_drafts = False
         self._allotted.clear()
@@ -130,13 +134,15 @@ class MeasuredDrafting(Drafting):
         savings = []
         for sequence in decodes:
             if (predictor := self._follow(sequence)) is not None:
-                savings += [(saved, sequence.seq_id) for saved in _savings(predictor.chances(self._num_drafts))]
+                chances = predictor.chances(self._most_of(predictor))
+                savings += [(saved, sequence.seq_id) for saved in _savings(chances)]
         savings.sort(key=lambda each: -each[0])
-        ahead_s = self._costs.cost(len(decodes), is_ahead=True) if savings else None
+        num_seqs = num_rows + len(decodes)
+        ahead_s = self._costs.cost(num_seqs, is_ahead=True) if savings else None
         if ahead_s is None:
             return
         falling = [saved for saved, _ in savings]
-        num_drafts, _ = self._choose(len(decodes), falling, max_num_drafts, ahead_s, is_careful=True)
+        num_drafts, _ = self._choose(num_seqs, falling, max_num_drafts, ahead_s, is_careful=True)
         for _, seq_id in savings[:num_drafts]:
             self._allotted[seq_id] = self._allotted.get(seq_id, 0) + 1
 
@@ -193,10 +199,17 @@ class MeasuredDrafting(Drafting):
             if not may_have_drafts(sequence):
                 return None
             forced_by = sequence.forced_by
-            predictor = self._drafter.begin(sequence) if forced_by is None else ForcedTokens(forced_by)
+            if forced_by is None:
+                predictor = self._drafter.begin(sequence)
+            else:
+                predictor = ForcedTokens(forced_by, self._forced.begin())
             self._predictors[sequence] = predictor
         predictor.follow(sequence.output_token_ids)
         return predictor
+
+    def _most_of(self, predictor: Predictor) -> int:
+        """Most drafts of a sequence in a step."""
+        return MAX_FORCED if isinstance(predictor, ForcedTokens) else self._num_drafts
 
     def _choose(
         self, num_seqs: int, savings: SequenceOf[float], max_num_drafts: int, ahead_s: float, *, is_careful: bool
@@ -222,32 +235,6 @@ class MeasuredDrafting(Drafting):
             if measured_s is None and is_careful:
                 break
         return best
-
-
-@dataclass(frozen=True, slots=True)
-class ForcedTokens:
-    """The `Predictor` of a sequence of which some next tokens are certain, as where a grammar leaves no choice.
-
-    The last forced token is no draft, but what the step samples after the drafts. So every row of a step has a forced
-    token.
-    """
-
-    feature: SequenceFeature  # that forces them
-
-    def follow(self, output_token_ids: list[int]) -> None:
-        """The feature follows by itself."""
-
-    def chances(self, num_tokens: int) -> list[float]:
-        """1 for each of the next forced tokens but the last."""
-        return [1.0] * min(num_tokens, len(self.feature.forced_token_ids) - 1)
-
-    def next_chances(self, num_tokens: int) -> list[float]:
-        """The same for the tokens after the next one, which is being computed."""
-        return self.chances(1 + num_tokens)[1:]
-
-    def draft(self, num_tokens: int) -> list[int]:
-        """The next tokens, at most `num_tokens`."""
-        return list(self.feature.forced_token_ids[:-1][:num_tokens])
 
 
 def _savings(chances: SequenceOf[float]) -> list[float]:

@@ -21,8 +21,7 @@ def may_have_drafts(sequence: Sequence) -> bool:
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
     """The number of drafts that a step may have after a sequence's remaining tokens; 0 or less: none.
 
-    Drafts never take budget or blocks from other sequences. Where tokens are forced there are as many as these, less
-    one.
+    Drafts never take budget or blocks from other sequences. Where tokens are forced there are as many as these.
     """
     if sequence.num_pending_tokens or not may_have_drafts(sequence):
         return 0
@@ -33,7 +32,7 @@ def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> 
     forced_by = sequence.forced_by
     num_forced = step.num_tokens if forced_by is None else len(forced_by.forced_token_ids)
     return min(
-        num_forced - 1,
+        num_forced,
         sequence.spec.max_tokens - len(sequence.output_token_ids) - 1,
         step.num_tokens - num_remaining - num_others,
         step.num_logits - 1 - num_others,

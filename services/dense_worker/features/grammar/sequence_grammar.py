@@ -29,7 +29,7 @@ class SequenceGrammar(SequenceFeature):
 
     @property
     def forced_token_ids(self) -> SequenceOf[int]:
-        """Those that the grammar leaves no choice for."""
+        """Those that the grammar leaves no choice for, but the last of a text."""
         return self.matcher.forced_tokens
 
     async def prepare(self) -> None:

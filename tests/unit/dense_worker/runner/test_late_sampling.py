@@ -14,7 +14,8 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.features.drafting.measured_drafting import ForcedTokens
+from services.dense_worker.features.drafting.acceptance import Acceptance
+from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
@@ -143,7 +144,7 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
         runner.open(make_state(1, (5, 6), 2, SamplingParams(**options), features=[with_grammar(grammar)]))
         while not grammar.is_complete:
             num_steps += 1
-            drafts = tuple(ForcedTokens(with_grammar(grammar)).draft(num_drafts))
+            drafts = tuple(ForcedTokens(with_grammar(grammar), Acceptance()).draft(num_drafts))
             num_tokens = len(token_ids) - position + len(drafts)
             plan = plan_of(num_steps, PlanEntry(1, position, num_tokens, 1 + len(drafts), drafts))
             [accepted] = runner.launch(plan, CHANNEL).collect().token_ids.rows()

@@ -288,7 +288,7 @@ def test_if_the_computing_answer_is_cancelled_the_others_get_their_tokens(num_st
 class CautiousDrafting(EagerDrafting):
     """Waits for drafts whenever the next step may have some, but never has any."""
 
-    def waits_for(self, step: Any, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+    def waits_for(self, step: Any, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int) -> bool:
         return max_num_drafts > 0
 
     def draft(self, sequence: Sequence, max_num_tokens: int) -> list[int]:

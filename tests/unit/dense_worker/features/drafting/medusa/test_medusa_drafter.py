@@ -17,7 +17,8 @@ from services.dense_worker.engine.session import PublishedPlan
 from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.device_predictor import TRIAL_STEPS, DevicePredictor
-from services.dense_worker.features.drafting.measured_drafting import ForcedTokens, MeasuredDrafting
+from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
+from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.medusa.medusa_drafter import MedusaDrafter
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.runner.step_hook import FollowUp
@@ -198,7 +199,7 @@ def test_sequences_that_may_have_no_drafts_use_none(monkeypatch: pytest.MonkeyPa
 def test_heads_do_not_run_for_drafts_that_a_form_forces() -> None:
     """A step is held back for those, too, but no running sequence could use what the heads draft."""
     drafter, matcher = MedusaDrafter(NO_DEVICE, NUM_HEADS), NO_DEVICE
-    formed, free = ForcedTokens(matcher), DevicePredictor(Acceptance(), NUM_HEADS, 0)
+    formed, free = ForcedTokens(matcher, Acceptance()), DevicePredictor(Acceptance(), NUM_HEADS, 0)
     assert not any(drafter.request([formed], is_held_back=True) for _ in range(3 * TRIAL_STEPS))
     requests = [drafter.request([formed, free], is_held_back=False) for _ in range(3 * TRIAL_STEPS)]
     assert sum(request is not None for request in requests) == 3

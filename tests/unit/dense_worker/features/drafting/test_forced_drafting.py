@@ -1,0 +1,141 @@
+"""Without speculation: steps have the tokens that a form forces, where that takes less time, and no plain sequence
+notices it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.features.drafting.drafting import Drafting
+from services.dense_worker.features.drafting.forced_drafting import ForcedDrafting
+from services.dense_worker.features.drafting.forced_tokens import MAX_FORCED
+from services.dense_worker.features.drafting.step_costs import StepCosts
+from services.dense_worker.features.sequence_feature import SequenceFeature
+from tests.support.examples import examples
+from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence, next_token, requests
+from tests.unit.dense_worker.features.drafting.test_measured_drafting import COSTS, FreeSteps, TimedCluster
+
+
+class Form(SequenceFeature):
+    """Of each `period` output tokens, the model chooses the first one and the form forces the others."""
+
+    forces_tokens = True
+
+    def __init__(self, sequence: Sequence, period: int) -> None:
+        self._sequence, self._period = sequence, period
+        sequence.features = (*sequence.features, self)
+
+    @property
+    def forced_token_ids(self) -> list[int]:
+        sequence, forced = self._sequence, list[int]()
+        for number in range(len(sequence.output_token_ids), sequence.spec.max_tokens - 1):
+            if number % self._period == 0:
+                break
+            forced.append(next_token(sequence.seq_id, sequence.num_prompt_tokens + number))
+        return forced
+
+
+def make_drafting() -> ForcedDrafting:
+    return ForcedDrafting(StepCosts(32, 64))
+
+
+def run(drafting: Drafting, costs: str, periods: list[int | None], num_answers: int = 8) -> TimedCluster:
+    """Answers of 60 tokens, with forms or without one, as many at a time as there are periods."""
+    cluster = TimedCluster(drafting, *COSTS[costs])
+    sequences = []
+    for seq_id in range(1, 1 + num_answers):
+        sequences.append(make_sequence(seq_id, 4, 60))
+        if (period := periods[seq_id % len(periods)]) is not None:
+            Form(sequences[-1], period)
+        cluster.scheduler.add(sequences[-1])
+        while cluster.scheduler.num_running + cluster.scheduler.num_waiting >= len(periods):
+            cluster.step()
+    cluster.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
+    return cluster
+
+
+def test_plans_without_a_form_are_those_of_a_server_that_drafts_nothing() -> None:
+    drafting = make_drafting()
+    found, expected = (run(each, "gpu", [None, None, None]) for each in (drafting, Drafting()))
+    assert found.plans == expected.plans and found.time_s == expected.time_s
+    assert not drafting._costs._costs, "and nothing is measured"
+
+
+@pytest.mark.parametrize(("period", "gain"), [(2, 1.4), (4, 2.3), (12, 4.0)])
+def test_forced_tokens_take_no_step_of_their_own(period: int, gain: float) -> None:
+    found, expected = (run(each, "gpu", [period]) for each in (make_drafting(), Drafting()))
+    assert expected.time_s > gain * found.time_s
+    assert found.counts.num_draft_tokens == found.counts.num_accepted_tokens
+    most = max(len(entry.draft_token_ids) for plan in found.plans for entry in plan.entries)
+    assert most == min(period - 1, MAX_FORCED)
+
+
+@pytest.mark.parametrize("periods", [[1], [1, None, 1, None], [2, None, None, 3]])
+@pytest.mark.parametrize("costs", COSTS)
+def test_answers_take_at_most_3_percent_longer(costs: str, periods: list[int | None]) -> None:
+    """Where nothing is forced, or tokens cost too much."""
+    drafting = make_drafting()
+    run(drafting, costs, periods, 4)  # it learns the costs of steps once
+    assert run(drafting, costs, periods).time_s <= 1.03 * run(Drafting(), costs, periods).time_s
+
+
+def test_streams_without_a_form_keep_their_rows_beside_those_with_one() -> None:
+    cluster = TimedCluster(make_drafting(), *COSTS["gpu"])
+    plain, formed = make_sequence(1, 4, 60), make_sequence(2, 4, 60)
+    Form(formed, 4)
+    for sequence in (plain, formed):
+        cluster.scheduler.add(sequence)
+    for _ in range(20):
+        cluster.step()
+        assert formed.slot is None
+    assert plain.slot is not None
+    cluster.run_until_idle()
+    assert [each.output_token_ids for each in (plain, formed)] == [expected_output(plain), expected_output(formed)]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    requests,
+    st.lists(st.sampled_from([None, 1, 2, 5]), min_size=14, max_size=14),
+    st.integers(16, 40),
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.sets(st.integers(1, 40), max_size=3),
+)
+def test_every_sequence_gets_its_tokens(
+    arrivals: list[tuple[int, int, bool, int, int | None]],
+    periods: list[int | None],
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    resets: set[int],
+) -> None:
+    """With preemptions, new attachments and cancelled sequences, where drafts always pay."""
+    budget = max(budget, max_num_seqs)
+    drafting = ForcedDrafting(FreeSteps(max_num_seqs, budget))
+    cluster = TimedCluster(drafting, 0.1, 0.1, num_blocks=num_blocks)
+    sequences: list[Sequence] = []
+    num_steps = 0
+    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
+        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
+        if (period := periods[seq_id - 1]) is not None:
+            Form(sequences[-1], period)
+        cluster.scheduler.add(sequences[-1])
+        for number in range(gap):
+            num_steps += 1
+            if num_steps in resets:
+                cluster.attach_again()
+            if number == cancel_after:
+                cluster.scheduler.cancel(seq_id)
+            cluster.step()
+    cluster.run_until_idle()
+    assert not drafting._predictors, "it keeps nothing of sequences that have ended"
+    finished = {output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None}
+    for sequence in sequences:
+        expected = expected_output(sequence)
+        assert sequence.output_token_ids == expected[: len(sequence.output_token_ids)]
+        assert sequence.seq_id not in finished or sequence.output_token_ids == expected
