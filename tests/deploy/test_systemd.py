@@ -101,9 +101,9 @@ def test_what_the_server_keeps_lies_where_the_unit_may_write() -> None:
 
 def test_the_launcher_tells_when_it_serves_lives_and_stops(systemd: Systemd, tmp_path: Path) -> None:
     http_address = f"127.0.0.1:{free_port()}"
-    environment = [f"NOTIFY_SOCKET={systemd.address}", f"WATCHDOG_USEC={int(WATCHDOG_S * 1e6)}"]
+    environment = os.environ | {"NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))}
     settings = [f"gateway.http_address={http_address}", ONE_LAYER, "model.name=mine"]
-    with running_cluster(tmp_path, *settings, wrapper=("env", *environment)):
+    with running_cluster(tmp_path, *settings, env=environment, is_warm=True):
         assert systemd.receive() == "READY=1\nSTATUS=serving mine"
         with urllib.request.urlopen(f"http://{http_address}/ready", timeout=TIMEOUT_S) as answer:
             assert answer.status == 200

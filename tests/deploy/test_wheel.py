@@ -110,9 +110,9 @@ def test_the_installed_command_serves_in_a_directory_with_other_packages(environ
     settings = [f"gateway.address={address}", f"gateway.http_address={http_address}", *NO_STANDBYS]
     command = [str(environment / "twostroke"), "serve", *(word for each in settings for word in ("--set", each))]
     log_file = tmp_path / "log"
-    with log_file.open("wb") as log:
+    with log_file.open("wb") as log, (tmp_path / "stdout").open("wb") as stdout:
         clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-        server = subprocess.Popen(command, cwd=tmp_path, stderr=log, env=clean, start_new_session=True)
+        server = subprocess.Popen(command, cwd=tmp_path, stdout=stdout, stderr=log, env=clean, start_new_session=True)
     try:
         wait_ready(server, http_address, log_file)
         assert completion(http_address) == ANSWER
@@ -124,6 +124,7 @@ def test_the_installed_command_serves_in_a_directory_with_other_packages(environ
         flags = ("--address", address, "--num-prompts", "3", "--input-len", "8", "--output-len", "4")
         bench = run(environment, "bench", *flags, cwd=tmp_path)
         assert bench.returncode == 0 and "TTFT" in bench.stdout, bench.stderr
+        assert not (tmp_path / "stdout").read_bytes(), "that is for answers"
         assert f"one answer: twostroke chat --address {address} " in log_file.read_text()
     finally:
         server.send_signal(signal.SIGINT)

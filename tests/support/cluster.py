@@ -170,15 +170,16 @@ def running_cluster(
     directory: Path,
     *overrides: str,
     wrapper: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
     is_warm: bool = False,
     launcher: str = "services.launch",
 ) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
-    `wrapper` is a command that executes the next one in its own process, such as `unshare`. With `is_warm` the
-    processes are forked from `tests.support.warm_server`, for tests that measure neither start time nor all memory of a
-    process; how much it grows is the same. `launcher` is the module that starts all others. There are no standbys
-    unless `overrides` ask for them.
+    `wrapper` is a command that executes the next one in its own process, such as `unshare`. `env` is the whole
+    environment, by default ours. With `is_warm` the processes are forked from `tests.support.warm_server`, for tests
+    that measure neither start time nor all memory of a process; how much it grows is the same. `launcher` is the module
+    that starts all others. There are no standbys unless `overrides` ask for them.
     """
     regions_before = stale_regions()
     command = [sys.executable, "-m", launcher]
@@ -190,9 +191,9 @@ def running_cluster(
     log_file = directory / "log"
     with log_file.open("w") as log:
         if is_warm:
-            process = WarmProcess(warm_server(), command, stderr=log.fileno(), wrapper=wrapper)
+            process = WarmProcess(warm_server(), command, stderr=log.fileno(), env=env, wrapper=wrapper)
         else:
-            process = subprocess.Popen([*wrapper, *command], cwd=REPOSITORY, stderr=log, text=True)
+            process = subprocess.Popen([*wrapper, *command], cwd=REPOSITORY, stderr=log, env=env, text=True)
     cluster = Cluster(process, directory, log_file, settings)
     try:
         wait_for_log(process, log_file, "Serving ")

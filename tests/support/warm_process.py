@@ -176,11 +176,13 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def run_warm(*arguments: str, timeout_s: float = RUN_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def run_warm(
+    *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = RUN_TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     """Runs `python -m ARGUMENTS...` to its end; returns the same as `subprocess.run`."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         command = [sys.executable, "-m", *arguments]
-        process = WarmProcess(warm_server(), command, stdout=stdout.fileno(), stderr=stderr.fileno())
+        process = WarmProcess(warm_server(), command, stdout=stdout.fileno(), stderr=stderr.fileno(), env=env)
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:

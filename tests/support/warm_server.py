@@ -46,6 +46,7 @@ with importing():
 
 from tests.support.warm_process import MAX_MESSAGE_BYTES, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
+LAUNCHERS = ("services.launch", "services.console", "tests.support.workers.hub_user")  # modules that start services
 MAX_FILES = 1024
 MAX_PASSED_FILES = 8  # beside the standard streams, namespaces too
 
@@ -54,7 +55,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     while True:
         become_next(connection)
-        if sys.argv[0] != "services.launch":
+        if sys.argv[0] not in LAUNCHERS:
             break
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():

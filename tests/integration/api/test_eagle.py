@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import REPOSITORY
 from tests.support.dense.eagle_head import config_of, random_head, write_head
 from tests.support.plain_services import PlainServices, plain_services
 from tests.support.reference import VOCAB_SIZE, make_served_model, random_prompts, reference_tokens
+from tests.support.warm_process import run_warm
 
 MAX_ROUNDS = 8  # until enough requests run at once: on a busy machine some come late
 MODULES = {"dense_worker": "tests.support.workers.speculating_dense_worker"}
@@ -87,7 +85,6 @@ def test_a_head_that_does_not_fit_ends_the_start_with_the_reason(tmp_path: Path)
         "scheduler.speculation=eagle3",
         f"scheduler.speculation_model={tmp_path / 'head'}",
     )
-    command = [sys.executable, "-m", "services.dense_worker", *(part for each in settings for part in ("--set", each))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=REPOSITORY)
+    ended = run_warm("services.dense_worker", *(part for each in settings for part in ("--set", each)))
     assert ended.returncode == 1
     assert f"{tmp_path / 'head'}/config.json has hidden_size 64, the model's is 256" in ended.stderr

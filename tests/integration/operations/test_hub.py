@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, free_port
+from tests.support.cluster import free_port
 from tests.support.hub import COMMIT, TOKEN, Hub, Repository
+from tests.support.warm_process import run_warm
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
-PRINT_PATH = "import sys; from services.launch.arguments import parse_args; c = parse_args(sys.argv[1:])[0].model; "
-PRINT_PATH += "print(c.path); print(c.name)"
 MODEL_FILES = {name: (EMBEDDED_MODEL / name).read_bytes() for name in FILES}
 WEIGHTS = "model.safetensors"
 CHUNK_BYTES = 10 * 2**20  # that huggingface_hub writes at once; what it has of the next one is lost when all breaks
@@ -28,22 +27,15 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def run(hub: Hub, directory: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(hub: Hub, directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env=kept | {"HF_HOME": str(directory / "hf"), "HF_ENDPOINT": hub.address} | environment,
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-        check=False,
-    )
+    environment = kept | {"HF_HOME": str(directory / "hf"), "HF_ENDPOINT": hub.address} | environment
+    return run_warm("tests.support.workers.hub_user", *arguments, env=environment)
 
 
 def fetch(hub: Hub, directory: Path, *arguments: str, **environment: str) -> Path:
     """Downloads and returns the directory."""
-    done = run(hub, directory, "-c", PRINT_PATH, *arguments, **environment)
+    done = run(hub, directory, "path", *arguments, **environment)
     assert done.returncode == 0, done.stderr
     path, name = done.stdout.splitlines()
     assert name == arguments[0]
@@ -52,7 +44,7 @@ def fetch(hub: Hub, directory: Path, *arguments: str, **environment: str) -> Pat
 
 def refused(hub: Hub, directory: Path, *arguments: str, **environment: str) -> str:
     """The last line of standard error of a download that fails."""
-    done = run(hub, directory, "-c", PRINT_PATH, *arguments, **environment)
+    done = run(hub, directory, "path", *arguments, **environment)
     assert done.returncode == 1 and not done.stdout, done.stderr
     assert "Traceback" not in done.stderr
     line = done.stderr.splitlines()[-1]
@@ -65,7 +57,7 @@ def test_a_model_is_served_by_its_name(hub: Hub, tmp_path: Path) -> None:
         "original/other.safetensors": b"not wanted",
         "pytorch_model.bin": b"nor this",
     }
-    command = ["-m", "services.console", "serve", "org/tiny", "--prompt", "San Francisco is a", "--max-tokens", "7"]
+    command = ["services.console", "serve", "org/tiny", "--prompt", "San Francisco is a", "--max-tokens", "7"]
     done = run(hub, tmp_path, *command)
     assert (done.stdout, done.returncode) == (" city in Northern California that is known\n", 0), done.stderr
     assert len(hub.downloads(WEIGHTS)) == 1
@@ -141,17 +133,16 @@ def test_a_cache_that_cannot_be_written_is_named(hub: Hub, tmp_path: Path) -> No
 
 
 def test_nothing_is_downloaded_for_a_config_that_is_wrong(hub: Hub, tmp_path: Path) -> None:
-    done = run(hub, tmp_path, "-c", PRINT_PATH, "org/tiny", "--max-num-seqs", "0")
+    done = run(hub, tmp_path, "path", "org/tiny", "--max-num-seqs", "0")
     assert done.returncode == 1 and "scheduler.max_num_seqs = 0" in done.stderr
-    done = run(hub, tmp_path, "-c", PRINT_PATH, "--revision", "main")
+    done = run(hub, tmp_path, "path", "--revision", "main")
     assert done.returncode == 1 and "--revision and --download-dir belong to a model by name" in done.stderr
     assert not hub.requests
 
 
 def test_models_are_pulled_listed_and_removed(hub: Hub, tmp_path: Path) -> None:
     calls = (["pull", "org/tiny"], [], ["rm", "org/tiny"], [], ["pull", "org/none"])
-    code = f"from services.console import models\nfor call in {calls!r}: print('status', models.main(call), flush=True)"
-    done = run(hub, tmp_path, "-c", code)
+    done = run(hub, tmp_path, "models", json.dumps(calls))
     pulled, listed, removed, empty, unknown, _ = done.stdout.split("status ")
     directory = Path(pulled.strip())
     assert directory.is_relative_to(tmp_path / "hf") and not directory.exists()

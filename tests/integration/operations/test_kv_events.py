@@ -7,8 +7,8 @@ for, it keeps token ids. `usage` says whether it was right.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,8 +21,9 @@ import zmq
 
 from services.common.config import load_config
 from services.common.errors import ConfigError
-from tests.support.cluster import REPOSITORY, Cluster, free_port, running_cluster
+from tests.support.cluster import Cluster, free_port, running_cluster
 from tests.support.models import TWO_LAYERS
+from tests.support.warm_process import run_warm
 
 TIMEOUT_MS = 20_000
 TOPIC = "kv@pod-7@tiny-llama"
@@ -217,9 +218,8 @@ def test_an_address_in_use_ends_the_start_with_one_sentence(tmp_path: Path) -> N
     other = context.socket(zmq.PUB)
     other.bind(f"tcp://127.0.0.1:{port}")
     setting = f"attention.kv_events=tcp://*:{port}"
-    command = [sys.executable, "-m", "services.attn_worker", "--set", setting]
-    command += ["--set", f"attention.address=unix:{tmp_path}/attention.sock"]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    command = ["services.attn_worker", "--set", setting, "--set", f"attention.address=unix:{tmp_path}/attention.sock"]
+    ended = run_warm(*command)
     context.destroy(linger=0)
     assert ended.returncode == 1, ended.stderr
     assert re.search(rf"attention\.kv_events 'tcp://\*:{port}' cannot be used: Address already in use", ended.stderr)
@@ -244,9 +244,9 @@ def test_impossible_settings_are_refused(settings: list[str], sentence: str) -> 
         load_config(None, settings)
 
 
-def test_a_missing_package_is_named() -> None:
-    code = "import sys; sys.modules['zmq'] = None; import services.attn_worker.kv_events.publisher"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    last_line = ended.stderr.strip().splitlines()[-1]
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)  # cannot be imported
+    monkeypatch.delitem(sys.modules, "services.attn_worker.kv_events.publisher", raising=False)
     expected = "attention.kv_events needs zmq, which is not installed: pip install 'twostroke[kv-events]'"
-    assert last_line.endswith(f"ConfigError: {expected}")
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+        importlib.import_module("services.attn_worker.kv_events.publisher")

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,6 @@ from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2_grpc
 from tests.support.cluster import (
     NO_STANDBYS,
-    REPOSITORY,
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     children_of,
@@ -34,19 +32,11 @@ from tests.support.cluster import (
 from tests.support.models import TWO_LAYERS
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
-TIMEOUT_S = 100
 MAX_ROUNDS = 5  # on a busy machine a stream may end before the signal comes, or all take longer
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a module as a user does, in a new Python process."""
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-
-
 def test_stdout_has_nothing_but_the_answer() -> None:
-    result = run("services.launch", "--prompt", "San Francisco is a", "--max_tokens", "7")
+    result = run_warm("services.launch", "--prompt", "San Francisco is a", "--max_tokens", "7")
     assert result.returncode == 0, result.stderr
     assert result.stdout == " city in Northern California that is known\n"
 
@@ -55,9 +45,9 @@ def test_the_chat_client_streams_from_a_running_gateway_and_stops_early(tmp_path
     with running_cluster(tmp_path, is_warm=True) as cluster:
         address = f"unix:{tmp_path}/gateway.sock"
         client = ("services.gateway.chat_client", "--address", address)
-        answer = run(*client, "--prompt", "San Francisco is a", "--max_tokens=7")
+        answer = run_warm(*client, "--prompt", "San Francisco is a", "--max_tokens=7")
         assert (answer.returncode, answer.stdout) == (0, " city in Northern California that is known\n")
-        stopped = run(*client, "--prompt", "Count", "--max-tokens", "1900", "--stop-after-ms", "300")
+        stopped = run_warm(*client, "--prompt", "Count", "--max-tokens", "1900", "--stop-after-ms", "300")
         assert stopped.returncode == 0, stopped.stderr
         cluster.wait_idle()
 

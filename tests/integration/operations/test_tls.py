@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, gate
 from services.rpc import probe
 from services.rpc.client import open_channel
 from tests.support.certificates import Authority, Pair
-from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S, START_TIMEOUT_S, Cluster, free_port, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
+from tests.support.warm_process import run_warm
 
 PROMPT = "San Francisco is a"
 REQUEST = gateway_pb2.GenerateRequest(prompt=PROMPT, max_tokens=8, sampling={"temperature": 0})
@@ -192,10 +192,8 @@ def test_the_launcher_can_ask_every_service_for_its_health(locked: Locked, tmp_p
 
 
 def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.launch", "--prompt", "hi", "--max-tokens", "1"]
-    for override in overrides:
-        command += ["--set", override]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    settings = (part for override in overrides for part in ("--set", override))
+    return run_warm("services.launch", "--prompt", "hi", "--max-tokens", "1", *settings)
 
 
 def test_the_error_at_the_start_names_the_wrong_file(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,14 +17,13 @@ from services.dense_worker.build import resolve_dense_model
 from services.launch import memory_plan
 from services.launch.gpus import Gpu
 from services.launch.memory_plan import check_memory, plan_memory, weight_bytes
-from tests.support.cluster import REPOSITORY
 from tests.support.dense.family_models import load_true_model, make_family_model
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
+from tests.support.warm_process import run_warm
 
 CPU = ("dense.device=cpu", "attention.device=cpu")
 GIB = 2**30
-TIMEOUT_S = 30.0
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "falcon-7b", "mixtral", "opt", "gpt_oss", "qwen3_next"])
@@ -179,10 +176,7 @@ def test_a_start_that_does_not_fit_ends_with_one_sentence_before_any_child() -> 
     left_by_a_killed_server = SHM_DIR / f"{NAME_PREFIX}{0:016x}-{os.getpid()}-0"
     left_by_a_killed_server.touch()
     flags = [f"--set={each}" for each in (*CPU, f"attention.kv_cache_bytes={2**60}")]
-    done = subprocess.run(
-        [sys.executable, "-m", "services.launch", "--prompt", "x", *flags],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    done = run_warm("services.launch", "--prompt", "x", *flags)
     assert done.returncode == 1
     assert not left_by_a_killed_server.exists(), "its memory would count as taken"
     assert done.stderr.count("\n") == 1 and "set attention.kv_cache_bytes to" in done.stderr, done.stderr
