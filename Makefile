@@ -17,7 +17,7 @@ $(VENV)/.installed-runtime: requirements.txt
 	$(RUN) -m pip install --quiet --requirement requirements.txt
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.installed-runtime requirements-dev.txt requirements-export.txt requirements-bench.txt requirements-kv-events.txt
+$(VENV)/.installed: $(VENV)/.installed-runtime requirements-dev.txt requirements-export.txt requirements-bench.txt requirements-gguf.txt requirements-kv-events.txt
 	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
 	touch $@
 

@@ -25,6 +25,7 @@ from services.common.process import importing
 from services.gateway.resources.open_files import RESERVE
 from services.launch.addresses import check_free
 from services.launch.arguments import parse_args
+from services.launch.gguf import is_gguf
 from services.launch.gpus import torch_cuda
 from services.launch.hub import is_hub_name
 from services.launch.memory_plan import plan_memory
@@ -57,7 +58,8 @@ def main(argv: list[str], program: str = "twostroke doctor") -> int:
     """Prints all findings. Returns the exit status: 1 if something will fail, else 0, also with warnings."""
     config, arguments = parse_args(argv, program, downloads=False)
     states = []
-    name = arguments.model if arguments.model is not None and is_hub_name(arguments.model) else None
+    model = arguments.model
+    name = model if model is not None and (is_hub_name(model) or is_gguf(model)) else None
     for finding in examine(config, name):
         print(finding)
         states.append(finding.state)
@@ -67,7 +69,7 @@ def main(argv: list[str], program: str = "twostroke doctor") -> int:
 
 
 def examine(config: Config, hub_name: str | None) -> Iterator[Finding]:
-    """All findings, in the order in which a start would meet them. `hub_name`: of a model that a start downloads."""
+    """All findings, in the order in which a start would meet them. `hub_name`: what a start downloads or converts."""
     yield check_python()
     yield check_packages(installed_requirements())
     yield from check_gpu(config)
@@ -83,7 +85,8 @@ def examine(config: Config, hub_name: str | None) -> Iterator[Finding]:
         yield check_model(config)
         yield from check_memory(config)
     else:
-        yield Finding("ok", "model", f"{hub_name} is not examined: serve downloads what the cache lacks")
+        first = "converts it" if is_gguf(hub_name) else "downloads what the cache lacks"
+        yield Finding("ok", "model", f"{hub_name} is not examined: serve {first}")
 
 
 def check_python() -> Finding:

@@ -13,6 +13,7 @@ from services.common.config import EMBEDDED_MODEL, Config, load_config, toml_val
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.logs import configure_logs
 from services.launch.flags import FLAGS, add_flags, describe_unknown, read_flags, read_http_address
+from services.launch.gguf import convert_model, is_gguf
 from services.launch.hub import fetch_model, is_hub_name
 
 log = structlog.get_logger()
@@ -34,7 +35,8 @@ def parse_args(
 ) -> tuple[Config, argparse.Namespace]:
     """Flags are short forms of config keys. An invalid config ends the process with one line and status 1.
 
-    A model that is given by name is downloaded. Without `downloads` the config has the embedded one in its place.
+    A model that is given by name is downloaded, and a GGUF file converted. Without `downloads` the config has the
+    embedded one in their place.
     """
     parser = make_parser(program)
     arguments, unknown = parser.parse_known_args(dashed(argv))
@@ -69,7 +71,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         "directory",
         nargs="?",
         metavar="MODEL",
-        help="Hugging Face model directory, or a name at the Hub such as Qwen/Qwen3-0.6B",
+        help="Hugging Face model directory, a name at the Hub such as Qwen/Qwen3-0.6B, or a GGUF file",
     )
     add_config_arguments(parser)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model that is given by name")
@@ -90,18 +92,25 @@ def _load(arguments: argparse.Namespace, *, downloads: bool) -> Config:
     """
     values = read_flags(arguments)
     name = arguments.model if arguments.model is not None and is_hub_name(arguments.model) else None
-    if name is not None:
+    file = Path(arguments.model) if arguments.model is not None and is_gguf(arguments.model) else None
+    if name is not None or file is not None:
         values["model.path"] = EMBEDDED_MODEL  # until it is there
-    elif arguments.revision is not None or arguments.download_dir is not None:
+    if name is None and (arguments.revision is not None or arguments.download_dir is not None):
         raise ConfigError("--revision and --download-dir belong to a model by name, such as Qwen/Qwen3-0.6B")
     config = _load_values(arguments, values)
     http_address = read_http_address(arguments, config)
     if http_address is not None:
         values["gateway.http_address"] = http_address
         config = _load_values(arguments, values)
-    if name is None or not downloads:
+    if not downloads or (name is None and file is None):
         return config
     configure_logs(config.log, "launch")
+    if file is not None:
+        log.info("converting the GGUF file, unless that was done before", file=str(file))
+        values["model.path"] = convert_model(file)
+        if config.model.name is None:
+            values["model.name"] = file.stem
+        return _load_values(arguments, values)
     log.info("downloading what the cache lacks", model=name)
     values["model.path"] = fetch_model(name, arguments.revision, arguments.download_dir)
     log.info("model is there", path=str(values["model.path"]))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.shorten import shorten
+from services.launch.gguf import is_gguf
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What tokenizers and configs are made of. Folders hold other formats of the same weights.
@@ -20,8 +21,8 @@ _UNWANTED = ["*/*", "consolidated*"]  # the latter are Mistral's own format of t
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether it is a model's name at the Hub, and no directory here."""
-    return _NAME.fullmatch(text) is not None and not Path(text).is_dir()
+    """Whether it is a model's name at the Hub, and no directory or GGUF file here."""
+    return _NAME.fullmatch(text) is not None and not Path(text).is_dir() and not is_gguf(text)
 
 
 def fetch_model(name: str, revision: str | None, cache_dir: Path | None) -> Path:
