@@ -34,7 +34,8 @@ SPINS = "TWOSTROKE_TEST_SPINS"  # in the environment of processes that wait for 
 MAX_COMMAND_BYTES = 1 << 14  # length of the command line of a forked process
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_POLL_S = 0.02
-START_TIMEOUT_S = 90.0  # the first start waits for the imports
+START_TIMEOUT_S = 90.0  # of a process; the first start waits for the imports
+READY = b"ready"  # a server's first message, after its imports
 RUN_TIMEOUT_S = 100.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -66,10 +67,15 @@ class Surroundings:
 class WarmServer:
     """A client of one `tests.support.warm_server`, which reads the other end of `connection`."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(START_TIMEOUT_S)
+    def __init__(
+        self, connection: socket.socket, *, is_ready: bool = False, timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        """`is_ready`: whether it has imported everything; otherwise its first message says when it has."""
+        connection.settimeout(timeout_s)
         self._connection = connection
         self._lock = threading.Lock()
+        self._is_ready = is_ready
+        self._number = 0  # of the newest request
 
     def start(
         self,
@@ -82,10 +88,15 @@ class WarmServer:
         pass_fds: Sequence[int],
         wrapper: Sequence[str],
     ) -> int:
-        """Starts `python ARGUMENTS...` as a child of this process; returns its process id."""
+        """Starts `python ARGUMENTS...` as a child of this process; returns its process id.
+
+        Raises `TimeoutError` if the server takes too long. The next call waits for it again, and a process that comes
+        too late is killed: on a very busy machine one test fails, not all that follow it in this process.
+        """
         around = Surroundings.of(wrapper) if wrapper else None
         namespaces = around.namespaces if around else []
         message = {
+            "number": 0,
             "arguments": list(arguments),
             "env": dict(os.environ if env is None else env),
             "start_new_session": start_new_session,
@@ -95,16 +106,28 @@ class WarmServer:
         with self._lock, open(os.devnull) as nothing:
             _adopt_orphans(True)  # the server orphans the new process, so that it becomes our child
             try:
+                if not self._is_ready:
+                    assert self._receive() == READY
+                    self._is_ready = True
+                self._number = message["number"] = self._number + 1
                 files = [nothing.fileno(), stdout, stderr, *namespaces, *pass_fds]
                 socket.send_fds(self._connection, [json.dumps(message).encode()], files)
-                reply = self._connection.recv(MAX_MESSAGE_BYTES)
+                while True:
+                    number, pid = map(int, self._receive().split())
+                    if number == self._number:
+                        return pid
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             finally:
                 _adopt_orphans(False)
                 for namespace in namespaces:
                     os.close(namespace)
-        if not reply:
+
+    def _receive(self) -> bytes:
+        message = self._connection.recv(MAX_MESSAGE_BYTES)
+        if not message:
             raise RuntimeError("the process that forks services has ended")
-        return int(reply)
+        return message
 
 
 class WarmProcess:

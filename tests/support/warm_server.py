@@ -44,7 +44,7 @@ with importing():
     prepare_routes()
     load_model_config(EMBEDDED_MODEL)  # imports modules for the model's family
 
-from tests.support.warm_process import MAX_MESSAGE_BYTES, SPINS, WARM_SERVER, WarmProcess, WarmServer
+from tests.support.warm_process import MAX_MESSAGE_BYTES, READY, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
 LAUNCHERS = ("services.launch", "services.console", "tests.support.workers.hub_user")  # modules that start services
 MAX_FILES = 1024
@@ -53,6 +53,7 @@ MAX_PASSED_FILES = 8  # beside the standard streams, namespaces too
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.send(READY)
     while True:
         become_next(connection)
         if sys.argv[0] not in LAUNCHERS:
@@ -60,7 +61,7 @@ def main() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():
             theirs.close()
-            start_services_from(WarmServer(ours))
+            start_services_from(WarmServer(ours, is_ready=True))
             break
         ours.close()
         connection = theirs
@@ -97,6 +98,8 @@ def become_next(connection: socket.socket) -> None:
         message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 3 + MAX_PASSED_FILES)
         if not message:
             os._exit(0)
+        request = json.loads(message)
+        number = request.pop("number")
         reader, writer = os.pipe()
         if not (middle := os.fork()):
             middle = os.getpid()
@@ -105,14 +108,13 @@ def become_next(connection: socket.socket) -> None:
                 os._exit(0)  # so that the process that asked becomes the new one's parent
             break
         os.waitpid(middle, 0)
-        connection.send(os.read(reader, 100))
+        connection.send(b"%d %s" % (number, os.read(reader, 100)))
         for file in (*files, reader, writer):
             os.close(file)
     while os.getppid() == middle:
         time.sleep(0.0005)
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
-    request = json.loads(message)
     first_free = max(*files, reader, writer, *request["pass_fds"]) + 1
     passed = [fcntl.fcntl(file, fcntl.F_DUPFD, first_free) for file in files[3:]]
     connection.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.warm_process import REPOSITORY, WarmProcess, warm_server
+from tests.support.warm_process import READY, REPOSITORY, WarmProcess, WarmServer, warm_server
 
 MODULE = "tests.support.workers.startup_report"
 WAIT_S = 30.0
@@ -117,3 +118,22 @@ def test_all_waiting_threads_see_its_end(tmp_path: Path) -> None:
         process.kill()
         assert [end.result(WAIT_S) for end in ends] == [-signal.SIGKILL] * 3
     assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_a_server_that_is_late_fails_one_start_and_its_process_is_killed() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server, options = WarmServer(ours, timeout_s=0.05), {"stdout": 1, "stderr": 2, "env": {}, "pass_fds": ()}
+
+    def begin() -> int:
+        return server.start(["-m", MODULE], start_new_session=False, wrapper=(), **options)
+
+    with theirs, ours, subprocess.Popen(["sleep", "100"]) as late:
+        for answers in ([], [READY], [b"1 %d" % late.pid, b"2 12345"]):  # imports, then forks, then is quick
+            for answer in answers:
+                theirs.send(answer)
+            if answers[1:]:
+                assert begin() == 12345
+            else:
+                with pytest.raises(TimeoutError):
+                    begin()
+        assert late.wait(WAIT_S) == -signal.SIGKILL
