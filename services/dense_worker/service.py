@@ -118,7 +118,7 @@ class DenseWorker:
 
     def drafting(self) -> Drafting:
         """What decides when steps have draft tokens."""
-        return make_drafting(self._config.scheduler, self._model.drafter)
+        return make_drafting(self._config.scheduler, self._model.resolved.config, self._model.drafter)
 
     def _report_loading(self, line: str) -> None:
         """Called on the thread that loads."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.config import Config, SchedulerSection
+from services.common.families.shape import ModelConfig
 from services.common.lifeline import Lifeline
 from services.common.resolve import ResolvedModel
 from services.dense_worker.features.drafting.draft_model.device_draft_model import DeviceDraftModel
@@ -103,9 +104,13 @@ def _ngram(section: SchedulerSection) -> MakeDrafter:
     return lambda weights, sampler: NgramDrafter(SUFFIX_LENGTHS, history)
 
 
-def make_drafting(section: SchedulerSection, drafter: Drafter | None) -> Drafting:
-    """What decides when steps have this drafter's tokens; None: they have only those that grammars force."""
+def make_drafting(section: SchedulerSection, config: ModelConfig, drafter: Drafter | None) -> Drafting:
+    """What decides when steps have this drafter's tokens; None: they have only those that grammars force.
+
+    config: of the model. With gated delta layers no step has drafts: a death in such a step would need states between
+    them.
+    """
     costs = StepCosts(section.max_num_seqs, section.max_num_batched_tokens)
     if drafter is None:
-        return ForcedDrafting(costs)
+        return Drafting() if config.gated_delta_layers else ForcedDrafting(costs)
     return MeasuredDrafting(drafter, section.num_speculative_tokens, costs)

@@ -4,11 +4,16 @@ notices it.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.config import SchedulerSection
 from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.features.drafting import load_drafter
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.forced_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.forced_tokens import MAX_FORCED
@@ -56,6 +61,13 @@ def run(drafting: Drafting, costs: str, periods: list[int | None], num_answers: 
     cluster.run_until_idle()
     assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
     return cluster
+
+
+def test_models_whose_states_cannot_go_back_get_no_drafts() -> None:
+    without: Any = SimpleNamespace(gated_delta_layers={})
+    some: Any = SimpleNamespace(gated_delta_layers={1: None})
+    assert type(load_drafter.make_drafting(SchedulerSection(), without, None)) is ForcedDrafting
+    assert type(load_drafter.make_drafting(SchedulerSection(), some, None)) is Drafting
 
 
 def test_plans_without_a_form_are_those_of_a_server_that_drafts_nothing() -> None:
