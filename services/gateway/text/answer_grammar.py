@@ -27,7 +27,7 @@ MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the r
 _TEXT = {"type": "any_text"}
 _ANALYSIS = {"type": "const_string", "value": f"{CHANNEL}analysis{MESSAGE}"}
 _NEXT_HEADER = {"type": "const_string", "value": f"{MESSAGE_END}{START}assistant"}
-_SPACE = {"type": "regex", "pattern": "[ \\n]*"}
+_SPACE = {"type": "regex", "pattern": "\\n{0,4}"}  # not of the content; bounded, or a model may never end it
 
 
 def read_parsing(

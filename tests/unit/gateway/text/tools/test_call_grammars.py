@@ -18,7 +18,7 @@ from services.gateway.text.answer_parts import AnswerParts, TextPart, ToolCall
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import Beginning, ThinkTags
 from services.gateway.text.tools.formats import FORMATS, ToolFormat, choose_tool_format
-from services.gateway.text.tools.tool import read_tools
+from services.gateway.text.tools.tool import NO_TOOLS, read_tools
 from services.grammar.matcher import GrammarMatcher
 from services.grammar.vocabulary import read_vocabulary
 from tests.support.chats.chat_models import EOS, TOKENIZER, make_chat_model
@@ -298,6 +298,20 @@ def test_reasoning_may_come_before_demanded_calls(beginning: Beginning, forms: F
         assert (reasoning.text.strip(), content.text) == ("Well.", call)
         assert not accepts(forms, form, f"{begin}</think>\n\nNo.")
     assert accepts(forms, form, call) == (beginning is Beginning.EITHER)
+
+
+def test_what_stands_between_reasoning_and_a_form_is_short_and_not_part_of_the_content(forms: Forms) -> None:
+    own = StructuredOutput(Constraint.REGEX, "[ab]+")
+    form = answer_grammar(Parsing(None, NO_TOOLS, Beginning.REASONING, has_grammar=True), own)
+    assert form is not None
+    for between in ("", "\n", "\n\n"):
+        text = f"Well.</think>{between}ab"
+        assert accepts(forms, form, text)
+        parser = ThinkTags(Beginning.REASONING)
+        reasoning, content = parser.feed(text) + parser.finish()
+        assert (reasoning.text, content.text) == ("Well.", "ab")
+    for between in (" ", "\n ", 1000 * "\n"):
+        assert not accepts(forms, form, f"Well.</think>{between}ab")
 
 
 @pytest.mark.parametrize(
