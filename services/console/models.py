@@ -16,7 +16,7 @@ from services.common.json_files.read_json import read_json
 from services.common.process import importing
 from services.common.shorten import shorten
 from services.common.terminal import safe_for
-from services.launch.hub import fetch_model
+from services.launch.hub import HUBS, fetch_model
 from services.launch.memory_plan import weight_bytes
 
 GB = 10**9
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], program: str = "twostroke models") -> int:
         if arguments.command == "list":
             _print_table([describe(name, path) for name, path in find_models(arguments.directories, arguments.cache)])
         elif arguments.command == "pull":
-            print(fetch_model(arguments.name, arguments.revision, arguments.cache))
+            print(fetch_model(arguments.name, arguments.revision, arguments.cache, arguments.hub))
         else:
             print(f"{arguments.name} is removed, {remove_model(arguments.name, arguments.cache) / GB:.2f} GB are free")
     except TwostrokeError as error:
@@ -63,6 +63,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     listing.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="a model, or a directory of models")
     pulling = commands.add_parser("pull", help="download a model into the cache, as serve does; prints its directory")
     pulling.add_argument("--revision", metavar="REV", help="branch, tag or commit")
+    pulling.add_argument("--hub", choices=HUBS, default=HUBS[0], help="where it comes from (%(default)s)")
     removing = commands.add_parser("rm", help="remove all revisions of a model from the cache")
     for each in (pulling, removing):
         each.add_argument("name", metavar="NAME", help="such as Qwen/Qwen3-0.6B")

@@ -14,7 +14,7 @@ from services.common.errors import ConfigError, TwostrokeError
 from services.common.logs import configure_logs
 from services.launch.flags import FLAGS, add_flags, describe_unknown, read_flags, read_http_address
 from services.launch.gguf import convert_model, is_gguf
-from services.launch.hub import fetch_model, is_hub_name
+from services.launch.hub import HUBS, fetch_model, is_hub_name
 
 log = structlog.get_logger()
 
@@ -24,6 +24,7 @@ OWN_FLAGS = (
     "--set",
     "--revision",
     "--download-dir",
+    "--hub",
     "--prompt",
     "--sample-prompt",
     "--max-tokens",
@@ -78,6 +79,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--download-dir", type=Path, metavar="DIR", help="for models by name (~/.cache/huggingface/hub)"
     )
+    parser.add_argument("--hub", choices=HUBS, default=HUBS[0], help="where models by name come from (%(default)s)")
     parser.add_argument("--prompt", metavar="TEXT", help="stream the answer to TEXT, then stop")
     parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then keep serving")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of that answer (64)")
@@ -95,8 +97,8 @@ def _load(arguments: argparse.Namespace, *, downloads: bool) -> Config:
     file = Path(arguments.model) if arguments.model is not None and is_gguf(arguments.model) else None
     if name is not None or file is not None:
         values["model.path"] = EMBEDDED_MODEL  # until it is there
-    if name is None and (arguments.revision is not None or arguments.download_dir is not None):
-        raise ConfigError("--revision and --download-dir belong to a model by name, such as Qwen/Qwen3-0.6B")
+    if name is None and (arguments.revision, arguments.download_dir, arguments.hub) != (None, None, HUBS[0]):
+        raise ConfigError("--revision, --download-dir and --hub belong to a model by name, such as Qwen/Qwen3-0.6B")
     config = _load_values(arguments, values)
     http_address = read_http_address(arguments, config)
     if http_address is not None:
@@ -112,7 +114,7 @@ def _load(arguments: argparse.Namespace, *, downloads: bool) -> Config:
             values["model.name"] = file.stem
         return _load_values(arguments, values)
     log.info("downloading what the cache lacks", model=name)
-    values["model.path"] = fetch_model(name, arguments.revision, arguments.download_dir)
+    values["model.path"] = fetch_model(name, arguments.revision, arguments.download_dir, arguments.hub)
     log.info("model is there", path=str(values["model.path"]))
     if config.model.name is None:
         values["model.name"] = name

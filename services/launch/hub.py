@@ -13,7 +13,9 @@ from pathlib import Path
 from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.shorten import shorten
 from services.launch.gguf import is_gguf
+from services.launch.modelscope import fetch_from_modelscope
 
+HUBS = ("huggingface", "modelscope")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What tokenizers and configs are made of. Folders hold other formats of the same weights.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -25,12 +27,14 @@ def is_hub_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and not Path(text).is_dir() and not is_gguf(text)
 
 
-def fetch_model(name: str, revision: str | None, cache_dir: Path | None) -> Path:
+def fetch_model(name: str, revision: str | None, cache_dir: Path | None, hub: str = "huggingface") -> Path:
     """The directory of a model with this name in the Hub's cache; downloads what is missing there.
 
-    revision: a branch, tag or commit; None: the main branch. Raises `ConfigError` if there is no such model, if the
-    caller may not read it or if it has no safetensors, `PeerError` if the Hub fails, `CapacityError` without room.
+    hub: one of `HUBS`. revision: a branch, tag or commit; None: the main branch. Raises `ConfigError` if there is no
+    such model, if the caller may not read it or if it has no safetensors, `PeerError` if the Hub fails, `CapacityError` without room.
     """
+    if hub == "modelscope":
+        return fetch_from_modelscope(name, revision, cache_dir, _WANTED, _UNWANTED)
     # Imported here: it takes time that a start from a directory need not wait for.
     import httpx2
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -48,7 +52,7 @@ def fetch_model(name: str, revision: str | None, cache_dir: Path | None) -> Path
     if not sys.stderr.isatty():
         disable_progress_bars()
     model = f"model {name!r}" + ("" if revision is None else f", revision {revision!r}")
-    hub = constants.ENDPOINT
+    endpoint = constants.ENDPOINT
     try:
         try:
             info = HfApi().model_info(name, revision=revision, timeout=constants.DEFAULT_ETAG_TIMEOUT)
@@ -64,24 +68,25 @@ def fetch_model(name: str, revision: str | None, cache_dir: Path | None) -> Path
         raise ConfigError(f"{model} is no name of a model: {_short(error)}") from error
     except GatedRepoError as error:
         raise ConfigError(
-            f"{model} is gated: accept its terms at {hub}/{name}, then set HF_TOKEN to a token that may read it"
+            f"{model} is gated: accept its terms at {endpoint}/{name}, then set HF_TOKEN to a token that may read it"
         ) from error
     except RevisionNotFoundError as error:
-        raise ConfigError(f"{model} is not at {hub}: the model is there, the revision is not") from error
+        raise ConfigError(f"{model} is not at {endpoint}: the model is there, the revision is not") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{model} is neither a directory here nor a public model at {hub}; for a private one set HF_TOKEN"
+            f"{model} is neither a directory here nor a public model at {endpoint}; for a private one set HF_TOKEN"
         ) from error
     except LocalEntryNotFoundError as error:
         reason = _short(error.__cause__ or error)
-        raise PeerError(f"{model} is not complete in the cache, and not to be had from {hub}: {reason}") from error
+        raise PeerError(f"{model} is not complete in the cache, and not to be had from {endpoint}: {reason}") from error
     except HfHubHTTPError as error:
-        raise PeerError(f"{model} cannot be downloaded from {hub}: {_short(error)}") from error
+        raise PeerError(f"{model} cannot be downloaded from {endpoint}: {_short(error)}") from error
     except httpx2.HTTPError as error:
-        raise PeerError(f"{model} cannot be downloaded from {hub}: {_short(error) or type(error).__name__}") from error
+        reason = _short(error) or type(error).__name__
+        raise PeerError(f"{model} cannot be downloaded from {endpoint}: {reason}") from error
     except OSError as error:
         if error.errno is None:  # the library's own: a file whose size is not the one that the Hub has told
-            raise PeerError(f"{model} was not downloaded whole from {hub}: {_short(error)}") from error
+            raise PeerError(f"{model} was not downloaded whole from {endpoint}: {_short(error)}") from error
         raise CapacityError(f"{model} cannot be written to the cache {error.filename}: {error.strerror}") from error
 
 

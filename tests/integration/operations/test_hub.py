@@ -136,7 +136,7 @@ def test_nothing_is_downloaded_for_a_config_that_is_wrong(hub: Hub, tmp_path: Pa
     done = run(hub, tmp_path, "path", "org/tiny", "--max-num-seqs", "0")
     assert done.returncode == 1 and "scheduler.max_num_seqs = 0" in done.stderr
     done = run(hub, tmp_path, "path", "--revision", "main")
-    assert done.returncode == 1 and "--revision and --download-dir belong to a model by name" in done.stderr
+    assert done.returncode == 1 and "--revision, --download-dir and --hub belong to a model by name" in done.stderr
     assert not hub.requests
 
 

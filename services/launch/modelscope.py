@@ -1,0 +1,48 @@
+"""A model by its name at ModelScope, where the package `modelscope` is installed: downloaded into that package's cache.
+
+MODELSCOPE_ENDPOINT, MODELSCOPE_API_TOKEN and MODELSCOPE_CACHE mean what they mean there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from services.common.errors import CapacityError, ConfigError, PeerError
+from services.common.shorten import shorten
+
+
+def fetch_from_modelscope(
+    name: str, revision: str | None, cache_dir: Path | None, wanted: list[str], unwanted: list[str]
+) -> Path:
+    """The directory of the model; downloads what is missing there of the files that match `wanted` and not `unwanted`.
+
+    Raises `ConfigError` without the package or for a model that is not there or has no safetensors, `PeerError` if
+    ModelScope fails, `CapacityError` without room.
+    """
+    if importlib.util.find_spec("modelscope") is None:
+        raise ConfigError(f"model {name!r} is to come from ModelScope: pip install modelscope")
+    from modelscope import snapshot_download
+    from modelscope_hub.errors import HubError, NotExistError
+
+    try:
+        path = Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=cache_dir, allow_patterns=wanted, ignore_patterns=unwanted
+            )
+        )
+    except NotExistError as error:
+        raise ConfigError(f"model {name!r} is not at ModelScope: {_short(error)}") from error
+    except HubError as error:
+        raise PeerError(f"model {name!r} cannot be downloaded from ModelScope: {_short(error)}") from error
+    except OSError as error:  # those of its HTTP client, too
+        if error.filename is None:
+            raise PeerError(f"model {name!r} cannot be downloaded from ModelScope: {_short(error)}") from error
+        raise CapacityError(f"model {name!r} cannot be written to {error.filename}: {error.strerror}") from error
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model {name!r} at ModelScope has no safetensors, the only format that is read")
+    return path
+
+
+def _short(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()))
