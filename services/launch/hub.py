@@ -31,7 +31,8 @@ def fetch_model(name: str, revision: str | None, cache_dir: Path | None, hub: st
     """The directory of a model with this name in the Hub's cache; downloads what is missing there.
 
     hub: one of `HUBS`. revision: a branch, tag or commit; None: the main branch. Raises `ConfigError` if there is no
-    such model, if the caller may not read it or if it has no safetensors, `PeerError` if the Hub fails, `CapacityError` without room.
+    such model, if the caller may not read it or if it has no safetensors, `PeerError` if the Hub fails,
+    `CapacityError` without room.
     """
     if hub == "modelscope":
         return fetch_from_modelscope(name, revision, cache_dir, _WANTED, _UNWANTED)

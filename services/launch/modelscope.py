@@ -31,14 +31,12 @@ def fetch_from_modelscope(
                 name, revision=revision, cache_dir=cache_dir, allow_patterns=wanted, ignore_patterns=unwanted
             )
         )
-    except NotExistError as error:
-        raise ConfigError(f"model {name!r} is not at ModelScope: {_short(error)}") from error
-    except HubError as error:
+    except (HubError, OSError) as error:  # the latter also of its HTTP client, which wraps the former
+        if isinstance(error, NotExistError) or isinstance(error.__cause__, NotExistError):
+            raise ConfigError(f"model {name!r} is not at ModelScope, or not for you: {_short(error)}") from error
+        if isinstance(error, OSError) and error.filename is not None:
+            raise CapacityError(f"model {name!r} cannot be written to {error.filename}: {error.strerror}") from error
         raise PeerError(f"model {name!r} cannot be downloaded from ModelScope: {_short(error)}") from error
-    except OSError as error:  # those of its HTTP client, too
-        if error.filename is None:
-            raise PeerError(f"model {name!r} cannot be downloaded from ModelScope: {_short(error)}") from error
-        raise CapacityError(f"model {name!r} cannot be written to {error.filename}: {error.strerror}") from error
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model {name!r} at ModelScope has no safetensors, the only format that is read")
     return path
