@@ -63,7 +63,7 @@ containers: setup
 	docker image inspect --format 'the image has {{.Size}} bytes' twostroke:cpu
 	TWOSTROKE_TEST_CONTAINERS=1 $(RUN) -m pytest -rP --show-capture=stdout tests/deploy/test_containers.py
 
-# Random kills and stops of the workers under load; a failure names its seed.
+# Random kills and stops of the workers under load, then 12,000 answers with a form; a failure names its seed.
 CHAOS_SEEDS ?= 20
 CHAOS_FIRST_SEED ?= 1
 
@@ -72,6 +72,7 @@ chaos: setup
 	$(RUN) -m pytest tests/integration/api/test_requests.py tests/integration/api/test_fuzz.py
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --host-tier
+	$(RUN) -m tests.chaos.forms
 
 bench: setup
 	$(RUN) bench/cpu.py

@@ -79,7 +79,8 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices]:
 
 @pytest.fixture(scope="module")
 def both(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    with plain_services(tmp_path_factory.mktemp("on"), modules=MODULES) as speculating:
+    settings = "scheduler.speculation=suffix"
+    with plain_services(tmp_path_factory.mktemp("on"), settings, modules=MODULES) as speculating:
         yield Both(off, speculating)
 
 

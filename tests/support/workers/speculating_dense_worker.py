@@ -8,10 +8,8 @@ from __future__ import annotations
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
 from services.dense_worker.features.drafting.acceptance import Acceptance
-from services.dense_worker.features.drafting.load_drafter import SUFFIX_LENGTHS
+from services.dense_worker.features.drafting.forced_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
-from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
-from services.dense_worker.features.drafting.ngram.ngram_drafter import NgramDrafter
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.drafting.time_budget import TimeBudget
 
@@ -38,15 +36,16 @@ def learn_nothing(acceptance: Acceptance, *, is_first: bool, is_right: bool) -> 
 
 
 class SpeculatingDenseWorker(service.DenseWorker):
-    """Copies as the method `suffix` does, unless `scheduler.speculation` names another one."""
+    """Drafts as `scheduler.speculation` says; without it, what forms force."""
 
     def drafting(self) -> MeasuredDrafting:
-        section = self._config.scheduler
-        history = AnswerHistory(SUFFIX_LENGTHS, section.suffix_cached_tokens)
-        drafter = self._model.drafter or NgramDrafter(SUFFIX_LENGTHS, history)
-        drafter.note_cost = lambda num_steps: None  # type: ignore[method-assign]
+        section, drafter = self._config.scheduler, self._model.drafter
         costs = FreeSteps(section.max_num_seqs, section.max_num_batched_tokens)
-        drafting = MeasuredDrafting(drafter, NUM_DRAFTS, costs)
+        if drafter is None:
+            drafting: MeasuredDrafting = ForcedDrafting(costs)
+        else:
+            drafter.note_cost = lambda num_steps: None  # type: ignore[method-assign]
+            drafting = MeasuredDrafting(drafter, NUM_DRAFTS, costs)
         drafting._budget = drafting._trials = EndlessBudget()
         return drafting
 
