@@ -26,6 +26,7 @@ from tests.support.plain_services import PlainServices, plain_services
 
 NUM_STREAMS = 32
 STEP_LOG = "steps.jsonl"
+NUM_LAYERS = 4  # of the embedded model
 SPECULATION = ("off", "ngram", "suffix", "draft_model", "eagle3")
 UNDRAFTED = "undrafted"  # in place of one of these
 MIN_STEPS_BETWEEN_KILLS = 100  # so that every stream gets a token in between
@@ -56,7 +57,7 @@ class Count:
 
 
 @contextlib.contextmanager
-def server(directory: Path, model: Path, speculation: str, num_layers: int = 2) -> Iterator[PlainServices]:
+def server(directory: Path, model: Path, speculation: str, num_layers: int = NUM_LAYERS) -> Iterator[PlainServices]:
     """A server of the first layers of this model; where drafts are possible, steps have some, whatever they cost."""
     worker = "undrafted_dense_worker" if speculation == UNDRAFTED else "speculating_dense_worker"
     settings = [

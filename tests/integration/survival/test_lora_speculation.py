@@ -53,6 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "model.path": model,
         "dense.max_loras": len(ADAPTERS),
         "dense.step_log": directory / "steps",
+        "scheduler.speculation": "suffix",
         "gateway.lora_modules": json.dumps([f"{name}={directory / name}" for name in ADAPTERS]),
     }
     overrides = [f"{key}={value}" for key, value in settings.items()]
