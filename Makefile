@@ -1,4 +1,4 @@
-# make setup | run | test | test-fast | durations | clients | ray | containers | chaos | bench | protos | docs | clean
+# make setup | run | test | test-fast | durations | clients | ray | containers | chaos | bench | protos | docs | site | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # Without compiled modules each of a hundred processes would compile them again, and pytest would rewrite all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast durations clients ray containers chaos bench protos docs clean
+.PHONY: setup run test test-fast durations clients ray containers chaos bench protos docs site clean
 
 setup: $(VENV)/.installed
 
@@ -84,5 +84,14 @@ protos: setup
 docs: setup
 	$(RUN) docs/generate_configuration.py
 
+# A site of all pages in .site/html, with all links checked. mkdocs has an environment of its own.
+site: .site/venv/.installed
+	.site/venv/bin/python docs/build_site.py
+
+.site/venv/.installed: requirements-docs.txt
+	$(PYTHON) -m venv .site/venv
+	.site/venv/bin/python -m pip install --quiet --requirement requirements-docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .clients
+	rm -rf $(VENV) .clients .site

@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from docs.build_site import copy_pages
 from services.common.errors import TwostrokeError
 from services.gateway.apis.openai.chat_schema import ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionRequest
@@ -54,6 +56,30 @@ def test_the_page_of_the_configuration_is_up_to_date(tmp_path: Path) -> None:
         [sys.executable, "docs/generate_configuration.py", str(generated)], cwd=REPOSITORY, check=True, timeout=60
     )
     assert (DOCS / "configuration.md").read_text() == generated.read_text(), "it is stale: run `make docs`"
+
+
+def test_every_page_has_its_place_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- .*: (docs/\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(f"docs/{page.name}" for page in DOCS.glob("*.md"))
+
+
+def test_the_site_has_every_page_and_what_it_shows_and_links_to(tmp_path: Path) -> None:
+    copy_pages(REPOSITORY, tmp_path)
+    assert {page.name for page in (tmp_path / "docs").glob("*.md")} == {page.name for page in DOCS.glob("*.md")}
+    for page in PAGES:
+        place = tmp_path / ("index.md" if page == README else page.relative_to(REPOSITORY))
+        for link in links(page):
+            target = linked_file(page, link)
+            assert (place.is_file() and (tmp_path / target.relative_to(REPOSITORY)).exists()) or target == README
+
+
+def test_the_picture_of_the_strokes_has_a_light_and_a_dark_form_of_every_colour() -> None:
+    picture = (DOCS / "images" / "two-strokes.svg").read_text()
+    ElementTree.fromstring(picture)
+    light, dark = re.findall(r":root \{ (.*?) \}", picture)
+    names = re.findall(r"(--[\w-]+):", light)
+    assert names == re.findall(r"(--[\w-]+):", dark) and set(re.findall(r"var\((--[\w-]+)\)", picture)) == set(names)
+    assert "prefers-color-scheme: dark" in picture and not re.search(r'(fill|stroke)="#', picture)
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, StreamOptions, TokenizeBody, DetokenizeBody])
