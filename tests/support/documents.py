@@ -42,7 +42,7 @@ def function_references(page: Path) -> list[tuple[str, str]]:
 
 
 def mentioned_paths(page: Path) -> list[str]:
-    """All paths with a folder and an ending, and all entries of the section "Layout", which docs/adding.md must have."""
+    """All paths with a folder and an ending, and all entries of the section "Layout" of docs/adding.md."""
     text = _without_blocks(page)
     endings = "py|md|toml|ya?ml|json|proto|html|txt|svg|png"
     named = re.findall(rf"(?<![\w/.-])((?:[\w-]+/)+[\w-]+\.(?:{endings}))\b", text)
