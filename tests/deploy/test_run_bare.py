@@ -90,7 +90,7 @@ def wait_logged(bare: BareServices, name: str, event: str) -> None:
 def stream(bare: BareServices) -> Iterator[gateway_pb2.GenerateChunk]:
     """A long answer."""
     with grpc.insecure_channel(bare.local(GRPC_ADDRESS)) as channel:
-        message = request("San Francisco is a", 400, ignore_eos=True)
+        message = request("San Francisco is a", 150, ignore_eos=True)
         yield from gateway_pb2_grpc.GatewayStub(channel).GenerateStream(message, timeout=REQUEST_TIMEOUT_S)
 
 

@@ -46,7 +46,12 @@ with importing():
 
 from tests.support.warm_process import MAX_MESSAGE_BYTES, READY, SPINS, WARM_SERVER, WarmProcess, WarmServer
 
-LAUNCHERS = ("services.launch", "services.console", "tests.support.workers.hub_user")  # modules that start services
+LAUNCHERS = (  # modules that start services
+    "services.launch",
+    "services.console",
+    "tests.support.workers.hub_user",
+    "tests.support.workers.speculating_launcher",
+)
 MAX_FILES = 1024
 MAX_PASSED_FILES = 8  # beside the standard streams, namespaces too
 

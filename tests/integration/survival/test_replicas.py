@@ -29,7 +29,7 @@ from tests.support.warm_process import WarmProcess, warm_server
 
 WAIT_S = 90.0
 NUM_STREAMS = 6
-NUM_TOKENS = 80
+NUM_TOKENS = 60
 PROMPT = "San Francisco is a"
 MAX_ROUNDS = 5
 PATIENCE = [("grpc.max_reconnect_backoff_ms", 500)]  # the default grows to minutes while a pair is down
