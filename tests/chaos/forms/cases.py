@@ -102,6 +102,7 @@ class Case:
     name: str
     message: gateway_pb2.GenerateRequest
     check: Callable[[Answer], None]  # of a whole answer. Raises `NotValid`
+    reasons: bool = False  # the answer begins with reasoning
     may_be_cut: bool = False  # by max_tokens, in its last call
     whole: gateway_pb2.GenerateRequest | None = None  # the same without stop strings, where they may cut answers off
 
@@ -178,7 +179,7 @@ def make_case(random: Random, kind: str, reasoning: str, count: int, option: str
         whole = gateway_pb2.GenerateRequest()
         whole.CopyFrom(message)
         message.stop.append(random.choice(STOPS))
-    return Case(name, message, check, may_be_cut, whole)
+    return Case(name, message, check, reasoning != "off", may_be_cut, whole)
 
 
 def _begin(message: gateway_pb2.GenerateRequest, reasoning: str, temperature: float) -> None:
