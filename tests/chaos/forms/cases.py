@@ -194,7 +194,7 @@ def _begin(message: gateway_pb2.GenerateRequest, reasoning: str, temperature: fl
     if reasoning == "limited":
         message.chat.max_reasoning_tokens = MAX_REASONING
     else:
-        bias[END_ID] = 9.0 if temperature else 100.0
+        bias[END_ID] = 14.0 if temperature else 100.0
 
 
 def _add_form(random: Random, kind: str, message: gateway_pb2.GenerateRequest) -> Callable[[Answer], None]:

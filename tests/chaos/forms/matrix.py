@@ -120,8 +120,8 @@ def _mistake(case: Case, answer: Answer, whole: Answer | None, count: Count) -> 
     if answer.stop:
         return _mistake_before_stop(answer, whole)
     if answer.reason == gateway_pb2.FINISH_REASON_LENGTH:
-        if case.reasons and not (answer.text or answer.calls):
-            return None  # the model has not ended its reasoning, which has no form
+        if case.reasons:
+            return None  # a long reasoning, which has no form, has left too few tokens
         if not case.may_be_cut:
             return "it was cut off"
         answer = Answer(calls=answer.calls[:-1])
