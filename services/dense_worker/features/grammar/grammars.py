@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from services.common.errors import InvalidRequest
 from services.common.fairness.client_turns import ClientTurns
@@ -35,11 +36,21 @@ MAX_KEPT = 64  # compiled grammars, of up to 4 MB each by what was measured
 MAX_KEPT_BYTES = 16 * 2**20  # of their texts
 # Threads that find masks that take long, at most half of the cores: attention worker and gateway run beside them.
 MAX_MASK_THREADS = 8
+# One thread at a time uses a lexer. So of more sequences of a form the next ones get another lexer, and at most as many
+# lexers as there are threads; it learns as fast as the first one.
+MAX_SHARING = 8
+MAX_AGAIN_S = 0.05  # to compile a form takes at most so long if it is compiled for another lexer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lexer:
+    start: LLMatcher  # whose copies share the lexer
+    matchers: WeakSet[GrammarMatcher]  # that began with such a copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Compiled:
-    start: LLMatcher
+    lexers: list[_Lexer]  # at least one
     grammar: str
     compile_s: float  # of processor time
 
@@ -85,11 +96,12 @@ class Grammars:
             vocabulary, tokenizer = self._loaded.result()
             mask_threads = self._find_mask_threads()
             kept = self._find(structure) or self._compile(structure, tokenizer, vocabulary)
-            grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
+            lexer = self._choose_lexer(kept, tokenizer)
+            grammar = self._follow(spec, output_token_ids, lexer, vocabulary, mask_threads)
             if grammar.error is not None:  # perhaps because other sequences have used up the states of the lexer
                 self._forget(structure, kept)
                 kept = self._compile(structure, tokenizer, vocabulary)
-                grammar = self._follow(spec, output_token_ids, kept.start, vocabulary, mask_threads)
+                grammar = self._follow(spec, output_token_ids, kept.lexers[0], vocabulary, mask_threads)
         except GrammarError as error:
             raise InvalidRequest(f"{structure.field_name} cannot be used: {error}", structure.field_name) from error
         if kept.compile_s <= CREDIT_S:  # the engine waits for it
@@ -100,16 +112,33 @@ class Grammars:
         self,
         spec: SequenceSpec,
         output_token_ids: SequenceOf[int],
-        start: LLMatcher,
+        lexer: _Lexer,
         vocabulary: Vocabulary,
         mask_threads: MaskThreads | None,
     ) -> GrammarMatcher:
         may_end = any(token_id in vocabulary.eos_token_ids for token_id in spec.stop_token_ids)
         with self._lock:  # it copies the start
-            grammar = GrammarMatcher(start, mask_threads, vocabulary, may_end)
+            grammar = GrammarMatcher(lexer.start, mask_threads, vocabulary, may_end)
+            lexer.matchers.add(grammar)
         grammar.sync(output_token_ids)
         grammar.warm_up()
         return grammar
+
+    def _choose_lexer(self, kept: _Compiled, tokenizer: LLTokenizer) -> _Lexer:
+        """The lexer of a form that the fewest sequences share, or another one."""
+        with self._lock:
+            least = min(kept.lexers, key=lambda each: len(each.matchers))
+            has_most = len(kept.lexers) >= self._num_mask_threads
+            if len(least.matchers) < MAX_SHARING or has_most or kept.compile_s > MAX_AGAIN_S:
+                return least
+            for each in self._kept.values():  # those that nobody uses any more
+                each.lexers[1:] = [lexer for lexer in each.lexers[1:] if len(lexer.matchers)]
+        start = compile_grammar(tokenizer, kept.grammar)
+        start.compute_bitmask()
+        with self._lock:
+            if len(kept.lexers) < self._num_mask_threads:  # another thread may have added one meanwhile
+                kept.lexers.append(_Lexer(start, WeakSet()))
+            return kept.lexers[-1]
 
     def _find_mask_threads(self) -> MaskThreads | None:
         from llguidance import LLExecutor
@@ -129,7 +158,7 @@ class Grammars:
         begin = time.thread_time()
         grammar = lower(structure, vocabulary.special_tokens)
         start = compile_grammar(tokenizer, grammar)
-        compiled = _Compiled(start, grammar, time.thread_time() - begin)
+        compiled = _Compiled([_Lexer(start, WeakSet())], grammar, time.thread_time() - begin)
         start.compute_bitmask()  # so that its copies find their first masks fast
         with self._lock:
             if structure not in self._kept:

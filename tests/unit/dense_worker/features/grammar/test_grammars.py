@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.grammar import grammars as module
-from services.dense_worker.features.grammar.grammars import Grammars
+from services.dense_worker.features.grammar.grammars import MAX_SHARING, Grammars
 from services.grammar import matcher as matcher_module
 from services.grammar.grammar_error import GrammarError
 from services.grammar.matcher import CREDIT_S, GrammarMatcher
@@ -188,6 +190,39 @@ def test_following_a_long_text_with_a_new_lexer_has_a_limit(
     second.remake = remake
     GrammarMatcher.consume([(second, a)])
     assert second.error == "it took more than 0 ms to follow 1 tokens again" and allowed(second).all()
+
+
+def starts_of(matchers: list[GrammarMatcher]) -> list[int]:
+    """How many matchers share each lexer."""
+    return sorted(Counter(id(matcher._start) for matcher in matchers).values())
+
+
+def test_many_sequences_of_a_form_do_not_all_share_a_lexer(vocabulary: Vocabulary) -> None:
+    grammars, forms = Grammars(lambda: vocabulary, num_mask_threads=3), Forms(vocabulary)
+    matchers = [prepared(grammars, sequence("ab+", forms.tokens("ab")))[0] for _ in range(20)]
+    assert starts_of(matchers) == [4, MAX_SHARING, MAX_SHARING]
+    matchers += [prepared(grammars, sequence("ab+"))[0] for _ in range(10)]
+    assert starts_of(matchers) == [10, 10, 10], "at most as many as there are threads"
+    masks = np.empty((30, matchers[0].num_words), np.uint32)
+    for matcher in matchers:
+        matcher._mask_s = 1.0  # so that threads find the masks
+    GrammarMatcher.fill_masks(matchers, masks)
+    expected = [*[{*forms.tokens("b"), EOS}] * 20, *[{*forms.tokens("a")}] * 10]
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert [set(np.flatnonzero(row).tolist()) for row in bits] == expected
+    del matchers, matcher
+    gc.collect()
+    assert starts_of([prepared(grammars, sequence("ab+"))[0] for _ in range(3)]) == [1, 1, 1], "the ended ones are gone"
+    grammars.close()
+
+
+def test_a_form_that_takes_long_to_compile_has_one_lexer(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_AGAIN_S", 0.0)
+    grammars = Grammars(lambda: vocabulary, num_mask_threads=3)
+    assert starts_of([prepared(grammars, sequence("a+"))[0] for _ in range(20)]) == [20]
+    grammars.close()
 
 
 def test_eos_may_end_only_those_that_stop_at_it(grammars: Grammars) -> None:
