@@ -48,9 +48,10 @@ def _share_route_state(route: Any, path: str, endpoint: Callable[..., Any], **op
     Both functions are closures of one text, whose annotations are evaluated outside of it.
     """
     compared = {name: value for name, value in options.items() if name != "dependency_overrides_provider"}
-    if endpoint.__defaults__ or endpoint.__kwdefaults__ or compared.get("dependencies"):
+    if compared.get("dependencies"):
         return _make_route_state(route, path, endpoint, **options)
-    key = endpoint.__code__, path, repr({name: getattr(value, "value", value) for name, value in compared.items()})
+    defaults = endpoint.__defaults__, endpoint.__kwdefaults__
+    key = endpoint.__code__, path, repr(({n: getattr(v, "value", v) for n, v in compared.items()}, defaults))
     if key not in _ROUTE_STATES:
         _make_route_state(route, path, endpoint, **options)
         _ROUTE_STATES[key] = {name: getattr(route, name) for name in fastapi_routing._APIRouteLike.__annotations__}
