@@ -21,7 +21,8 @@ from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, ReportedPrefixCache
-from services.attn_worker.layers import CapturableAttention
+from services.attn_worker.layers import AttentionBackend, CapturableAttention
+from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
@@ -60,10 +61,12 @@ def build_engine(
     metrics: AttentionMetrics,
     pinned_tier: PinnedFile | None = None,
     events: KVEvents | None = None,
+    *,
+    is_deterministic: bool = False,
 ) -> AttentionEngine:
     """Allocates the KV cache and starts the engine. `pinned_tier`: what `prepare_device` has returned.
 
-    `events`: what becomes of blocks is recorded there.
+    `events`: what becomes of blocks is recorded there. `is_deterministic`: attention has one order of additions.
 
     Raises `CapacityError` if the cache cannot hold one sequence.
     """
@@ -100,19 +103,21 @@ def build_engine(
         num_state_slots=spec.num_state_slots or None,
         **reported,
     )
-    runner, storage = _build_runner(section, model, limits, spec, max_model_len)
+    runner, storage = _build_runner(section, model, limits, spec, max_model_len, is_deterministic)
     if section.host_kv_bytes:
-        cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"], pinned_tier))
+        cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"], pinned_tier, is_deterministic))
     engine = AttentionEngine(cache, runner, metrics)
     engine.start()
     return engine
 
 
-def prepare_device(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> PinnedFile | None:
+def prepare_device(
+    section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool = False
+) -> PinnedFile | None:
     """Makes the context of the model's GPU and loads its kernels, for a worker whose cache comes later.
 
-    `limits`: of the steps that are to be expected. Returns the memory of the host tier, if there is one that can be
-    pinned. Raises `CapacityError` if there is too little memory.
+    `limits`: of the steps that are to be expected; `is_deterministic`: as in `build_engine`. Returns the memory of the
+    host tier, if there is one that can be pinned. Raises `CapacityError` if there is too little memory.
     """
     if (free := available_bytes()) < STANDBY_BYTES:
         raise CapacityError(
@@ -124,7 +129,7 @@ def prepare_device(section: AttentionSection, model: ResolvedModel, limits: Step
         torch.zeros(1, device=model.device)
     from services.attn_worker.runner.cuda_layer_runner import load_kernels
 
-    make_backend = _capturable_backend(has_states=bool(model.config.gated_delta_layers))
+    make_backend = _capturable_backend(bool(model.config.gated_delta_layers), is_deterministic)
     if model.config.gated_delta_layers:
         return None  # states take much memory, and have no tier
     arguments = (model.config, _one_block(section, model), model.dtype, model.device, model.max_model_len)
@@ -269,6 +274,7 @@ def _open_host_tier(
     storage: BlockStorage,
     findable: BlockPool,
     pinned: PinnedFile | None,
+    is_deterministic: bool,
 ) -> HostTier:
     identity = {
         "model": model.config.fingerprint,
@@ -276,6 +282,8 @@ def _open_host_tier(
         "block_size": section.block_size,
         "layout": blake2b(storage.layout.encode(), digest_size=16).hexdigest(),
     }
+    if is_deterministic:  # keys and values that were computed otherwise have other bits
+        identity["deterministic"] = "true"
     region = TierRegion.open(
         section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity, pinned=pinned
     )
@@ -308,22 +316,35 @@ def _make_block_copier(storage: BlockStorage, region: TierRegion, device: torch.
 
 
 def _build_runner(
-    section: AttentionSection, model: ResolvedModel, limits: StepLimits, spec: KVCacheSpec, max_model_len: int
+    section: AttentionSection,
+    model: ResolvedModel,
+    limits: StepLimits,
+    spec: KVCacheSpec,
+    max_model_len: int,
+    is_deterministic: bool,
 ) -> tuple[LayerRunner, BlockStorage]:
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
     if select_backend(section, model) == "torch":
-        make_torch = layered_torch_attention if spec.gated_delta else TorchAttention
+        make_torch: Callable[..., AttentionBackend] = layered_torch_attention if spec.gated_delta else TorchAttention
+        if is_deterministic:
+            make_torch = BatchInvariantTorchAttention
         eager = make_torch(*arguments)
         return EagerLayerRunner(eager, spec.num_layers), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(has_states=bool(spec.gated_delta))
+    make_backend = _capturable_backend(bool(spec.gated_delta), is_deterministic)
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
     runner = CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
     return runner, backend.storage
 
 
-def _capturable_backend(*, has_states: bool) -> Callable[..., CapturableAttention]:
+def _capturable_backend(has_states: bool, is_deterministic: bool) -> Callable[..., CapturableAttention]:
+    if is_deterministic:
+        from services.attn_worker.layers.batch_invariant.triton_attention import (
+            BatchInvariantTritonAttention,  # needs triton
+        )
+
+        return BatchInvariantTritonAttention
     if has_states:
         from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention  # needs triton
 

@@ -53,7 +53,9 @@ class AttentionWorker:
             setting="attention.address",
         )
         model = resolve_model(config.model, section.device, section)
-        backend = select_backend(section, model)  # so that a model that no kernels can run ends the start
+        is_deterministic = config.dense.deterministic
+        # So that a model that no kernels can run ends the start.
+        backend = select_backend(section, model, is_deterministic=is_deterministic)
         check_host_tier(section, model)
         use_device(model.device, section.num_threads)
         if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
@@ -61,7 +63,7 @@ class AttentionWorker:
         pinned_tier = None
         if options.standby is not None:
             limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
-            pinned_tier = prepare_device(section, model, limits)
+            pinned_tier = prepare_device(section, model, limits, is_deterministic=is_deterministic)
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
         self._servicer = servicer = AttentionServicer(
@@ -75,6 +77,7 @@ class AttentionWorker:
             server.set_stall,
             pinned_tier,
             self._report_kv_events(section),
+            is_deterministic=is_deterministic,
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
         self._opened.push_async_callback(asyncio.to_thread, servicer.stop)

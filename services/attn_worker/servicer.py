@@ -73,13 +73,16 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         on_stall: OnStall,
         pinned_tier: PinnedFile | None = None,
         kv_events: KVEvents | None = None,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
         """`pinned_tier`: the memory of the host tier, of a standby that has pinned it.
 
-        `kv_events`: what becomes of blocks is recorded there.
+        `kv_events`: what becomes of blocks is recorded there. `is_deterministic`: the config's `dense.deterministic`.
         """
         self._section = section
         self._kv_events = kv_events
+        self._is_deterministic = is_deterministic
         self._pinned_tier = pinned_tier
         self._model = model
         self._engine: AttentionEngine | None = None
@@ -281,6 +284,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 self._metrics,
                 self._pinned_tier,
                 self._kv_events,
+                is_deterministic=self._is_deterministic,
             )
             self._building = asyncio.create_task(build)
         try:
@@ -408,12 +412,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             "dtype": _name(self._model.dtype),
             "model_fingerprint": self._model.config.fingerprint,
             "kv_cache_dtype": resolve_kv_cache_format(self._section, self._model),
+            "deterministic": self._is_deterministic,
         }
         for field, value in own.items():
             if getattr(request, field) != value:
                 raise ConfigError(
                     f"the dense worker's {field} is {getattr(request, field)}, the attention worker's is {value}: "
-                    "both must be started with the same sections model and attention"
+                    "both must be started with the same sections model and attention, and the same dense.deterministic"
                 )
 
 

@@ -175,6 +175,9 @@ class DenseSection(Section):
     # fp8: linear layers of an unquantized model become FP8 while they load; checkpoint: weights as they are stored
     quantization: Literal["checkpoint", "fp8"] = "checkpoint"
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
+    # true: the logits of a token are the same to the last bit whatever else is computed beside it, and however; both
+    # workers must be told. docs/determinism.md says for which models, and what it costs
+    deterministic: bool = False
     # auto: build missing TensorRT plans at start; never: refuse to start, or with the backend auto use torch
     build: Literal["auto", "never"] = "auto"
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it

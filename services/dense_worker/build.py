@@ -310,7 +310,8 @@ def make_lora(config: Config, model: ResolvedModel, weights: ModelWeights) -> Lo
         return None
     linears = list(parts_of_type(Linear, weights.layers))
     if model.device.type == "cpu":
-        return TorchLora(linears, section.max_loras, model.dtype, model.device)
+        row_by_row = section.deterministic
+        return TorchLora(linears, section.max_loras, model.dtype, model.device, row_by_row=row_by_row)
     from services.dense_worker.kernels.lora.cuda_lora import CudaLora  # needs triton
 
     max_num_tokens = config.scheduler.max_num_batched_tokens

@@ -238,6 +238,7 @@ def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
         kv_scales=model.kv_scales,
         sinks=model.sinks,
         gated_delta=model.gated_delta,
+        is_deterministic=config.dense.deterministic,
     )
 
 

@@ -21,13 +21,15 @@ TRITON_LATENT_SHARED_BYTES = 221 << 10  # that its programs need, from compute c
 FP8_CAPABILITY = (9, 0)  # of GPUs for which Triton converts e4m3 to bfloat16
 
 
-def select_backend(section: AttentionSection, model: ResolvedModel) -> BackendName:
+def select_backend(section: AttentionSection, model: ResolvedModel, *, is_deterministic: bool = False) -> BackendName:
     """Torch on a CPU, Triton on a GPU.
 
     Raises ConfigError, naming what is missing, if the kernels cannot run this model here with its format of the KV
-    cache.
+    cache, or not with one order of additions if `is_deterministic`.
     """
     kv_cache = resolve_kv_cache_format(section, model)
+    if is_deterministic and (reason := _why_not_deterministic(section, model, kv_cache)) is not None:
+        raise ConfigError(f"dense.deterministic is true, but {reason}")
     if model.device.type == "cpu":
         return "torch"
     try:
@@ -35,6 +37,24 @@ def select_backend(section: AttentionSection, model: ResolvedModel) -> BackendNa
     except ConfigError as error:
         raise ConfigError(f"attention runs on {str(model.device)!r}, but {error}") from error
     return "triton"
+
+
+def _why_not_deterministic(section: AttentionSection, model: ResolvedModel, kv_cache: KVCacheFormat) -> str | None:
+    """Why the bits of a row would depend on the step; None if they do not."""
+    config, family = model.config, repr(model.config.family)
+    if config.gated_delta_layers:
+        return f"{family} has gated delta layers, whose recurrence is computed in chunks that begin where a step does"
+    if config.attention.value_dim is not None:
+        return f"{family} has latent attention, whose kernels have several orders of additions"
+    if config.attention.num_sink_tokens:
+        return "attention.sink_tokens has kernels with several orders of additions"
+    if model.device.type == "cpu":
+        return None
+    if kv_cache != "model":
+        return f"the KV cache is {kv_cache}, on a GPU attention.kv_cache_dtype must be model"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"the model's dtype is {model.dtype}, on a GPU it must be bfloat16 or float16"
+    return None
 
 
 def _check_kernels(model: ResolvedModel, kv_cache: KVCacheFormat) -> None:

@@ -172,7 +172,7 @@ class TritonAttention:
         self._heads = config.layer_heads
         self._widths = [(heads.qkv_size, heads.attn_size) for heads in self._heads]
         self._pairs = [
-            _pairs_of(rope or config.rope, heads.head_dim, options.rotates_pairs)
+            pairs_of(rope or config.rope, heads.head_dim, options.rotates_pairs)
             for rope, heads in zip(config.layer_ropes, self._heads, strict=True)
         ]
         self._config = config
@@ -181,7 +181,7 @@ class TritonAttention:
         self._dtype = dtype
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
-        self._num_sms = _num_sms(device)
+        self._num_sms = num_sms_of(device)
         fewest_kv_heads, most_kv_heads = (f(each.num_kv_heads for each in self._heads) for f in (min, max))
         self._kernels, programs_per_item, angles_config = PLAIN_KERNELS, fewest_kv_heads, config
         if options.value_dim is not None:
@@ -332,7 +332,7 @@ class TritonAttention:
         num_items = padded + num_pieces
         decode_items = {kind: upload.reserve((num_items, NUM_FIELDS)) for kind in self._distinct_item_kinds}
         parts = step.parts(self._spec.num_groups)
-        self._block_tables, table_starts = self._write_block_tables(parts)
+        self._block_tables, table_starts = write_block_tables(parts, self._block_size, self._upload)
         angle_rows = self._angles.write(step, upload)
         by_group = list(zip(parts, table_starts, strict=True))
         decodes = [_decode_rows(part, starts, angle_rows, padded) for part, starts in by_group]
@@ -367,7 +367,7 @@ class TritonAttention:
         ]
         slots = [upload.reserve((padded,)) for _ in parts]
         host_rows, rows = upload.reserve((padded,))
-        self._block_tables, table_starts = self._write_block_tables(parts)
+        self._block_tables, table_starts = write_block_tables(parts, self._block_size, self._upload)
         angle_rows = self._angles.write(step, upload)
         host_rows[:num_tokens] = angle_rows
         host_rows[num_tokens:] = 0
@@ -417,7 +417,7 @@ class TritonAttention:
             items |= {(kind, size): upload.reserve(shape) for kind in self._distinct_item_kinds}
         slots = [upload.reserve((padded,)) for _ in parts]
         host_rows, rows = upload.reserve((padded,))
-        self._block_tables, table_starts = self._write_block_tables(parts)
+        self._block_tables, table_starts = write_block_tables(parts, self._block_size, self._upload)
         host_rows[:num_tokens] = self._angles.write(step, upload)
         host_rows[num_tokens:] = 0
         for part, (host, _) in zip(parts, slots, strict=True):
@@ -542,26 +542,6 @@ class TritonAttention:
         most = self._max_num_pieces
         return most if num_seqs >= most else max(most - num_seqs, most // 2)
 
-    def _write_block_tables(self, parts: Sequence[StepMetadata]) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """All block tables in one flat array on the device, and for each group the start of each, int32 [num_seqs]."""
-        flat, all_starts, size = [], [], 0
-        for part in parts:
-            tables = part.block_tables
-            num_seqs, width = tables.shape
-            counts = -(-part.context_lens // self._block_size)
-            if tables.size > _RAGGED_TABLES_FROM and 4 * counts.sum() < tables.size:
-                is_used = np.arange(width) < counts[:, None]
-                tables, starts = tables[is_used], (np.cumsum(counts) - counts).astype(np.int32)
-            else:
-                starts = np.arange(num_seqs, dtype=np.int32) * width
-            flat.append(tables.reshape(-1))
-            all_starts.append(starts + np.int32(size))
-            size += tables.size
-        # At least one element: an empty tensor has no address, and graphs are captured with empty steps.
-        host, device = self._upload.reserve((max(size, 1),))
-        np.concatenate(flat, out=host[:size])
-        return device, all_starts
-
     def _write_prefill(self, step: StepMetadata, unsplit: ChunkRows, angle_rows: torch.Tensor) -> _Prefill:
         is_prefill = np.repeat(step.num_tokens > 1, step.num_tokens)
         slots = self._send(np.where(is_prefill, step.slot_mapping, -1))
@@ -626,7 +606,30 @@ class TritonAttention:
         return device
 
 
-def _pairs_of(rope: RopeConfig, head_dim: int, rotates_pairs: bool) -> RotaryPairs | None:
+def write_block_tables(
+    parts: Sequence[StepMetadata], block_size: int, upload: StepUpload
+) -> tuple[torch.Tensor, list[np.ndarray]]:
+    """All block tables in one flat array on the device, and for each group the start of each, int32 [num_seqs]."""
+    flat, all_starts, size = [], [], 0
+    for part in parts:
+        tables = part.block_tables
+        num_seqs, width = tables.shape
+        counts = -(-part.context_lens // block_size)
+        if tables.size > _RAGGED_TABLES_FROM and 4 * counts.sum() < tables.size:
+            is_used = np.arange(width) < counts[:, None]
+            tables, starts = tables[is_used], (np.cumsum(counts) - counts).astype(np.int32)
+        else:
+            starts = np.arange(num_seqs, dtype=np.int32) * width
+        flat.append(tables.reshape(-1))
+        all_starts.append(starts + np.int32(size))
+        size += tables.size
+    # At least one element: an empty tensor has no address, and graphs are captured with empty steps.
+    host, device = upload.reserve((max(size, 1),))
+    np.concatenate(flat, out=host[:size])
+    return device, all_starts
+
+
+def pairs_of(rope: RopeConfig, head_dim: int, rotates_pairs: bool) -> RotaryPairs | None:
     """None: whole heads, dimensions half a head apart."""
     is_plain = rope.rotary_dim == head_dim and not rotates_pairs
     return None if is_plain else RotaryPairs(rope.rotary_dim, rotates_pairs)
@@ -668,7 +671,8 @@ def _single_rows(step: StepMetadata, table_starts: np.ndarray, angle_rows: np.nd
     return DecodeRows(rows, *by_seq, step.slot_mapping[rows], angle_rows[rows])
 
 
-def _num_sms(device: torch.device) -> int:
+def num_sms_of(device: torch.device) -> int:
+    """The multiprocessors of a GPU."""
     if device.type == "cpu":  # Triton's interpreter, in tests
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -52,11 +52,20 @@ class CudaBackend:
     gives_hidden_states = True
 
     def __init__(
-        self, weights: ModelWeights, config: ModelConfig, max_num_tokens: int, lora: CudaLora | None = None
+        self,
+        weights: ModelWeights,
+        config: ModelConfig,
+        max_num_tokens: int,
+        lora: CudaLora | None = None,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
+        """`is_deterministic`: the bits of a row do not depend on the other rows of a step."""
         self._config, self._max_num_tokens = config, max_num_tokens
         self._dtype, self._device = weights.dtype, weights.device
-        self._operations = CudaOperations(config, max_num_tokens, self._dtype, self._device, lora)
+        self._operations = CudaOperations(
+            config, max_num_tokens, self._dtype, self._device, lora, is_deterministic=is_deterministic
+        )
         self._segments = segments_of(weights)
         self._measured_segments = _segments_of_each_kind(self._segments.middle)
         self._reads_positions = weights.reads_positions
@@ -117,6 +126,9 @@ class CudaBackend:
         streamed = [linear for linear in linears if operations.products.can_stream(linear)]
         tiled = [linear for linear in linears if operations.products.can_tile(linear)]
         if not streamed:
+            with operations.launcher.compiling():
+                for num_tokens in operations.products.compiled_rows:
+                    self._random_step(min(num_tokens, self._max_num_tokens))()
             return
         choice = operations.products.choice
         choice.set_all(streamed, LinearKernel.STREAMED)
@@ -135,7 +147,8 @@ class CudaBackend:
     def _step_sizes(self) -> list[int]:
         """Numbers of tokens whose steps together run every kernel."""
         many = TILED_BUCKETS[-1] if self._has_tiles else ROW_BUCKETS[-1]  # beyond, no kernel of ours multiplies
-        sizes = {min(size, self._max_num_tokens) for size in (*ROW_BUCKETS, many + 1)}
+        compiled = self._operations.products.compiled_rows
+        sizes = {min(size, self._max_num_tokens) for size in (*ROW_BUCKETS, many + 1, *compiled)}
         sizes.update(self._tiled_sizes())
         if self._operations.experts is not None:
             sizes.update(self._operations.experts.variant_sizes())

@@ -50,6 +50,8 @@ class StreamingKernels(Protocol):
 class CudaLinear:
     """Multiplies linear layers on one stream, on which the kernels share their workspaces."""
 
+    compiled_rows: tuple[int, ...] = ()  # numbers of rows that have kernels of their own besides those of `choice`
+
     def __init__(
         self,
         launcher: KernelLauncher,

@@ -29,6 +29,7 @@ from services.dense_worker.model.operations import MlpInput, Residual, Unactivat
 from services.dense_worker.parameters import Parameter
 
 if TYPE_CHECKING:
+    from services.dense_worker.batch_invariant.cuda_linear import BatchInvariantLinear
     from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 
 
@@ -46,7 +47,11 @@ class CudaOperations:
         dtype: torch.dtype,
         device: torch.device,
         lora: CudaLora | None = None,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
+        """`is_deterministic`: products have one order of additions; there are no adapters then."""
+
         def workspace(width: int) -> torch.Tensor:
             return torch.empty(max_num_tokens, width, dtype=dtype, device=device)
 
@@ -65,7 +70,13 @@ class CudaOperations:
         self._selected_rows: torch.Tensor | None = None  # of the layers' inputs and of the gate; None: the first ones
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
-        self.products = CudaLinear(self.launcher, device, dtype, lora)
+        self.products: CudaLinear | BatchInvariantLinear
+        if is_deterministic:
+            from services.dense_worker.batch_invariant.cuda_linear import BatchInvariantLinear
+
+            self.products = BatchInvariantLinear(self.launcher, device, dtype)
+        else:
+            self.products = CudaLinear(self.launcher, device, dtype, lora)
         self.experts = None  # None: the model has none
         if experts is not None:
             self.experts = CudaExperts(self.launcher, config, experts, max_num_tokens, dtype, device)

@@ -18,6 +18,8 @@ from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.batch_invariant.check import check_batch_invariance
+from services.dense_worker.batch_invariant.torch_operations import BatchInvariantTorchOperations
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
@@ -91,7 +93,10 @@ class PreparedBackend:
                 num_sms = found.gpu.num_sms
                 log.info("dense backend is TensorRT", version=found.api.name, gpu=found.gpu.name, num_sms=num_sms)
                 return SelectedBackend(found.api.name, backend)
-        return SelectedBackend("torch", torch_backend(weights, self.model.config, self.limits.num_tokens, lora))
+        backend = torch_backend(
+            weights, self.model.config, self.limits.num_tokens, lora, is_deterministic=self.section.deterministic
+        )
+        return SelectedBackend("torch", backend)
 
 
 def prepare_backend(
@@ -114,6 +119,8 @@ def prepare_backend(
     missing, if `dense.backend` is "tensorrt" and cannot be had, CapacityError if the disk has no space for a plan; and
     ConfigError if the profiles are malformed or end below the limits, or if a GPU cannot run the model's experts.
     """
+    if section.deterministic:
+        check_batch_invariance(section, model)
     if model.device.type != "cpu":
         _check_experts(model)
     tensorrt = None
@@ -148,6 +155,8 @@ def prepare_backend(
 
 def _lack_of_tensorrt(section: DenseSection, heads: str | None) -> str | None:
     """What the config asks for and TensorRT does not have; None if there is nothing."""
+    if section.deterministic:
+        return "dense.deterministic is true, and TensorRT has kernels of its own for each range of numbers of tokens"
     if section.max_loras:
         return f"dense.max_loras is {section.max_loras}, but TensorRT has no adapters"
     if heads is not None:
@@ -187,14 +196,19 @@ def _log_fallback(section: DenseSection, error: Exception) -> None:
 
 
 def torch_backend(
-    weights: ModelWeights, config: ModelConfig, max_num_tokens: int, lora: LoraStore | None = None
+    weights: ModelWeights,
+    config: ModelConfig,
+    max_num_tokens: int,
+    lora: LoraStore | None = None,
+    *,
+    is_deterministic: bool = False,
 ) -> DenseBackend:
-    """The fastest backend without TensorRT on the device of `weights`."""
+    """The fastest backend without TensorRT on the device of `weights`; if `is_deterministic`, a batch-invariant one."""
     if weights.device.type == "cpu":
-        return TorchBackend(weights, lora)
+        return TorchBackend(weights, lora, BatchInvariantTorchOperations(lora) if is_deterministic else None)
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
 
-    return CudaBackend(weights, config, max_num_tokens, lora)
+    return CudaBackend(weights, config, max_num_tokens, lora, is_deterministic=is_deterministic)
 
 
 def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:

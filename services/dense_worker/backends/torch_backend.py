@@ -22,9 +22,12 @@ class TorchBackend:
     takes_input_embeds = True
     gives_hidden_states = True
 
-    def __init__(self, weights: ModelWeights, lora: LoraStore | None = None) -> None:
+    def __init__(
+        self, weights: ModelWeights, lora: LoraStore | None = None, operations: TorchOperations | None = None
+    ) -> None:
+        """`operations`: others than the plain ones; they then have the adapters."""
         self._segments = segments_of(weights)
-        self._operations = TorchOperations(lora)
+        self._operations = operations or TorchOperations(lora)
         self._reads_positions, self._device = weights.reads_positions, weights.device
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:

@@ -72,6 +72,7 @@ class AttachOptions:
     kv_scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sequence[Sequence[float]] = ()  # of attention, [num_layers][num_heads]; empty: the model has none
     gated_delta: Mapping[int, GatedDeltaWeights] = field(default_factory=dict)  # by layer, in order
+    is_deterministic: bool = False  # the config's `dense.deterministic`
 
 
 class AttentionClient:
@@ -144,6 +145,7 @@ class AttentionClient:
                 attn_pb2.GatedDeltaWeights(layer=layer, conv=each.conv, a_log=each.a_log, dt_bias=each.dt_bias)
                 for layer, each in options.gated_delta.items()
             ],
+            deterministic=options.is_deterministic,
         )
         deadline = time.monotonic() + self._connect_timeout_s
         while True:

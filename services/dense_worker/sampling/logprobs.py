@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.sampling.upload import upload
 
+_ALIGNED_COLUMNS = 4  # of float32
 MAX_ROWS_AT_A_TIME = 64  # of log_softmax, which takes as much memory as the logits
 
 
@@ -67,9 +69,12 @@ def rank_tokens(
     named = [()] * len(logits) if named is None else named
     named_ids = _upload_named(named, max(num_named, *map(len, named), 0), logits.device)
     parts = []
+    # Rows begin at multiples of 16 bytes: on a GPU, torch's order of additions depends on where a row begins.
+    num_missing = -logits.shape[1] % _ALIGNED_COLUMNS
     for start in range(0, len(logits), MAX_ROWS_AT_A_TIME):
         rows = slice(start, start + MAX_ROWS_AT_A_TIME)
-        logprobs = logits[rows].log_softmax(-1)
+        aligned = F.pad(logits[rows], (0, num_missing), value=-torch.inf) if num_missing else logits[rows]
+        logprobs = aligned.log_softmax(-1)
         top_logprobs, top_token_ids = logprobs.topk(num_top)
         own = logprobs.gather(1, token_ids[rows, None])
         ranks = (logprobs >= own).sum(1)

@@ -65,11 +65,11 @@ def num_regions() -> int:
 def test_a_dense_worker_that_dies_while_attaching_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, num_builds = threading.Event(), 0
 
-    def build_slowly(*arguments: object) -> AttentionEngine:
+    def build_slowly(*arguments: object, **options: bool) -> AttentionEngine:
         nonlocal num_builds
         num_builds += 1
         assert may_end.wait(TIMEOUT_S)
-        return build_engine(*arguments)
+        return build_engine(*arguments, **options)
 
     monkeypatch.setattr(servicer_module, "build_engine", build_slowly)
     request = make_request()
@@ -190,7 +190,7 @@ def test_an_attachment_waits_for_room_up_to_a_time_limit(monkeypatch: pytest.Mon
 def test_a_failed_gpu_ends_the_worker_and_the_dense_worker_waits_for_its_successor(
     error: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object) -> AttentionEngine:
+    def fail(*arguments: object, **options: bool) -> AttentionEngine:
         raise error
 
     monkeypatch.setattr(servicer_module, "build_engine", fail)

@@ -172,10 +172,14 @@ class TorchAttention:
         part = self._parts[self._layer_groups[layer]]
         if rows.key_value.shape[1]:
             self._layers[layer].append(part.slots, rows.key_value)
-        for group, context in zip(part.groups, part.contexts[self._layer_kinds[layer]], strict=True):
-            self._attend(layer, group, context, rows.query, out)
+        self._attend(layer, part, rows.query, out)
 
-    def _attend(
+    def _attend(self, layer: int, part: _Part, query: torch.Tensor, out: torch.Tensor) -> None:
+        """query [num_rows, q_size], rotated -> out [num_rows, attn_size]. Keys and values are in the cache."""
+        for group, context in zip(part.groups, part.contexts[self._layer_kinds[layer]], strict=True):
+            self._attend_group(layer, group, context, query, out)
+
+    def _attend_group(
         self, layer: int, group: _Group, context: _Context, query: torch.Tensor, out: torch.Tensor
     ) -> None:
         self._layers[layer].gather(group.blocks, context.gathered)

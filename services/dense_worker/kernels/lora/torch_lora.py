@@ -35,9 +35,19 @@ class _Delta:
 class TorchLora:
     """Adapters in slots, and the slot of each row of a step. A slot may be filled while a step runs without it."""
 
-    def __init__(self, linears: Iterable[Linear], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        linears: Iterable[Linear],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        row_by_row: bool = False,
+    ) -> None:
+        """`row_by_row`: the bits of a row do not depend on how many other rows have its adapter."""
         self._linears = tuple(linears)
         self._dtype, self._device = dtype, device
+        self._row_by_row = row_by_row
         self._slots: list[dict[str, _Delta]] = [{} for _ in range(num_slots)]  # by the name of the first projection
         self.is_active = False  # whether a row of the step has an adapter
         self._row_slots = torch.empty(0, dtype=torch.int64)
@@ -57,11 +67,11 @@ class TorchLora:
         self.is_active = row_slots is not None
         if row_slots is not None:
             self._row_slots = torch.from_numpy(row_slots)
-            self._groups = group_rows(self._row_slots)
+            self._groups = self._group(self._row_slots)
 
     def select(self, rows: torch.Tensor) -> None:
         """Later products are of these rows of the step, int64 [r]."""
-        self._groups = group_rows(self._row_slots[rows])
+        self._groups = self._group(self._row_slots[rows])
 
     def add(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
         """x [n, in_features]; adds to each row of out [n, out_features] the delta of its adapter."""
@@ -71,6 +81,10 @@ class TorchLora:
                 hidden = F.linear(x[rows], delta.a)
                 for part in delta.parts:
                     out[:, part.columns].index_add_(0, rows, F.linear(hidden[:, part.ranks], part.b))
+
+    def _group(self, row_slots: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        groups = group_rows(row_slots)
+        return [(slot, row) for slot, rows in groups for row in rows.split(1)] if self._row_by_row else groups
 
     def _make_delta(self, linear: Linear, tensors: Mapping[str, LoraTensors]) -> _Delta | None:
         column = rank = 0

@@ -1,0 +1,70 @@
+"""What the dense worker cannot compute with `dense.deterministic`, by name."""
+
+from __future__ import annotations
+
+import torch
+
+from services.common.config import DenseSection
+from services.common.errors import ConfigError
+from services.common.quantization.schemes import Activations, Element
+from services.common.resolve import ResolvedModel
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
+from services.dense_worker.model.expert_mlp import SharedExpert
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import empty_weights
+from services.dense_worker.parameters import parts_of_type
+
+_SHARED_BYTES = 192 << 10  # of the largest tiles; GPUs that have them also have the tensor cores of Hopper
+_MAX_IN_FEATURES = 32768  # a row is quantized in registers
+
+
+def check_batch_invariance(section: DenseSection, model: ResolvedModel) -> None:
+    """Raises ConfigError, which names the reason, if the bits of a row would depend on the other rows of a step."""
+    weights = empty_weights(model.config, model.dtype, torch.device("meta"))
+    reason = _why_not(model, weights)
+    if reason is None and model.device.type != "cpu":
+        reason = _why_not_on_gpu(section, model, weights)
+    if reason is not None:
+        raise ConfigError(f"dense.deterministic is true, but {reason}")
+
+
+def _why_not(model: ResolvedModel, weights: ModelWeights) -> str | None:
+    if model.config.parts.layer_inputs is not None:
+        return f"{model.config.family!r} has inputs of each layer, whose products torch multiplies for all rows at once"
+    if any(each.gate is not None for each in parts_of_type(SharedExpert, weights.layers)):
+        return f"{model.config.family!r} has a gated shared expert, whose gate torch multiplies for all rows at once"
+    return None
+
+
+def _why_not_on_gpu(section: DenseSection, model: ResolvedModel, weights: ModelWeights) -> str | None:
+    instead = "dense.device cpu and attention.device cpu have it"
+    if section.max_loras:
+        return f"dense.max_loras is {section.max_loras}, and kernels for adapters depend on the step: {instead}"
+    if model.config.parts.experts is not None:
+        return f"{model.config.family!r} has experts, whose kernels depend on how many tokens each gets: {instead}"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"the model's dtype is {model.dtype}, its products need bfloat16 or float16: {instead}"
+    found = torch.cuda.get_device_properties(model.device).shared_memory_per_block_optin
+    if found < _SHARED_BYTES:
+        name = torch.cuda.get_device_name(model.device)
+        return f"{name} has {found} bytes of shared memory for a program, its products need {_SHARED_BYTES}"
+    for linear in parts_of_type(Linear, (weights.layers, weights.head)):
+        if (lack := _why_no_product(linear)) is not None:
+            return f"{linear.name} {lack}: {instead}"
+    return None
+
+
+def _why_no_product(linear: Linear) -> str | None:
+    """Why `BatchInvariantLinear` does not multiply a layer; None if it does."""
+    weight = linear.weight
+    if isinstance(weight, PlainWeight):
+        return None
+    if not isinstance(weight, ScaledWeight) or weight.element is not Element.FP8:
+        return f"is a {type(weight).__name__}, its products are those of 16 bits and of FP8 with a scale for each row"
+    if weight.activations is not Activations.TOKEN:
+        return f"has inputs quantized as {weight.activations.value!r}, its products need a scale for each token"
+    if linear.in_features > _MAX_IN_FEATURES:
+        return f"has {linear.in_features} in_features, at most {_MAX_IN_FEATURES} fit"
+    return None

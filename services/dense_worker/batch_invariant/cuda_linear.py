@@ -1,0 +1,88 @@
+"""`BatchInvariantLinear`: all products of linear layers on CUDA by `triton_products`, whatever the number of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from services.dense_worker.batch_invariant.triton_products import ROW_BUCKETS, multiply_rows
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.quantized.quantized_gemv import codes_form
+from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
+from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS, SplitWorkspace
+from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
+from services.dense_worker.kernels.triton_launch import KernelLauncher
+
+
+class BatchInvariantLinear:
+    """Stands in for `CudaLinear`. Every layer has the kernel that `CudaLinear` calls streamed, for any number of rows.
+
+    For one stream, on which the kernels share a workspace. `check_batch_invariance` has refused other formats.
+    """
+
+    adds_deltas = False  # adapters are refused
+    compiled_rows = (*ROW_BUCKETS, ROW_BUCKETS[-1] + 1)  # numbers of rows that together have all kernels
+
+    def __init__(self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype) -> None:
+        self.choice = LinearChoice()  # of nothing
+        self._launcher, self._dtype = launcher, dtype
+        self._splits = SplitWorkspace(device, launcher.num_sms * ROW_BUCKETS[-1] // MAX_ROWS)
+
+    def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
+        """The only one."""
+        return LinearKernel.STREAMED
+
+    def can_stream(self, linear: Linear) -> bool:
+        """False: there is nothing to choose from."""
+        return False
+
+    def can_tile(self, linear: Linear) -> bool:
+        """False, as `can_stream`."""
+        return False
+
+    def kernels_of(self, linear: Linear) -> dict[str, str]:
+        """What multiplies a layer, for the log."""
+        return {"any_rows": "batch-invariant"}
+
+    def fuses_activation_after(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+        """Always."""
+        return True
+
+    def fuses_norm(self, kernel: LinearKernel, linear: Linear, norm: Norm, num_rows: int, *, has_delta: bool) -> bool:
+        """What quantizes the input takes the norm before it."""
+        return isinstance(linear.weight, ScaledWeight) and isinstance(norm, RmsNorm)
+
+    def fuses_activation(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+        """Never: activations are computed after the product before."""
+        return False
+
+    def multiply(
+        self,
+        kernel: LinearKernel,
+        linear: Linear,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        delta: torch.Tensor | None = None,
+        activation_before: MlpActivation | None = None,
+        activation: MlpActivation | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Like `CudaLinear.multiply`."""
+        assert activation_before is None, "activations are computed after the product before"
+        weight = linear.weight
+        fused = {"activation": activation, "residual": residual}
+        if isinstance(weight, ScaledWeight):
+            assert norm is None or isinstance(norm, RmsNorm), "no other norm is fused"
+            form = codes_form(weight, torch.float8_e4m3fn)
+            prepared = prepare_input(self._launcher, x, form, norm, delta=delta)
+            assert prepared.scale is not None, "inputs are quantized"
+            x, x_scale, w_scale = prepared.values[0], prepared.scale[0].flatten(), weight.scale.data
+        else:
+            assert norm is None and delta is None, "the norm has a kernel of its own"
+            x_scale = w_scale = None
+        matrix, bias = weight.matrix.data, linear.bias_data
+        multiply_rows(self._launcher, x, x_scale, matrix, w_scale, bias, out, self._dtype, self._splits, **fused)
