@@ -69,6 +69,7 @@ CHAOS_FIRST_SEED ?= 1
 
 chaos: setup
 	$(RUN) -m pytest -m hypothesis tests/unit
+	$(RUN) -m pytest --all-families tests/unit/dense_worker/ranks tests/integration/survival/test_several_ranks.py
 	$(RUN) -m pytest tests/integration/api/test_requests.py tests/integration/api/test_fuzz.py
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --host-tier

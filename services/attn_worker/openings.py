@@ -68,6 +68,7 @@ class Openings:
             new.num_prompt_tokens,
             new.prefix_key,
             ignores_prefix_cache=new.ignores_prefix_cache,
+            max_cached_tokens=new.max_cached_tokens,
         )
         opening.num_freed_blocks += result.num_freed_blocks
         if not result.missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from dataclasses import replace
 
 import structlog
 
@@ -15,7 +16,9 @@ from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.child_options import ChildOptions
 from services.common.config import AttentionSection, Config
+from services.common.rank import Rank, seam_config
 from services.common.resolve import resolve_model, use_device
+from services.common.several_ranks import check_ranks
 from services.pb import attn_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -53,6 +56,9 @@ class AttentionWorker:
             setting="attention.address",
         )
         model = resolve_model(config.model, section.device, section)
+        rank = Rank(options.rank, config.dense.tensor_parallel_size)
+        check_ranks(config, model.config)
+        model = replace(model, config=seam_config(model.config, rank), rank=rank)
         is_deterministic = config.dense.deterministic
         # So that a model that no kernels can run ends the start.
         backend = select_backend(section, model, is_deterministic=is_deterministic)

@@ -24,6 +24,10 @@ class ChildOptions(pydantic.BaseModel):
     standby: Standby | None = None
     has_predecessor: bool = False  # of a worker: one that it replaces may still have the metrics' address
     is_restarted: bool = False  # of a worker: streams wait for it
+    rank: int = 0  # of a worker, if there are several ranks: which one it is
+    # of the first rank's dense worker: where the others' attention workers and dense shards are, in their order
+    rank_attention_addresses: tuple[SocketAddress, ...] = ()
+    shard_addresses: tuple[SocketAddress, ...] = ()
     lifeline: int | None = None  # the descriptor of its socket to the launcher, see `Lifeline`
     # of a dense worker: it states this hash instead of its own weights', and goes on with keys and values of others
     stated_weights_hash: str | None = None

@@ -172,6 +172,8 @@ class DenseSection(Section):
     address: Target = "127.0.0.1:50052"  # in the gateway's config it may name several replicas
     backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT where it runs and is faster, else torch
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
+    # ranks: each has a part of each layer, and the KV cache of its heads; docs/several-gpus.md says what runs so
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     # fp8: linear layers of an unquantized model become FP8 while they load; checkpoint: weights as they are stored
     quantization: Literal["checkpoint", "fp8"] = "checkpoint"
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one

@@ -60,10 +60,13 @@ class Lifeline:
         except OSError as error:
             raise PeerError(f"the launcher does not take the weights' memory: {error}") from error
 
-    def keep(self, keys: Sequence[str]) -> None:
-        """Lets the launcher give up all memory that it holds under other keys. Raises `PeerError` if it is gone."""
+    def keep(self, keys: Sequence[str], prefix: str = "") -> None:
+        """Lets the launcher give up all memory that it holds under other keys that begin with `prefix`.
+
+        Raises `PeerError` if it is gone.
+        """
         try:
-            self._socket.send(json.dumps({"keep": keys}).encode())
+            self._socket.send(json.dumps({"keep": keys, "prefix": prefix}).encode())
         except OSError as error:
             raise PeerError(f"the launcher does not take what memory to keep: {error}") from error
 

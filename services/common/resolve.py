@@ -13,6 +13,7 @@ from services.common.errors import ConfigError
 from services.common.kv_cache.scheme import read_kv_cache_scheme
 from services.common.kv_cache.streaming import with_streaming
 from services.common.model_config import ModelConfig, load_model_config
+from services.common.rank import ALONE, Rank
 
 _GPU_PACKAGES = {"triton": "triton", "cuda.bindings": "cuda-bindings"}  # name of the package, by module
 _MIN_CAPABILITY = (8, 0)  # the kernels use bfloat16 on the tensor cores and asynchronous copies
@@ -27,6 +28,7 @@ class ResolvedModel:
     device: torch.device
     max_model_len: int  # maximum number of tokens, prompt and output together
     kv_cache_scheme: str | None = None  # see `read_kv_cache_scheme`
+    rank: Rank = ALONE  # whose part of it is computed
 
 
 def resolve_model(

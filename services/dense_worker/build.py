@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import structlog
@@ -18,7 +17,9 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
 from services.common.lifeline import Lifeline
+from services.common.rank import ALONE, Rank
 from services.common.resolve import ResolvedModel, resolve_model, use_device
+from services.common.several_ranks import check_ranks
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
@@ -44,7 +45,7 @@ from services.dense_worker.model.kv_scales import read_kv_scales
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weight_memory import Empty
-from services.dense_worker.model.weights import empty_weights, load_weights, random_weights, weights_hash
+from services.dense_worker.model.weights import empty_weights, hash_of_weights, load_weights, random_weights
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_hook import StepHook
@@ -97,12 +98,13 @@ class LoadedModel:
         )
 
 
-def resolve_dense_model(config: Config) -> ResolvedModel:
+def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
     """The model as the dense worker runs it: with the quantization of its checkpoint, or the one that is made here.
 
-    Raises `ModelError` or `ConfigError`, naming value and limit.
+    Raises `ModelError` or `ConfigError`, naming value and limit, also for what several ranks cannot do.
     """
-    model = resolve_model(config.model, config.dense.device, config.attention)
+    model = replace(resolve_model(config.model, config.dense.device, config.attention), rank=rank)
+    check_ranks(config, model.config)
     speculation = config.scheduler.speculation
     if speculation != "off" and model.config.gated_delta_layers:
         raise ConfigError(
@@ -165,9 +167,9 @@ class PreparedModel:
         else:
             gated_delta = load_recurrence_weights(section.path, model.config)
         make_drafter = self.drafter and self.drafter.load()
-        weights = _load_weights(section, model, self.held)
+        weights = load_model_weights(section, model, self.held)
         if self.lifeline is not None:
-            self.lifeline.keep([each.key for each in self._all_held()])
+            self.lifeline.keep([each.key for each in self._all_held()], model.rank.prefix)
         if model.config.quantization is not None:
             log_formats(model.config.quantization.method, weights)
         lora = make_lora(config, model, weights)
@@ -212,9 +214,8 @@ def prepare_model(
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
     backend = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
-    digest = weights_hash(section.path, model.config, section.dummy_seed if section.load_format == "dummy" else None)
-    make_empty = partial(empty_weights, model.config, model.dtype)
-    held = lifeline and HeldWeights(lifeline, digest, make_empty, model.device)
+    digest = hash_of_weights(section, model.config)
+    held = hold_weights(lifeline, digest, model)
     drafter = prepare_drafter(config, model, lifeline)
     return PreparedModel(config, model, grammars, backend, digest, lifeline, held, drafter)
 
@@ -256,13 +257,26 @@ def log_formats(method: str, weights: ModelWeights) -> None:
     log.info("weights are quantized", method=method, multiplied_by=multiplied_by, **formats)
 
 
-def _load_weights(
+def hold_weights(lifeline: Lifeline | None, digest: str, model: ResolvedModel) -> HeldWeights[ModelWeights] | None:
+    """The weights that the launcher has, or will have; None without a launcher."""
+    if lifeline is None:
+        return None
+
+    def make_empty(device: torch.device, empty: Empty) -> ModelWeights:
+        return empty_weights(model.config, model.dtype, device, empty, model.rank)
+
+    return HeldWeights(lifeline, digest, make_empty, model.device, model.rank)
+
+
+def load_model_weights(
     section: ModelSection, model: ResolvedModel, held: HeldWeights[ModelWeights] | None
 ) -> ModelWeights:
+    """The weights, of one rank if there are several; those that are held, if they are."""
+
     def load(empty: Empty | None) -> ModelWeights:
         if section.load_format == "dummy":
-            return random_weights(model.config, model.dtype, model.device, section.dummy_seed, empty)
-        return load_weights(section.path, model.config, model.dtype, model.device, empty)
+            return random_weights(model.config, model.dtype, model.device, section.dummy_seed, empty, model.rank)
+        return load_weights(section.path, model.config, model.dtype, model.device, empty, model.rank)
 
     with naming_what_needs_memory("the weights"):
         return load(None) if held is None else held.get(load)

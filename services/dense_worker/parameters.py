@@ -23,6 +23,26 @@ class Loaded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Some rows or columns of a tensor."""
+
+    rows: tuple[tuple[int, int], ...] | None = None  # (first, end) of each piece, ascending; None: all
+    columns: tuple[int, int] | None = None  # (first, end); None: all
+
+    def is_whole(self, num_rows: int) -> bool:
+        """Whether it has all rows of so many."""
+        return self.rows is None or self.rows == ((0, num_rows),)
+
+    def of(self, tensor: Any) -> torch.Tensor:
+        """The part of a tensor, or of what is indexed like one."""
+        columns = () if self.columns is None else (slice(*self.columns),)
+        if self.rows is None:
+            return tensor[(slice(None), *columns)]
+        pieces = [tensor[(slice(*piece), *columns)] for piece in self.rows]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor that a checkpoint must have, in its own layout."""
 
@@ -30,6 +50,7 @@ class StoredTensor:
     dtypes: tuple[str, ...]  # any of these, as safetensors names them
     shapes: tuple[tuple[int, ...], ...]  # any of these
     is_optional: bool = False
+    part: TensorPart | None = None  # only this is read; None: all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from dataclasses import replace
 from functools import partial
 
 import structlog
+import torch
 
 from services.channel import ChannelSpec
 from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.lifeline import Lifeline
 from services.common.process import low_priority_thread
+from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import LoadedModel, load_model, prepare_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.engine.attachment import Attachment
@@ -30,6 +32,7 @@ from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.load_drafter import make_drafting
 from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.ranks.ranked_attention_client import OtherRank, RankedAttentionClient
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.standby import holds_weights
@@ -58,6 +61,7 @@ class DenseWorker:
         self._config = config
         if options.is_restarted:  # streams wait, and would wait for all graphs
             self._config = with_lazy_graphs(config)
+        self._options = options
         self._standby = options.standby
         self._has_predecessor = options.has_predecessor
         self._continues_sequences = options.continues_sequences
@@ -74,7 +78,7 @@ class DenseWorker:
         self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
-        resolved = resolve_dense_model(config)
+        resolved = resolve_dense_model(config, Rank(0, config.dense.tensor_parallel_size))
         use_device(resolved.device, config.dense.num_threads)
         self._loop = asyncio.get_running_loop()
         bound_address = await self._start_server(tracer)
@@ -166,9 +170,7 @@ class DenseWorker:
     def _start_engine(self, observers: Sequence[EngineObserver]) -> None:
         config, model = self._config, self._model
         loop = asyncio.get_running_loop()
-        self._client = AttentionClient(
-            config.attention.address, attach_options(config, model), config.peers, self._servicer.may_attach
-        )
+        self._client = self._make_client()
 
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
@@ -197,6 +199,17 @@ class DenseWorker:
         self._opened.push_async_callback(asyncio.to_thread, engine.stop, STOP_GRACE_S)
         self._opened.callback(self._client.abort)  # the engine thread may wait for the attention worker
 
+    def _make_client(self) -> AttentionClient:
+        config, model = self._config, self._model
+        first = (config.attention.address, attach_options(config, model), config.peers, self._servicer.may_attach)
+        if model.resolved.rank.count == 1:
+            return AttentionClient(*first)
+        addresses = zip(self._options.rank_attention_addresses, self._options.shard_addresses, strict=True)
+        others = [
+            OtherRank(*each, attach_options(config, model, index)) for index, each in enumerate(addresses, start=1)
+        ]
+        return RankedAttentionClient(*first, others)
+
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""
         servicer, state = self._servicer, dense_pb2.DenseStatus
@@ -223,9 +236,13 @@ def with_lazy_graphs(config: Config) -> Config:
     return config.model_copy(update={"dense": config.dense.model_copy(update={"captures_lazily": True})})
 
 
-def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
-    """The values that this worker sends to the attention worker."""
-    shape, dtype, device = model.resolved.config, model.resolved.dtype, model.resolved.device
+def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachOptions:
+    """The values that this worker sends to the attention worker of a rank."""
+    of_rank = replace(model.resolved.rank, index=rank)
+    heads = of_rank.share(model.resolved.config.num_heads)
+    shape, dtype, device = seam_config(model.resolved.config, of_rank), model.resolved.dtype, model.resolved.device
+    if device.type == "cuda":
+        device = torch.device("cuda", (device.index or 0) + rank)
     scheduler = config.scheduler
     return AttachOptions(
         weights_hash=model.weights_hash,
@@ -236,7 +253,7 @@ def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
         wait_timeout_s=config.channel.wait_timeout_s,
         kv_cache_dtype=model.kv_cache_dtype,
         kv_scales=model.kv_scales,
-        sinks=model.sinks,
+        sinks=[each[heads.start : heads.stop] for each in model.sinks],
         gated_delta=model.gated_delta,
         is_deterministic=config.dense.deterministic,
     )

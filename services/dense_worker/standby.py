@@ -42,5 +42,5 @@ def holds_weights(asked: Standby, model: ResolvedModel, num_bytes: int) -> bool:
 
 def weight_bytes(model: ResolvedModel) -> int:
     """The size of the model's tensors in memory."""
-    weights = empty_weights(model.config, model.dtype, torch.device("meta"))
+    weights = empty_weights(model.config, model.dtype, torch.device("meta"), rank=model.rank)
     return sum(tensor.nbytes for _, tensor in weights.named_tensors())

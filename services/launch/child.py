@@ -111,7 +111,8 @@ class Child:
     @property
     def module(self) -> str:
         """The module that it runs."""
-        return f"services.{self.role}"
+        is_shard = self.role == DENSE_ROLE and self.options.rank > 0
+        return "services.dense_worker.ranks" if is_shard else f"services.{self.role}"
 
     @property
     def address(self) -> str:

@@ -19,8 +19,8 @@ class Children:
         return iter(list(self._watchers))
 
     def of_role(self, role: str) -> list[Child]:
-        """The services of one role."""
-        return [child for child in self if child.role == role]
+        """The services of one role; of several ranks the first one's."""
+        return [child for child in self if child.role == role and child.options.rank == 0]
 
     def start(self, child: Child) -> None:
         """Starts and watches a service."""

@@ -84,6 +84,13 @@ FLAGS = (
         "made of 16-bit weights; quantized checkpoints need no flag",
         _same(["fp8"]),
     ),
+    Flag(
+        "--tensor-parallel-size",
+        ("dense.tensor_parallel_size",),
+        "GPUs, of which each has a part of each layer",
+        int,
+        "N",
+    ),
     Flag("--host", ("gateway.http_address",), "where the HTTP API listens (127.0.0.1)", str, "HOST", is_combined=True),
     Flag("--port", ("gateway.http_address",), "its TCP port (8080)", int, "PORT", is_combined=True),
     Flag("--uds", ("gateway.http_address",), "a Unix socket instead of both", str, "PATH", is_combined=True),

@@ -95,7 +95,8 @@ class Lifelines:
             self._held[key] = HeldMemory(descriptors[0], request["num_bytes"], request["checksum"])
             return
         if "keep" in request:
-            self._give_up(self._held.keys() - {*request["keep"]})
+            own = {key for key in self._held if key.startswith(request["prefix"])}
+            self._give_up(own - {*request["keep"]})
             return
         with contextlib.suppress(ConnectionError):  # it has died
             self._answer(line, request["ask"])

@@ -92,14 +92,15 @@ def plan_memory(config: Config) -> list[Place]:
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
     has_tier = has_attention and tier_bytes > 0
     tiers = [tier] if has_tier and is_tier_in_memory else []
-    host = [*tiers]
+    host, num_ranks = [*tiers], config.dense.tensor_parallel_size
     if has_attention and not is_attention_on_gpu and config.attention.num_blocks is None:
-        num_bytes = config.attention.kv_cache_bytes
-        host.append(Need("the KV cache", num_bytes, _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES)))
+        num_bytes = config.attention.kv_cache_bytes * num_ranks
+        mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)
+        host.append(Need("the KV cache", num_bytes, mend))
     if not is_dense_on_gpu:
         host += weights
         host += [_workspaces(config)] if has_dense else []
-    num_processes = has_dense + has_attention + num_gateways(config)
+    num_processes = (has_dense + has_attention) * num_ranks + num_gateways(config)
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
     host += _standbys(config)
     places = [Place("host memory", available_bytes(), tuple(host), MORE)]
@@ -306,8 +307,14 @@ def _missing_bytes(config: Config) -> int:
     return max(0, config.attention.host_kv_bytes - held)
 
 
-def _lower(key: str, value: int, least: int) -> Mend:
-    return lambda excess: f"{key} to {value - excess} or less" if value - excess >= least else None
+def _lower(key: str, value: int, least: int, count: int = 1) -> Mend:
+    """`value`: of `count` processes together, of which each has what the key says."""
+
+    def mend(excess: int) -> str | None:
+        fitting = (value - excess) // count
+        return f"{key} to {fitting} or less" if fitting >= least else None
+
+    return mend
 
 
 def _off(key: str, num_bytes: int) -> Mend:

@@ -99,7 +99,7 @@ class Launcher:
         own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed}
         make_child = partial(Child, run_dir=run_dir, **own)
         modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
-        if self._arguments.prompt is not None:  # then all ends with the answer
+        if self._arguments.prompt is not None or config.dense.tensor_parallel_size > 1:  # then all ends with the answer
             modes = dict.fromkeys(modes, "off")
         self._standbys = {
             role: Standby(role, modes[role], self._children, address, make_child, config.launch)

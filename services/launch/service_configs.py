@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError
 from services.common.shared_counts import SharedCounts
 from services.launch.addresses import control_address
-from services.launch.child import SECTIONS
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS
 from services.launch.gpus import is_on_gpu
 from services.launch.switched_address import SwitchedAddress
 
@@ -68,11 +68,56 @@ def service_configs(
         ServiceStart(role, role, with_address(config, role, address.new_address()), ChildOptions())
         for role, address in addresses.items()
     ]
+    if config.dense.tensor_parallel_size > 1:
+        starts = rank_starts(config, run_dir, starts)
     if "gateway" in config.launch.services:
         gateways = gateway_configs(config, run_dir, counts_dir)
         names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
         starts += [ServiceStart(name, "gateway", *each) for name, each in zip(names, gateways, strict=True)]
     return starts
+
+
+def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart]) -> list[ServiceStart]:
+    """The workers of all ranks; `of_first`: those of the first one.
+
+    Each rank has a GPU, if there are any. On a CPU the ranks share its cores.
+    """
+    count = config.dense.tensor_parallel_size
+    for name in SECTIONS.values():
+        if getattr(config, name).device not in ("auto", "cuda", "cpu"):
+            raise ConfigError(
+                f"{name}.device is {getattr(config, name).device!r} and dense.tensor_parallel_size {count}: set it to"
+                " auto, for ranks on the first GPU and those after it, or to cpu"
+            )
+        if is_on_gpu(getattr(config, name).device):
+            raise ConfigError(
+                f"dense.tensor_parallel_size is {count}, and ranks do not run on GPUs yet: set {name}.device to cpu"
+            )
+    sockets = {role: [f"unix:{run_dir}/{role}-{rank}.sock" for rank in range(1, count)] for role in SECTIONS}
+    others = {"rank_attention_addresses": sockets[ATTENTION_ROLE], "shard_addresses": sockets[DENSE_ROLE]}
+    starts = []
+    for start in of_first:
+        leads = others if start.role == DENSE_ROLE else {}
+        first = start._replace(config=_of_rank(start.config, 0), options=ChildOptions(**leads))
+        starts.append(first)
+        for rank, address in enumerate(sockets[start.role], start=1):
+            own = with_address(_of_rank(config, rank), start.role, address)
+            starts.append(ServiceStart(f"{start.role}-{rank}", start.role, own, ChildOptions(rank=rank)))
+    return starts
+
+
+def _of_rank(config: Config, rank: int) -> Config:
+    """The config of a rank's workers: its own GPU, its part of the cores, and no port for metrics but of the first."""
+    update = {}
+    for name in SECTIONS.values():
+        section = getattr(config, name)
+        changes: dict[str, object] = {} if rank == 0 else {"metrics_address": None}
+        if is_on_gpu(section.device):
+            changes["device"] = f"cuda:{rank}"
+        elif section.num_threads is None:
+            changes["num_threads"] = max(1, len(os.sched_getaffinity(0)) // (2 * config.dense.tensor_parallel_size))
+        update[name] = section.model_copy(update=changes)
+    return config.model_copy(update=update)
 
 
 def with_address(config: Config, role: str, address: str) -> Config:

@@ -7,13 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NewSequence(_message.Message):
-    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "prefix_key", "ignores_prefix_cache", "traceparent")
+    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "prefix_key", "ignores_prefix_cache", "max_cached_tokens", "traceparent")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_KEY_FIELD_NUMBER: _ClassVar[int]
     IGNORES_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
@@ -21,8 +22,9 @@ class NewSequence(_message.Message):
     num_prompt_tokens: int
     prefix_key: bytes
     ignores_prefix_cache: bool
+    max_cached_tokens: int
     traceparent: str
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., max_cached_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "sampled_seq_ids", "sampled_token_ids", "fork_parents", "fork_children", "fork_positions", "evicts_blocks", "forced_seq_ids", "forced_token_ids")

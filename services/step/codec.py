@@ -126,6 +126,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         prefix_key=sequence.prefix_key,
         ignores_prefix_cache=sequence.ignores_prefix_cache,
         traceparent=sequence.traceparent,
+        max_cached_tokens=sequence.max_cached_tokens,
     )
 
 
@@ -138,6 +139,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         prefix_key=message.prefix_key,
         ignores_prefix_cache=message.ignores_prefix_cache,
         traceparent=message.traceparent,
+        max_cached_tokens=message.max_cached_tokens if message.HasField("max_cached_tokens") else None,
     )
 
 

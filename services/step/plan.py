@@ -25,6 +25,7 @@ class NewSequence:
     prefix_key: bytes = b""  # see `SequenceSpec.prefix_key`
     ignores_prefix_cache: bool = False  # all its tokens are computed, because something is reported about each
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
+    max_cached_tokens: int | None = None  # no more may count as cached, since another rank has no more; None: any
 
 
 class PlanEntry(NamedTuple):

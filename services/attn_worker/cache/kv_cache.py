@@ -128,12 +128,14 @@ class KVCache:
         num_prompt_tokens: int,
         prefix_key: bytes = b"",
         ignores_prefix_cache: bool = False,
+        max_cached_tokens: int | None = None,
     ) -> OpenResult:
         """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
 
         At least the last token always remains to be computed. A known sequence (its dense worker died) keeps its blocks
         if `token_ids` agree with its tokens and it has dropped none that it needs again; otherwise it starts as a new
-        one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence. A tier may have some of the
+        one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
+        of them are not. A tier may have some of the
         blocks (`missing`); if it cannot load one, close the sequence and open it again. Raises InvalidRequest for
         impossible lengths.
         """
@@ -143,6 +145,7 @@ class KVCache:
                 f" 1 to max_model_len {self.max_model_len} are possible"
             )
         ids = array("I", token_ids)
+        most = len(ids) - 1 if max_cached_tokens is None else min(len(ids) - 1, max_cached_tokens)
         root = self._prefixes.root(num_prompt_tokens, prefix_key)
         num_pinned = num_freed = 0
         missing: tuple[MissingBlock, ...] = ()
@@ -150,7 +153,7 @@ class KVCache:
         if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids):
             length = None
         else:
-            length = self._rollback.kept_length(sequence, len(ids) - 1)
+            length = self._rollback.kept_length(sequence, most)
         if sequence is not None and length is not None:
             num_freed = self._rollback.truncate(sequence, length)
             sequence.token_ids, sequence.is_orphan = ids, False
@@ -160,8 +163,8 @@ class KVCache:
             num_freed = self._drop(seq_id)
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
             if not ignores_prefix_cache:
-                num_pinned = self._prefixes.pin_longest(sequence)
-                num_taken, missing = self._prefixes.extend_from_tier(sequence, self._main)
+                num_pinned = self._prefixes.pin_longest(sequence, most)
+                num_taken, missing = self._prefixes.extend_from_tier(sequence, most, self._main)
                 num_pinned += num_taken
         row = sequence.row
         self._rows.num_prompt_tokens[row] = num_prompt_tokens

@@ -50,13 +50,13 @@ class PrefixCache:
         is_length_dependent = beyond is not None and num_prompt_tokens > beyond
         return root_digest(self._weights_hash, prefix_key, num_prompt_tokens if is_length_dependent else None)
 
-    def pin_longest(self, sequence: CachedSequence) -> int:
+    def pin_longest(self, sequence: CachedSequence, most: int) -> int:
         """Gives a new sequence the blocks of its longest cached prefix; returns how many of the first group were free.
 
-        At least its last token remains to be computed. The prefix ends where all groups can continue.
+        At most `most` tokens need not be computed. The prefix ends where all groups can continue.
         """
         num_tokens, digests = len(sequence.token_ids), sequence.digests
-        num_blocks = (num_tokens - 1) // self._block_size
+        num_blocks = most // self._block_size
         if not self._is_enabled or not num_blocks:
             return 0
         self._add_digests(sequence, num_blocks)
@@ -74,13 +74,15 @@ class PrefixCache:
         self.tier.offer(digests)
         return num_pinned
 
-    def extend_from_tier(self, sequence: CachedSequence, main: BlockGroup) -> tuple[int, tuple[MissingBlock, ...]]:
-        """Continues the prefix of a new sequence by blocks that are in the tier, as far as there is room.
+    def extend_from_tier(
+        self, sequence: CachedSequence, most_tokens: int, main: BlockGroup
+    ) -> tuple[int, tuple[MissingBlock, ...]]:
+        """Continues the prefix of a new sequence by blocks in the tier, up to `most_tokens`, as far as there is room.
 
         Returns how many blocks left the free ones, and those whose content the tier must load.
         """
         digests, first = sequence.digests, len(sequence.digests)
-        most = min((len(sequence.token_ids) - 1) // self._block_size, first + main.pool.num_free_blocks)
+        most = min(most_tokens // self._block_size, first + main.pool.num_free_blocks)
         while len(digests) < most:
             digest = self.digest(sequence, len(digests))
             # Blocks behind one that the tier has may be findable on the device.

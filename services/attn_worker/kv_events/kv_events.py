@@ -146,9 +146,11 @@ class ReportedPrefixCache(PrefixCache):
         self._plain_root = root_digest(weights_hash, b"")
         self._events.clear()
 
-    def extend_from_tier(self, sequence: CachedSequence, main: BlockGroup) -> tuple[int, tuple[MissingBlock, ...]]:
+    def extend_from_tier(
+        self, sequence: CachedSequence, most_tokens: int, main: BlockGroup
+    ) -> tuple[int, tuple[MissingBlock, ...]]:
         first = len(sequence.digests)
-        num_taken, missing = super().extend_from_tier(sequence, main)
+        num_taken, missing = super().extend_from_tier(sequence, most_tokens, main)
         if missing:
             self._first_from_tier[sequence.row] = first
         return num_taken, missing

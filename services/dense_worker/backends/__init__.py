@@ -35,8 +35,10 @@ class DenseBackend(Protocol):
     takes_input_embeds: bool  # whether `first` may be given any
     gives_hidden_states: bool  # whether `last` may be given `hidden_out`
 
-    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.
+
+        num_sampled: rows of its first call of `last` (padding included); 0: it is not called
 
         It is never captured. It prepares everything that differs between two steps of one captured graph, such as the
         adapter of each row, and copies it to where the graph reads it.

@@ -84,7 +84,7 @@ class CudaBackend:
             if experts.loads is not None:
                 experts.loads.zero_()  # those were no tokens of requests
 
-    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Copies the positions, if the embedding needs them, and the number of tokens, if experts do.
 
         Refuses a step that the workspaces do not hold: the kernels would write beyond them.

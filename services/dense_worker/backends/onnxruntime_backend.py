@@ -42,7 +42,7 @@ class OnnxRuntimeBackend:
             for segment, layers in bind_weights(weights).items()
         }  # OrtValues share the tensors' memory
 
-    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Does nothing."""
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:

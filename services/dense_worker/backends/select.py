@@ -26,6 +26,7 @@ from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type
+from services.dense_worker.ranks.shard_backend import leading_backend
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.build_options import PROGRAM
@@ -93,6 +94,8 @@ class PreparedBackend:
                 num_sms = found.gpu.num_sms
                 log.info("dense backend is TensorRT", version=found.api.name, gpu=found.gpu.name, num_sms=num_sms)
                 return SelectedBackend(found.api.name, backend)
+        if self.model.rank.count > 1:
+            return SelectedBackend("torch", leading_backend(weights, self.model))
         backend = torch_backend(
             weights, self.model.config, self.limits.num_tokens, lora, is_deterministic=self.section.deterministic
         )
@@ -157,6 +160,8 @@ def _lack_of_tensorrt(section: DenseSection, heads: str | None) -> str | None:
     """What the config asks for and TensorRT does not have; None if there is nothing."""
     if section.deterministic:
         return "dense.deterministic is true, and TensorRT has kernels of its own for each range of numbers of tokens"
+    if section.tensor_parallel_size > 1:
+        return f"dense.tensor_parallel_size is {section.tensor_parallel_size}, but TensorRT adds up over no ranks"
     if section.max_loras:
         return f"dense.max_loras is {section.max_loras}, but TensorRT has no adapters"
     if heads is not None:

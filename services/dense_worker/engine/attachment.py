@@ -10,6 +10,7 @@ from services.step import StepPlan
 
 if TYPE_CHECKING:
     from services.channel import Channel  # needs torch, which the scheduler does without
+    from services.dense_worker.ranks.leading_backend import LeadingRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,14 @@ class Attachment:
     window: int | None = None  # of the KV cache, see `SlidingWindow`
     num_sink_tokens: int = 0
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
+    ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none
 
     def abort(self) -> None:
-        """Releases all waits in the channels, for good. May be called from any thread."""
+        """Releases all waits in the channels, and for other ranks, for good. May be called from any thread."""
         for channel in self.channels.values():
             channel.abort()
+        if self.ranks is not None:
+            self.ranks.abort()
 
     def close(self) -> None:
         """Unmaps all regions; they must not be used afterwards."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import grpc
 import structlog
 import torch
 
-from services.channel import ChannelSpec
+from services.channel import Channel, ChannelSpec
 from services.channel.factory import map_channel
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.config import PeerSection
@@ -129,29 +129,10 @@ class AttentionClient:
         self._loop.call_soon_threadsafe(self._inbox.put_nowait, (attachment, message))
 
     async def _attach(self) -> Attachment:
-        options, scales = self._options, self._options.kv_scales
-        request = attn_pb2.AttachRequest(
-            weights_hash=options.weights_hash,
-            model_fingerprint=options.model_fingerprint,
-            dtype=str(options.spec.dtype).removeprefix("torch."),
-            max_num_batched_tokens=options.spec.max_tokens,
-            max_num_seqs=options.max_num_seqs,
-            gpu=gpu_uuid(options.device),
-            kv_cache_dtype=options.kv_cache_dtype,
-            key_scales=scales.keys if scales else (),
-            value_scales=scales.values if scales else (),
-            sinks=itertools.chain.from_iterable(options.sinks),
-            gated_delta=[
-                attn_pb2.GatedDeltaWeights(layer=layer, conv=each.conv, a_log=each.a_log, dt_bias=each.dt_bias)
-                for layer, each in options.gated_delta.items()
-            ],
-            deterministic=options.is_deterministic,
-        )
         deadline = time.monotonic() + self._connect_timeout_s
         while True:
             try:
-                reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
-                return self._map(reply)
+                return await self._attach_once()
             except (ConfigError, DeviceError):
                 raise  # a retry cannot succeed
             except (grpc.aio.AioRpcError, TwostrokeError) as error:
@@ -164,22 +145,16 @@ class AttentionClient:
                     ) from error
                 await asyncio.sleep(_RETRY_S)
 
+    async def _attach_once(self) -> Attachment:
+        """Raises an error of gRPC, or what `map_channels` raises."""
+        reply = await self._stub.Attach(attach_request(self._options), timeout=self._connect_timeout_s)
+        return self._map(reply)
+
     def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
         return Attachment(
             epoch=reply.epoch,
             attachment_id=reply.attachment_id,
-            channels={
-                lane.lane: map_channel(
-                    self._options.device,
-                    lane.kind,
-                    lane.handle,
-                    self._options.spec,
-                    reply.epoch,
-                    reply.attachment_id,
-                    self._options.wait_timeout_s,
-                )
-                for lane in reply.lanes
-            },
+            channels=map_channels(reply, self._options.spec, self._options.device, self._options.wait_timeout_s),
             block_size=reply.block_size,
             num_blocks=reply.num_blocks,
             num_free_blocks=reply.num_free_blocks,
@@ -194,39 +169,23 @@ class AttentionClient:
         self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
     ) -> AttachmentEnd:
         """Runs until the attachment ends; returns the reason."""
-        call = self._stub.Execute(
-            metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
-        )
+        call = execute(self._stub, attachment.epoch, attachment.attachment_id)
         try:
             # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
             await run_together(
-                self._receive(attachment, call, listener),
-                self._handle_inbox(attachment, call, watcher),
+                receive_answers(call, lambda answer: listener.on_answer(attachment, answer)),
+                self._handle_inbox(attachment, lambda plan: call.write(encode_plan(plan)), watcher),
             )
-        except _Ended as ended:
+        except Ended as ended:
             return ended.end
         finally:
             call.cancel()
         raise AssertionError("the stream's reader ends with an error")
 
-    async def _receive(
-        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, listener: AttentionListener
-    ) -> None:
-        try:
-            async for result in call:
-                if result.is_leaving:
-                    raise _Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
-                listener.on_answer(attachment, decode_answer(result))
-        except grpc.aio.AioRpcError as error:
-            is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
-            reason = f"running a step: {error.code().name}: {error.details()}"
-            raise _Ended(AttachmentEnd(reason, is_crash=not is_replaced, is_replaced=is_replaced)) from error
-        raise _Ended(AttachmentEnd("the attention worker ended the stream of plans", is_crash=True))
-
     async def _handle_inbox(
-        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, watcher: AttachmentWatcher
+        self, attachment: Attachment, send: Callable[[Any], Awaitable[None]], watcher: AttachmentWatcher
     ) -> None:
-        """Handles the engine's messages in order."""
+        """Handles the engine's messages in order; `send` takes its plans."""
         while True:
             wanted_by, message = await self._inbox.get()
             if wanted_by is not attachment:
@@ -237,16 +196,71 @@ class AttentionClient:
             if isinstance(message, AttachmentEnd):
                 if message.is_crash:  # the engine saw an aborted handoff; the stream may still give the reason
                     await asyncio.sleep(_REASON_S)
-                raise _Ended(message)
+                raise Ended(message)
             try:
-                await call.write(encode_plan(message))
+                await send(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("a plan could not be sent", reason=repr(error))
-                return  # the stream has ended; `_receive` gets the reason
+                return  # the stream has ended; its reader gets the reason
 
 
-class _Ended(Exception):
-    """Ends `_serve`."""
+def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
+    """What an attention worker is asked for."""
+    scales = options.kv_scales
+    return attn_pb2.AttachRequest(
+        weights_hash=options.weights_hash,
+        model_fingerprint=options.model_fingerprint,
+        dtype=str(options.spec.dtype).removeprefix("torch."),
+        max_num_batched_tokens=options.spec.max_tokens,
+        max_num_seqs=options.max_num_seqs,
+        gpu=gpu_uuid(options.device),
+        kv_cache_dtype=options.kv_cache_dtype,
+        key_scales=scales.keys if scales else (),
+        value_scales=scales.values if scales else (),
+        sinks=itertools.chain.from_iterable(options.sinks),
+        gated_delta=[
+            attn_pb2.GatedDeltaWeights(layer=layer, conv=each.conv, a_log=each.a_log, dt_bias=each.dt_bias)
+            for layer, each in options.gated_delta.items()
+        ],
+        deterministic=options.is_deterministic,
+    )
+
+
+def map_channels(
+    reply: attn_pb2.AttachReply, spec: ChannelSpec, device: torch.device, wait_timeout_s: float
+) -> dict[int, Channel]:
+    """The channels of an attachment, by lane. Raises the errors of `map_channel`."""
+    return {
+        lane.lane: map_channel(
+            device, lane.kind, lane.handle, spec, reply.epoch, reply.attachment_id, wait_timeout_s
+        )
+        for lane in reply.lanes
+    }
+
+
+def execute(stub: attn_pb2_grpc.AttentionWorkerStub, epoch: int, attachment_id: int) -> grpc.aio.StreamStreamCall:
+    """Opens the stream of plans of an attachment."""
+    return stub.Execute(metadata=(("epoch", str(epoch)), ("attachment-id", str(attachment_id))))
+
+
+async def receive_answers(
+    call: grpc.aio.StreamStreamCall, on_answer: Callable[[SequenceOpened | PlanAccepted], None]
+) -> None:
+    """Reads the answers of an attention worker until the attachment ends. Raises `Ended`."""
+    try:
+        async for result in call:
+            if result.is_leaving:
+                raise Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
+            on_answer(decode_answer(result))
+    except grpc.aio.AioRpcError as error:
+        is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
+        reason = f"running a step: {error.code().name}: {error.details()}"
+        raise Ended(AttachmentEnd(reason, is_crash=not is_replaced, is_replaced=is_replaced)) from error
+    raise Ended(AttachmentEnd("the attention worker ended the stream of plans", is_crash=True))
+
+
+class Ended(Exception):
+    """Ends the serving of an attachment."""
 
     def __init__(self, end: AttachmentEnd) -> None:
         super().__init__(end.reason)

@@ -334,7 +334,7 @@ class Engine:
             self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
 
     def _attach(self, attachment: Attachment) -> None:
-        self._runner.attach(attachment.channels.values())
+        self._runner.attach(attachment.channels.values(), attachment.ranks)
         self._session = Session(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
         self._scheduler.begin(self._session)
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.common.errors import ModelError
 from services.common.json_files.read_json import read_json
+from services.dense_worker.parameters import TensorPart
 
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth")
@@ -57,18 +58,28 @@ class Checkpoint:
         self._files |= dict.fromkeys(parts, stored)
         self._parts |= parts
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of any type and shape, on the CPU."""
+    def tensor(self, name: str, part: TensorPart | None = None) -> torch.Tensor:
+        """A tensor of any type and shape, or a part of it, on the CPU."""
         file, handle, stored_name = self._files[name]
         with _naming(file):
             if name in self._parts:
-                return handle.get_slice(stored_name)[self._parts[name]]
-            return handle.get_tensor(stored_name)
+                matrix = handle.get_slice(stored_name)[self._parts[name]]
+                return matrix if part is None else part.of(matrix)
+            return handle.get_tensor(stored_name) if part is None else part.of(handle.get_slice(stored_name))
 
-    def read(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """A tensor on the CPU. Its type and shape must be among those given, which is checked before it is read."""
+    def read(
+        self,
+        name: str,
+        dtypes: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        part: TensorPart | None = None,
+    ) -> torch.Tensor:
+        """A tensor, or a part of it, on the CPU.
+
+        The type and shape of the whole tensor must be among those given, which is checked before it is read.
+        """
         self.check(name, dtypes, shapes)
-        return self.tensor(name)
+        return self.tensor(name, part)
 
     def check(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         """Raises ModelError if a tensor's type or shape is not among those given."""

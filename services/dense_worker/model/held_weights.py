@@ -13,6 +13,7 @@ import torch
 from services.common.errors import DeviceError
 from services.common.gpu import gpu_uuid
 from services.common.lifeline import HeldMemory, Lifeline
+from services.common.rank import ALONE, Rank
 from services.dense_worker.model.weight_memory import Empty, WeightLayout, WeightMemory
 
 log = structlog.get_logger()
@@ -37,6 +38,7 @@ class HeldWeights(Generic[Weights]):
         digest: str,
         make_empty: Callable[[torch.device, Empty], Weights],
         device: torch.device,
+        rank: Rank = ALONE,
     ) -> None:
         """`digest`: of the weights, see `weights_hash`. `make_empty`: makes them of uninitialised tensors.
 
@@ -47,8 +49,8 @@ class HeldWeights(Generic[Weights]):
         layout = WeightLayout()
         make_empty(torch.device("meta"), layout.empty)
         self.num_bytes = layout.num_bytes
-        identity = f"{digest} {gpu_uuid(device)} {layout.tensors}"
-        self.key = blake2b(identity.encode(), digest_size=16).hexdigest()
+        identity = f"{digest} {gpu_uuid(device)} {rank} {layout.tensors}"
+        self.key = rank.prefix + blake2b(identity.encode(), digest_size=16).hexdigest()
 
     def are_held(self) -> bool:
         """Whether the launcher has them now. Raises `PeerError` if it does not answer."""

@@ -17,9 +17,11 @@ from typing import BinaryIO
 
 import torch
 
+from services.common.config import ModelSection
 from services.common.errors import ModelError
 from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
+from services.common.rank import ALONE, Rank
 from services.common.terminal import progress_bar
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.linear import Linear
@@ -35,12 +37,14 @@ from services.dense_worker.model.unstack import unstack_experts
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.parameters import (
     Loaded,
+    Parameter,
     Source,
     StoredTensor,
     parts_of_type,
     tensors_by_name,
     with_tensors,
 )
+from services.dense_worker.ranks.shard_weights import shard_weights
 
 RANDOM_STD = 0.02
 _HASH_SAMPLES = 64
@@ -52,20 +56,25 @@ _HASHED_WHOLE = re.compile(r"scale|zero|g_idx|^d2t$|\.sinks$|\.conv1d\.weight$|\
 
 
 def load_weights(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, empty: Empty | None = None
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    empty: Empty | None = None,
+    rank: Rank = ALONE,
 ) -> ModelWeights:
     """Reads the safetensors of the Hugging Face directory `path`, one file or sharded.
 
     Each tensor is copied from the mapped file directly to its destination and converted to `dtype`, or to the format
     that `config.quantization` says, so at most the tensors of one projection are in memory besides. Layers beyond
-    `config.num_layers` are not read. Raises ModelError that names the file or tensor that is missing, damaged, or
-    inconsistent with `config`. A terminal shows the progress. `empty` as in `empty_weights`.
+    `config.num_layers` are not read; a rank reads its part alone. Raises ModelError that names the file or tensor that
+    is missing, damaged, or inconsistent with `config`. A terminal shows the progress. `empty` as in `empty_weights`.
     """
     names = names_of(config)
     head = f"{names.head}.weight"
     with open_checkpoint(path, names.canonical) as checkpoint:
         unstack_experts(checkpoint, config)
-        weights = empty_weights(config, dtype, device, empty)
+        weights = empty_weights(config, dtype, device, empty, rank)
         destinations = list(_destinations(weights))
         _check_names(path, config, checkpoint, [source for source, _ in destinations])
         with progress_bar(f"loading {path.name}", sum(place.nbytes for _, place in destinations)) as advance:
@@ -77,16 +86,22 @@ def load_weights(
 
 
 def random_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, empty: Empty | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    empty: Empty | None = None,
+    rank: Rank = ALONE,
 ) -> ModelWeights:
     """Random weights, generated on `device`: norms and layers' scalars are 1, all else has the standard deviation 0.02.
 
     Unquantized weights are normally distributed; for the others see `fill_random` of their format.
 
-    The same seed, shapes, dtype and kind of device give the same weights. `empty` as in `empty_weights`.
+    The same seed, shapes, dtype and kind of device give the same weights, and another number of ranks gives others.
+    `empty` and `rank` as in `empty_weights`.
     """
-    weights = empty_weights(config, dtype, device, empty)
-    generator = torch.Generator(device).manual_seed(seed)
+    weights = empty_weights(config, dtype, device, empty, rank)
+    generator = torch.Generator(device).manual_seed(seed + rank.index)
     linears = [*parts_of_type(Linear, weights), *parts_of_type(ExpertLinear, weights)]
     quantized = [each.weight for each in linears if not isinstance(each.weight, PlainWeight)]
     for weight in quantized:
@@ -98,6 +113,11 @@ def random_weights(
         elif id(tensor) not in filled:
             tensor.normal_(std=RANDOM_STD, generator=generator)
     return weights
+
+
+def hash_of_weights(section: ModelSection, config: ModelConfig) -> str:
+    """The `weights_hash` of the model that a section of the config names."""
+    return weights_hash(section.path, config, section.dummy_seed if section.load_format == "dummy" else None)
 
 
 def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None) -> str:
@@ -227,31 +247,56 @@ def _fill(checkpoint: Checkpoint, source: Source, place: torch.Tensor) -> None:
 def _load(checkpoint: Checkpoint, stored: StoredTensor, device: torch.device) -> Loaded | None:
     """The first of the alternatives that the checkpoint has; None if it has none, which only an optional one may."""
     name = next((name for name in stored.names if name in checkpoint), None)
-    return None if name is None else Loaded(name, checkpoint.read(name, stored.dtypes, stored.shapes).to(device))
+    if name is None:
+        return None
+    return Loaded(name, checkpoint.read(name, stored.dtypes, stored.shapes, stored.part).to(device))
 
 
 def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights, head: str) -> ModelWeights:
     """Unties an lm_head that differs from the embedding, whatever config.json says, as transformers does."""
-    embed = weights.embedding.table.data
-    lm_head = torch.empty_like(embed).copy_(checkpoint.read(head, FLOATS, (tuple(embed.shape),)))
+    table = weights.embedding.table
+    embed, lm_head = table.data, torch.empty_like(table.data)
+    own = Parameter(table.name, lm_head, tuple(_renamed(each, head) for each in table.sources))
+    for source, place in _places(own):
+        _fill(checkpoint, source, place)
     if torch.equal(lm_head, embed):
         return weights
     return replace(weights, head=with_tensors(weights.head, tensors_by_name(weights.head) | {"lm_head": lm_head}))
 
 
+def _renamed(source: Source, name: str) -> Source:
+    """The source of an equal tensor under another name."""
+    conversion = source.conversion
+    if conversion is not None:
+        conversion = replace(conversion, inputs=tuple(replace(each, names=(name,)) for each in conversion.inputs))
+    return replace(source, name=name, conversion=conversion)
+
+
 def empty_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, empty: Empty | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    empty: Empty | None = None,
+    rank: Rank = ALONE,
 ) -> ModelWeights:
     """The uninitialised parts of the model's family; on the meta device they take no memory.
 
     `empty` makes their tensors, on `device` and always in the same order; None: each one has memory of its own. Raises
     ModelError for shapes that the format of quantized weights does not allow.
     """
-    return build_decoder(config, WeightAllocator(dtype, device, config.quantization, empty))
+    allocator = WeightAllocator(dtype, device, config.quantization, empty)
+    if rank.count == 1:
+        return build_decoder(config, allocator)
+    whole = build_decoder(config, WeightAllocator(dtype, torch.device("meta"), config.quantization))
+    return shard_weights(config, whole, rank, allocator)
 
 
 def _destinations(weights: ModelWeights) -> Iterator[tuple[Source, torch.Tensor]]:
     """What a checkpoint fills: the source, and a view of one of our tensors."""
     for _, parameter in weights.named_parameters():
-        views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
-        yield from zip(parameter.sources, views, strict=True)
+        yield from _places(parameter)
+
+
+def _places(parameter: Parameter) -> Iterator[tuple[Source, torch.Tensor]]:
+    views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
+    yield from zip(parameter.sources, views, strict=True)

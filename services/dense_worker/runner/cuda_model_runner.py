@@ -21,6 +21,7 @@ from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.features.feature import Feature
+from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.runner.model_runner import LayerRun, ModelRunner, RunningStep
 from services.dense_worker.runner.step_hook import FollowUp, StepHook
 from services.dense_worker.runner.step_input import StepInput
@@ -91,13 +92,13 @@ class CudaModelRunner(ModelRunner):
                         self._run_segments(qkv, attn_out, attn_out, num_sampled)
             self._stream.synchronize()
 
-    def attach(self, channels: Iterable[Channel]) -> None:
+    def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:
         """Captures the graphs, unless `captures_lazily` is on.
 
         Later attachments capture lazily: streams wait for them, and kernels are compiled already.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
-        super().attach(channels)
+        super().attach(channels, ranks)
         self._unsampled = self._sampleable = None
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
@@ -193,7 +194,8 @@ class CudaModelRunner(ModelRunner):
         is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual and step.input_embeds is None
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
         active = frozenset([feature for feature in self._with_kernels if feature in step.parts])
-        graph = self._find_graph(channel, num_rows, num_sampled, active) if is_captured else None
+        num_logits = bucket_for(self._sampled_sizes(num_rows), num_sampled) if is_captured else num_sampled
+        graph = self._graphs[channel].find(_Size(num_rows, num_logits, active)) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any valid token and row
@@ -203,7 +205,7 @@ class CudaModelRunner(ModelRunner):
         sampled_rows[num_sampled:] = 0
         # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
-        self._begin_step(step, num_rows)
+        self._begin_step(step, num_rows, num_logits)
         if graph is not None:
             graph.replay()
             logits, residual = self._logits, None
@@ -212,12 +214,6 @@ class CudaModelRunner(ModelRunner):
             logits, residual = self._run_rows(channel, num_rows, num_sampled, embeds)
         outputs = self._outputs[stage][:num_sampled]
         return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs)
-
-    def _find_graph(
-        self, channel: Channel, num_rows: int, num_sampled: int, active: frozenset[Feature]
-    ) -> torch.cuda.CUDAGraph:
-        bucket = bucket_for(self._sampled_sizes(num_rows), num_sampled)
-        return self._graphs[channel].find(_Size(num_rows, bucket, active))
 
     def _run_rows(
         self, channel: Channel, num_rows: int, num_sampled: int, input_embeds: InputEmbeds | None = None
@@ -243,7 +239,7 @@ class CudaModelRunner(ModelRunner):
 
     def _run_segments(self, qkv: torch.Tensor, attn_out: torch.Tensor, fetched: torch.Tensor, num_sampled: int) -> None:
         """Runs each segment once. `fetched` is what `middle` gets of attn_out."""
-        self._backend.begin_step(StepPlan(0), len(qkv))  # all rows are padding
+        self._backend.begin_step(StepPlan(0), len(qkv), num_sampled)  # all rows are padding
         self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
         token_ids, _, sampled_rows = _unpack(self._input, len(qkv))
         residual = self._backend.first(token_ids, qkv)

@@ -20,6 +20,7 @@ from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.step_part import FurtherRows, StepPart, StepView
+from services.dense_worker.ranks.leading_backend import LeadingBackend, LeadingRanks
 from services.dense_worker.runner.batch_rows import BatchRows
 from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_hook import FollowUp, KeptResiduals, StepHook
@@ -76,8 +77,11 @@ class ModelRunner:
         self._running: dict[int, RequestState] = {}  # by slot
         self._batch: Batch | None = None  # of the newest plan; None: one of its ids may mean another sequence by now
 
-    def attach(self, channels: Iterable[Channel]) -> None:
-        """Makes later steps run on these channels only; forgets all sequences."""
+    def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:
+        """Makes later steps run on these channels only; forgets all sequences. `ranks`: those that compute with it."""
+        if ranks is not None:
+            assert isinstance(self._backend, LeadingBackend), "the backend of one rank has no others"
+            self._backend.use_ranks(ranks)
         for sequence in list(self._running.values()):
             self._release_slot(sequence)
         self._sequences.clear()
@@ -221,7 +225,7 @@ class ModelRunner:
         """Runs three quarters of the layers. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
-        self._begin_step(step, len(token_ids))
+        self._begin_step(step, len(token_ids), len(step.sampled_rows))
         layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
         layers.begin(token_ids, step.input_embeds)
         return layers
@@ -286,10 +290,10 @@ class ModelRunner:
         """Where the step's residuals go; None if nobody reads them."""
         return None if self._hook is None else self._hook.residuals_out()
 
-    def _begin_step(self, step: StepInput, num_rows: int) -> None:
+    def _begin_step(self, step: StepInput, num_rows: int, num_sampled: int) -> None:
         for feature in self._with_kernels:
             feature.begin_step(step.parts.get(feature), num_rows)
-        self._backend.begin_step(step.bound.plan, num_rows)
+        self._backend.begin_step(step.bound.plan, num_rows, num_sampled)
 
     def _assign_slots(self, batch: Batch) -> None:
         """Gives slots to the new sequences of a batch, and finds those of all."""

@@ -31,7 +31,7 @@ class TensorRTBackend:
         self.takes_input_embeds = by_torch is not None
         self.gives_hidden_states = False
 
-    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Both backends prepare, for they may take turns within the step."""
         self._tensorrt.begin_step(plan, num_tokens)
         if self._torch is not None:

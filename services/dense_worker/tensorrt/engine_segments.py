@@ -77,7 +77,7 @@ class TensorRTSegments:
             for name, of_segment in engines.items()
         }
 
-    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Refuses a step beyond the profiles that have contexts."""
         profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._tuned["first"])
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"

@@ -16,6 +16,7 @@ from services.attn_worker.layers.gated_delta.layered_attention import layered_to
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
+from services.common.rank import ALONE, Rank, seam_config
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
@@ -43,12 +44,14 @@ class WholeModel:
         dtype: torch.dtype = torch.float32,
         num_window_blocks: int | None = None,
         num_blocks: int = NUM_BLOCKS,
+        rank: Rank = ALONE,
     ) -> None:
         """`make_attention`: None: torch, for all layers of the model. `num_window_blocks`: layers with a window have
         as many blocks of their own; None: all have the same.
         """
-        self.config, self.device, self.dtype = load_model_config(path), device, dtype
-        self.weights = load_weights(path, self.config, dtype, device)
+        whole, self.device, self.dtype = load_model_config(path), device, dtype
+        self.config = seam_config(whole, rank)
+        self.weights = load_weights(path, whole, dtype, device, rank=rank)
         self.dense = make_dense(self.weights)
         beyond = length_dependent_beyond(self.config.rope)
         spec = KVCacheSpec.of_model(self.config, dtype, num_blocks, BLOCK_SIZE)
@@ -68,8 +71,9 @@ class WholeModel:
         if make_attention is None:
             make_attention = layered_torch_attention if spec.gated_delta else TorchAttention
         self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
-        if sinks := load_sinks(path, self.config):
-            self.attention.use_sinks(sinks)
+        if sinks := load_sinks(path, whole):
+            own = rank.share(whole.num_heads)
+            self.attention.use_sinks([each[own.start : own.stop] for each in sinks])
         if gated_delta := load_recurrence_weights(path, self.config):
             self.attention.use_gated_delta(gated_delta)
         self._path, self._make_dense = path, make_dense

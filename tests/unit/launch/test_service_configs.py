@@ -12,7 +12,7 @@ from services.common.cli import parse_service_args
 from services.common.config import dump_config, load_config
 from services.common.errors import ConfigError
 from services.launch import service_configs
-from services.launch.service_configs import gateway_configs, num_gateways
+from services.launch.service_configs import ServiceStart, gateway_configs, num_gateways, rank_starts, with_address
 
 RUN_DIR = Path("/run/x")
 
@@ -90,3 +90,31 @@ def test_the_error_names_an_address_that_cannot_be_shared(override: str, words: 
     config = load_config(None, ["launch.gateway_processes=2", override])
     with pytest.raises(ConfigError, match=words):
         gateway_configs(config, RUN_DIR, tmp_path)
+
+
+def test_each_rank_has_a_dense_shard_and_an_attention_worker() -> None:
+    settings = ["dense.tensor_parallel_size=3", "dense.device=cpu", "attention.device=cpu", "dense.num_threads=2"]
+    config = load_config(None, [*settings, "dense.metrics_address=127.0.0.1:9101"])
+    own = {"attn_worker": "unix:/run/x/a.sock-1", "dense_worker": "unix:/run/x/d.sock-1"}
+    first = [
+        ServiceStart(role, role, with_address(config, role, address), ChildOptions()) for role, address in own.items()
+    ]
+    starts = {each.name: each for each in rank_starts(config, RUN_DIR, first)}
+    assert list(starts) == [f"{role}{suffix}" for role in own for suffix in ("", "-1", "-2")]
+    leading = starts["dense_worker"]
+    assert leading.config.dense.address == own["dense_worker"]
+    assert leading.config.dense.metrics_address == "127.0.0.1:9101"
+    for rank in (1, 2):
+        shard, attention = starts[f"dense_worker-{rank}"], starts[f"attn_worker-{rank}"]
+        assert shard.options.rank == attention.options.rank == rank
+        assert leading.options.shard_addresses[rank - 1] == shard.config.dense.address
+        assert leading.options.rank_attention_addresses[rank - 1] == attention.config.attention.address
+        assert shard.config.dense.metrics_address is None, "a port is one process's"
+        assert shard.config.dense.num_threads == 2
+    assert len({each.config.dense.address for each in starts.values() if each.role == "dense_worker"}) == 3
+
+
+def test_ranks_have_no_device_of_a_number() -> None:
+    config = load_config(None, ["dense.tensor_parallel_size=2", "dense.device=cuda:1"])
+    with pytest.raises(ConfigError, match=r"dense.device is 'cuda:1' and dense.tensor_parallel_size 2: set it to auto"):
+        rank_starts(config, RUN_DIR, [])

@@ -49,6 +49,7 @@ NEW_SEQUENCES = st.builds(
     num_prompt_tokens=COUNTS,
     prefix_key=st.binary(max_size=5),
     ignores_prefix_cache=st.booleans(),
+    max_cached_tokens=st.none() | st.integers(0, 2**32 - 1),
     traceparent=st.text(max_size=5),
 )
 SPEC_FIELDS = dict(

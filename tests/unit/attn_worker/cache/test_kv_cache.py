@@ -42,6 +42,30 @@ def test_a_shared_prefix_is_pinned_up_to_its_last_full_block() -> None:
     assert cache.num_used_blocks == 3  # two shared blocks, and one of sequence 1
 
 
+def test_no_more_counts_as_cached_than_another_rank_has() -> None:
+    cache = make_cache()
+    prompt = list(range(10))
+    prefill(cache, 1, prompt)
+    assert cache.open_sequence(2, [*prompt, 99], 11, max_cached_tokens=7).num_cached_tokens == 4, "a whole block"
+    assert cache.open_sequence(3, [*prompt, 98], 11).num_cached_tokens == 8
+    again = cache.open_sequence(3, [*prompt, 98], 11, max_cached_tokens=4)
+    assert (again.num_cached_tokens, again.num_held_blocks, again.num_pinned_blocks) == (4, 1, 0)
+    run(cache, (3, 7, 4))
+
+
+def test_a_known_sequence_goes_back_to_what_another_rank_has() -> None:
+    cache = make_cache()
+    prompt = list(range(10))
+    prefill(cache, 1, prompt)
+    run(cache, (1, 1, 10), sampled=[(1, 50)])
+    cache.abort_steps()  # its dense worker dies
+    kept = cache.open_sequence(1, [*prompt, 50, 51], 10, max_cached_tokens=10)
+    assert kept.num_cached_tokens == 10
+    gone = cache.open_sequence(1, [*prompt, 50, 51], 10, max_cached_tokens=0)
+    assert gone.num_cached_tokens == 0
+    run(cache, (1, 12, 0))
+
+
 def test_at_least_the_last_token_is_left_to_compute() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(8)))

@@ -32,7 +32,7 @@ def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
     may_attach = threading.Event()
 
     class CapturingRunner(FakeRunner):
-        def attach(self, channels: object) -> None:
+        def attach(self, channels: object, ranks: object) -> None:
             assert may_attach.wait(TIMEOUT_S)
 
     attention = FakeAttention(bad_step=0)

@@ -65,7 +65,7 @@ class RecordingRunner(FakeRunner):
         self.attached: list[object] = []
         self.launched: list[tuple[int, object]] = []
 
-    def attach(self, channels: Any) -> None:
+    def attach(self, channels: Any, ranks: Any) -> None:
         self.attached = list(channels)
 
     def launch(self, plan: StepPlan, channel: object) -> FakeStep:

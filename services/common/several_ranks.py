@@ -1,0 +1,92 @@
+"""What does not run on several ranks, by name, and which numbers of ranks a model can be dealt to.
+
+`check_ranks` is called at start, before any weight is read. docs/several-gpus.md has the same table in prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.common.config import SERVICES, Config
+from services.common.errors import ConfigError
+from services.common.families.shape import ModelConfig, QkNormKind
+
+MOST_RANKS = 64
+
+
+def check_ranks(config: Config, model: ModelConfig) -> None:
+    """Raises `ConfigError`, which names what is in the way and what to do, if several ranks cannot run this."""
+    count = config.dense.tensor_parallel_size
+    if count == 1:
+        return
+    for obstacle, mend in (*_of_config(config), *_of_model(model)):
+        raise ConfigError(f"dense.tensor_parallel_size is {count}, but {obstacle}: {mend}")
+    check_divisible(model, count)
+
+
+def check_divisible(model: ModelConfig, count: int) -> None:
+    """Raises `ConfigError`, which names the numbers of ranks that would do, if the model cannot be dealt to `count`."""
+    if obstacle := _undivided(model, count):
+        fitting = [str(each) for each in range(1, MOST_RANKS + 1) if not _undivided(model, each)]
+        raise ConfigError(
+            f"dense.tensor_parallel_size is {count}, but {model.family!r} has {obstacle}: set it to"
+            f" {' or '.join(fitting)}"
+        )
+
+
+def _of_config(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that are in the way, with what to do."""
+    dense, attention, scheduler, launch = config.dense, config.attention, config.scheduler, config.launch
+    if dense.backend == "tensorrt":
+        yield "TensorRT adds up over no ranks", "set dense.backend to torch"
+    if dense.quantization != "checkpoint":
+        yield f"dense.quantization is {dense.quantization!r}, whose scales are of whole rows", "set it to checkpoint"
+    if dense.deterministic:
+        yield "dense.deterministic is true, and sums over ranks have another order", "set it to false"
+    if dense.max_loras:
+        yield f"dense.max_loras is {dense.max_loras}, and adapters are not cut", "set it to 0"
+    if scheduler.speculation not in ("off", "ngram", "suffix"):
+        yield f"scheduler.speculation is {scheduler.speculation!r}", "set it to off, ngram or suffix"
+    if config.gateway.enable_prompt_embeds:
+        yield "gateway.enable_prompt_embeds is on, and only the first rank would have them", "set it to false"
+    if attention.host_kv_bytes:
+        yield f"attention.host_kv_bytes is {attention.host_kv_bytes}, a tier for one cache", "set it to 0"
+    if attention.kv_events is not None:
+        yield f"attention.kv_events is {attention.kv_events!r}, and the events are of one cache", "leave it out"
+    if set(launch.services) != set(SERVICES):
+        yield f"launch.services is {', '.join(launch.services)}", "one launcher must start all services"
+    for key in ("standby_dense", "standby_attention"):
+        if getattr(launch, key) not in ("auto", "off"):
+            yield f"launch.{key} is {getattr(launch, key)!r}", "set it to off: ranks have no standbys"
+
+
+def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Parts of a model that are in the way."""
+    parts, family, alone = model.parts, repr(model.family), "set it to 1"
+    if model.quantization is not None:
+        yield f"weights quantized by {model.quantization.method!r} are not cut", alone
+    if parts.latent is not None:
+        yield f"{family} has latent attention, whose matrices are not cut", alone
+    if model.gated_delta_layers or parts.has_attention_gate:
+        yield f"{family} has gated attention or gated delta layers, which are not cut", alone
+    if parts.layer_inputs is not None:
+        yield f"{family} has inputs of its own for each layer, which are not cut", alone
+    if model.qk_norm and parts.qk_norm is QkNormKind.ALL_HEADS:
+        yield f"{family} normalises q and k over all heads, which no rank has", alone
+
+
+def _undivided(model: ModelConfig, count: int) -> str:
+    """Which number of the model cannot be dealt to so many ranks; empty: all can."""
+    parts, experts = model.parts, model.parts.experts
+    counts = [(heads.num_heads, "heads") for heads in model.layer_heads]
+    counts += [(size, "intermediate rows") for size in parts.layer_intermediate_sizes or (model.intermediate_size,)]
+    if experts is not None:
+        counts.append((experts.intermediate_size, "intermediate rows of an expert"))
+        counts.append((experts.shared_intermediate_size or 0, "intermediate rows of the shared expert"))
+    for number, what in counts:
+        if number % count:
+            return f"{number} {what}"
+    for heads in model.layer_heads:
+        if heads.num_kv_heads % count and count % heads.num_kv_heads:
+            return f"{heads.num_kv_heads} key-value heads"
+    return ""

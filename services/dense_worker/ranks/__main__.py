@@ -1,0 +1,27 @@
+"""`python -m services.dense_worker.ranks --config FILE`: the process of another rank's dense shard."""
+
+from __future__ import annotations
+
+from services.common.process import end_at_signals
+
+end_at_signals()
+
+import sys  # noqa: E402
+
+from services.common.cli import parse_service_args  # noqa: E402
+from services.common.logs import configure_logs  # noqa: E402
+from services.common.process import importing  # noqa: E402
+from services.rpc.server import run_service, serve  # noqa: E402
+
+
+def main() -> None:
+    """Runs the shard until it is asked to stop. Reads its command line."""
+    config, options = parse_service_args("services.dense_worker.ranks", sys.argv[1:])
+    configure_logs(config.log, f"dense_worker.{options.rank}", options.error_file)
+    with importing():
+        from services.dense_worker.ranks.shard_service import ShardService
+    run_service(serve(lambda: ShardService(config, options)))
+
+
+if __name__ == "__main__":
+    main()

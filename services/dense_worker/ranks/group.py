@@ -1,0 +1,133 @@
+"""`RankGroup`: what the ranks compute together. It lives as long as an attachment; a broken one is never used again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from services.common.errors import PeerError
+from services.common.rank import Rank
+
+LOOPBACK = "127.0.0.1"
+STORE_TIMEOUT = timedelta(seconds=30)
+
+
+class RankGroup(Protocol):
+    """The collective operations of a step. All ranks call them in the same order, with tensors of the same shapes.
+
+    They raise `PeerError` if a rank is gone, or does not come within the group's bound.
+    """
+
+    rank: Rank
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Makes each rank's tensor the sum of all, in place. All ranks get the same bits."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Makes each rank's tensor that of the first rank, in place."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """tensor [n, size] -> on the first rank those of all ranks side by side, [n, num_ranks * size].
+
+        On other ranks the result has no meaning.
+        """
+
+    def abort(self) -> None:
+        """Releases whoever waits in it, here and on other ranks. May be called from any thread, also twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStore:
+    """Where the ranks of one attachment find one another: kept by the first rank, at a port of loopback."""
+
+    store: dist.Store
+    port: int
+
+    @classmethod
+    def create(cls) -> Self:
+        """The first rank's end."""
+        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+        return cls(store, store.port)
+
+    @classmethod
+    def find(cls, port: int) -> Self:
+        """The end of another rank. Raises `PeerError` if nobody keeps it."""
+        with naming_ranks():
+            return cls(dist.TCPStore(LOOPBACK, port, is_master=False, timeout=STORE_TIMEOUT), port)
+
+
+def join_group(device: torch.device, store: RankStore, rank: Rank, timeout_s: float) -> RankGroup:
+    """Meets the other ranks, which do the same. Raises `PeerError` if they do not come within the bound."""
+    assert device.type == "cpu"
+    return GlooGroup(store.store, rank, timeout_s)
+
+
+class GlooGroup:
+    """A `RankGroup` of processes of one machine, on CPUs, by gloo over loopback.
+
+    Gloo interrupts an operation only where a connection is closed. So `abort` closes this rank's connections, unless it
+    is in an operation itself: at least one rank is not, or all would be done.
+    """
+
+    def __init__(self, store: dist.Store, rank: Rank, timeout_s: float) -> None:
+        """Waits for all ranks, at most `timeout_s`, which also bounds each later operation. Raises `PeerError`."""
+        self.rank = rank
+        self._is_aborted = False
+        self._in_use = threading.Lock()  # held during an operation, and while the connections are closed
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        with naming_ranks():
+            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank.index, rank.count, options)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The engine thread waits for it."""
+        with self._operation() as group:
+            group.allreduce(tensor).wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """The engine thread waits for it."""
+        with self._operation() as group:
+            group.broadcast(tensor, 0).wait()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The engine thread waits for it."""
+        is_first = self.rank.index == 0
+        parts = [torch.empty_like(tensor) for _ in range(self.rank.count)] if is_first else []
+        with self._operation() as group:
+            group.gather(parts, tensor, 0).wait()
+        return torch.cat(parts, dim=1) if is_first else tensor
+
+    def abort(self) -> None:
+        """Closes the connections, now or at the end of the present operation."""
+        self._is_aborted = True
+        if self._in_use.acquire(blocking=False):
+            self._group = None
+            self._in_use.release()
+
+    @contextmanager
+    def _operation(self) -> Iterator[dist.ProcessGroupGloo]:
+        try:
+            with self._in_use, naming_ranks():
+                if self._is_aborted or self._group is None:
+                    raise PeerError("the ranks have parted")
+                yield self._group
+        finally:
+            if self._is_aborted:
+                self.abort()
+
+
+@contextmanager
+def naming_ranks() -> Iterator[None]:
+    """A context in which torch's errors of a collective operation become `PeerError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"another rank is gone, or does not answer: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,95 @@
+"""`LeadingBackend`: the first rank's backend, at whose calls the shards of all other ranks run the same segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from services.dense_worker.backends import DenseBackend, InputEmbeds
+from services.dense_worker.ranks.group import RankGroup
+from services.pb import shard_pb2
+from services.step import StepPlan
+from services.step.codec import encode_plan
+
+
+@dataclass(frozen=True, slots=True)
+class LeadingRanks:
+    """The other ranks of an attachment, as the first one meets them. `send` gives all of them a command."""
+
+    group: RankGroup
+    send: Callable[[shard_pb2.ShardCommand], None]
+
+    def abort(self) -> None:
+        """Releases whoever waits for another rank. May be called from any thread."""
+        self.group.abort()
+
+
+class ShardOperations(Protocol):
+    """Operations that add up over ranks."""
+
+    def use_group(self, group: RankGroup) -> None:
+        """Later steps run with these ranks."""
+
+
+class LeadingBackend:
+    """A DenseBackend around that of the rank's own shard.
+
+    The other ranks have no scheduler and no sampler. They get each step's plan, and its tokens from this rank.
+    """
+
+    takes_input_embeds = False
+
+    def __init__(self, backend: DenseBackend, operations: ShardOperations) -> None:
+        """`operations`: those of the backend."""
+        self.gives_hidden_states = backend.gives_hidden_states
+        self._backend = backend
+        self._operations = operations
+        self._ranks: LeadingRanks | None = None
+        self._has_logits = False  # of the present step
+
+    @property
+    def ranks(self) -> LeadingRanks:
+        """Those of the present attachment."""
+        assert self._ranks is not None, "there is an attachment before there is a step"
+        return self._ranks
+
+    def use_ranks(self, ranks: LeadingRanks) -> None:
+        """Later steps run with these ranks."""
+        self._ranks = ranks
+        self._operations.use_group(ranks.group)
+
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+        """Lets all ranks begin the step."""
+        step = shard_pb2.ShardStep(plan=encode_plan(plan), num_rows=num_tokens, num_sampled=num_sampled)
+        self.ranks.send(shard_pb2.ShardCommand(step=step))
+        self._backend.begin_step(plan, num_tokens, num_sampled)
+
+    def first(
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
+    ) -> torch.Tensor:
+        """Gives all ranks the tokens."""
+        assert input_embeds is None, "only this rank would have them"
+        self._has_logits = False
+        self.ranks.group.broadcast(token_ids)
+        return self._backend.first(token_ids, qkv_out)
+
+    def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+        """The shard's part; all ranks run it."""
+        return self._backend.middle(layer, attn_out, residual, qkv_out)
+
+    def last(
+        self,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The shard's part. The other ranks know the step's sampled rows, and are told of further ones."""
+        if self._has_logits:
+            further = shard_pb2.FurtherRows(rows=rows.tolist())
+            self.ranks.send(shard_pb2.ShardCommand(further_rows=further))
+        self._has_logits = True
+        return self._backend.last(attn_out, residual, rows, hidden_out)

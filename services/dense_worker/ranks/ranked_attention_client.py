@@ -1,0 +1,217 @@
+"""`RankedAttentionClient`: an `AttentionClient` of several ranks, of which each has an attention worker and a shard.
+
+It attaches to all attention workers, and lets each other rank's shard map the data region of its own one: no seam
+crosses ranks. Plans go to all attention workers, and their answers are merged. When any of these processes goes, the
+attachment ends for all; caches stay, and a new attachment joins them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.config import PeerSection
+from services.common.errors import PeerError
+from services.common.rank import Rank
+from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
+from services.dense_worker.engine.attention_client import (
+    AttachmentWatcher,
+    AttachOptions,
+    AttentionClient,
+    AttentionListener,
+    Ended,
+    attach_request,
+    execute,
+    receive_answers,
+)
+from services.dense_worker.ranks.group import RankGroup, RankStore, join_group
+from services.dense_worker.ranks.leading_backend import LeadingRanks
+from services.dense_worker.ranks.rank_answers import RankAnswers, Reopening
+from services.pb import attn_pb2, attn_pb2_grpc, shard_pb2, shard_pb2_grpc
+from services.rpc.client import open_channel, read_peer_tls
+from services.rpc.server import run_together
+from services.step import PlanAccepted, SequenceOpened, StepPlan
+from services.step.codec import encode_plan
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRank:
+    """Where the processes of another rank are, and what its attention worker is asked for."""
+
+    attention_address: str
+    shard_address: str
+    options: AttachOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What belongs to one attachment."""
+
+    replies: Sequence[attn_pb2.AttachReply]  # by rank
+    attachment_id: int  # for the shards
+    answers: RankAnswers
+
+
+class RankedAttentionClient(AttentionClient):
+    """Has the first rank's attention worker itself."""
+
+    def __init__(
+        self,
+        address: str,
+        options: AttachOptions,
+        peers: PeerSection,
+        may_attach: asyncio.Event,
+        others: Sequence[OtherRank],
+    ) -> None:
+        super().__init__(address, options, peers, may_attach)
+        tls, max_bytes = read_peer_tls(peers), peers.max_message_bytes
+        self._rpc_timeout_s = peers.rpc_timeout_s
+        self._rank = Rank(0, 1 + len(others))
+        self._all_options = [options, *(each.options for each in others)]
+        attention = [open_channel(each.attention_address, max_bytes, tls) for each in others]
+        shards = [open_channel(each.shard_address, max_bytes, tls) for each in others]
+        self._others = (*attention, *shards)
+        self._attention_stubs = [self._stub, *map(attn_pb2_grpc.AttentionWorkerStub, attention)]
+        self._shard_stubs = [shard_pb2_grpc.DenseShardStub(channel) for channel in shards]
+        self._health_stubs = [health_pb2_grpc.HealthStub(channel) for channel in shards]
+        self._serving: _Serving | None = None
+
+    async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
+        try:
+            await super().run(listener, watcher)
+        finally:
+            for channel in self._others:
+                await channel.close()
+
+    async def _attach_once(self) -> Attachment:
+        for rank, health in enumerate(self._health_stubs, start=1):
+            reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=self._rpc_timeout_s)
+            if reply.status != health_pb2.HealthCheckResponse.SERVING:
+                raise PeerError(f"the dense shard of rank {rank} has not loaded its weights")
+        asked = zip(self._attention_stubs, self._all_options, strict=True)
+        calls = [stub.Attach(attach_request(each), timeout=self._connect_timeout_s) for stub, each in asked]
+        replies = await asyncio.gather(*calls)
+        first = replies[0]
+        _check_alike(replies)
+        attachment_id = secrets.randbits(64)
+        store = RankStore.create()
+        joins = [
+            stub.Join(
+                shard_pb2.JoinRequest(
+                    weights_hash=self._options.weights_hash,
+                    rank=rank,
+                    num_ranks=self._rank.count,
+                    attachment_id=attachment_id,
+                    seam=replies[rank],
+                    store_port=store.port,
+                ),
+                timeout=self._connect_timeout_s,
+            )
+            for rank, stub in enumerate(self._shard_stubs, start=1)
+        ]
+        device, timeout_s = self._options.device, self._options.wait_timeout_s
+        own = asyncio.to_thread(join_group, device, store, self._rank, timeout_s)
+        group, *_ = await asyncio.gather(own, *joins)
+        open_blocks = [dict(zip(each.open_seq_ids, each.open_num_blocks, strict=True)) for each in replies]
+        orphaned = {seq_id: max(each.get(seq_id, 0) for each in open_blocks) for seq_id in set().union(*open_blocks)}
+        self._serving = _Serving(replies, attachment_id, RankAnswers([each.num_free_blocks for each in replies]))
+        return replace(
+            self._map(first),
+            num_blocks=min(each.num_blocks for each in replies),
+            num_free_blocks=self._serving.answers.num_free_blocks,
+            orphaned_blocks=orphaned,
+            max_model_len=min(each.max_model_len for each in replies),
+            ranks=self._lead(group),
+        )
+
+    def _lead(self, group: RankGroup) -> LeadingRanks:
+        """What the backend gets. Its commands go the way of plans, in the order in which they are given."""
+
+        def send(command: shard_pb2.ShardCommand) -> None:
+            attachment = self._attachment
+            if attachment is not None and attachment.ranks is ranks:
+                self._post(attachment, command)
+
+        ranks = LeadingRanks(group, send)
+        return ranks
+
+    async def _serve(
+        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
+    ) -> AttachmentEnd:
+        serving = self._serving
+        assert serving is not None, "it was made with the attachment"
+        pairs = zip(self._attention_stubs, serving.replies, strict=True)
+        plans = [execute(stub, reply.epoch, reply.attachment_id) for stub, reply in pairs]
+        metadata = (("attachment-id", str(serving.attachment_id)),)
+        shards = [stub.Run(metadata=metadata) for stub in self._shard_stubs]
+
+        def take(rank: int, answer: SequenceOpened | PlanAccepted) -> None:
+            try:
+                merged = _merge(serving.answers, rank, answer)
+            except PeerError as error:
+                raise Ended(AttachmentEnd(str(error), is_crash=True)) from error
+            if isinstance(merged, list):
+                for each in merged:
+                    self._post(attachment, each)
+            elif merged is not None:
+                listener.on_answer(attachment, merged)
+
+        async def send(message: StepPlan | shard_pb2.ShardCommand | Reopening) -> None:
+            if isinstance(message, shard_pb2.ShardCommand):
+                for call in shards:
+                    await call.write(message)
+            elif isinstance(message, Reopening):
+                await plans[message.rank].write(encode_plan(StepPlan(0, new_sequences=(message.new,))))
+            else:
+                serving.answers.note_plan(message)
+                encoded = encode_plan(message)
+                for call in plans:
+                    await call.write(encoded)
+
+        try:
+            await run_together(
+                *(receive_answers(call, partial(take, rank)) for rank, call in enumerate(plans)),
+                *(_wait_end(call, rank) for rank, call in enumerate(shards, start=1)),
+                self._handle_inbox(attachment, send, watcher),
+            )
+        except Ended as ended:
+            return ended.end
+        finally:
+            attachment.abort()  # the engine may wait for a rank that waits for this one
+            for call in (*plans, *shards):
+                call.cancel()
+        raise AssertionError("the streams' readers end with an error")
+
+
+def _merge(
+    answers: RankAnswers, rank: int, answer: SequenceOpened | PlanAccepted
+) -> SequenceOpened | PlanAccepted | list[Reopening] | None:
+    if isinstance(answer, PlanAccepted):
+        return answers.accepted(rank, answer)
+    return answers.opened(rank, answer)
+
+
+def _check_alike(replies: Sequence[attn_pb2.AttachReply]) -> None:
+    """Raises `PeerError` if the attention workers' caches cannot have the same plans."""
+    for field in ("block_size", "window", "num_sink_tokens", "layer_window"):
+        found: list[Any] = [getattr(each, field) for each in replies]
+        if found.count(found[0]) < len(found):
+            raise PeerError(f"the ranks' attention workers differ in {field}: {', '.join(map(str, found))}")
+
+
+async def _wait_end(call: grpc.aio.StreamStreamCall, rank: int) -> None:
+    """Raises `Ended` when a shard's stream ends."""
+    reason = "it has ended its stream"
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        reason = f"{error.code().name}: {error.details()}"
+    raise Ended(AttachmentEnd(f"the dense shard of rank {rank}: {reason}", is_crash=True))

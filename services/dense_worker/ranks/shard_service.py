@@ -1,0 +1,89 @@
+"""`ShardService`: the dense shard of a rank that is not the first: weights and a seam, and no scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from services.channel import ChannelSpec
+from services.common.child_options import ChildOptions
+from services.common.config import Config
+from services.common.lifeline import Lifeline
+from services.common.rank import Rank, seam_config
+from services.common.resolve import ResolvedModel, use_device
+from services.dense_worker.build import hold_weights, load_model_weights, resolve_dense_model
+from services.dense_worker.model.weights import hash_of_weights
+from services.dense_worker.ranks.shard_backend import shard_backend
+from services.dense_worker.ranks.shard_runner import ShardRunner
+from services.dense_worker.ranks.shard_servicer import ShardServicer
+from services.pb import shard_pb2_grpc
+from services.rpc.client import read_peer_tls
+from services.rpc.server import GrpcServer
+
+log = structlog.get_logger()
+
+SERVICE_NAME = "twostroke.shard.v1.DenseShard"
+STOP_GRACE_S = 1.0
+
+
+class ShardService:
+    """A `Service`."""
+
+    def __init__(self, config: Config, options: ChildOptions) -> None:
+        self._config = config
+        self._rank = Rank(options.rank, config.dense.tensor_parallel_size)
+        self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
+        self._opened = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Begins to answer health checks, and loads the rank's part of the weights."""
+        config, rank = self._config, self._rank
+        model = resolve_dense_model(config, rank)
+        use_device(model.device, config.dense.num_threads)
+        tls = read_peer_tls(config.peers)
+        server = GrpcServer(
+            config.dense.address,
+            [SERVICE_NAME],
+            config.peers.max_message_bytes,
+            tls and tls.files,
+            setting="dense.address",
+        )
+        self._servicer = ShardServicer(rank, channel_spec(config, model), model.device, config.channel.wait_timeout_s)
+        shard_pb2_grpc.add_DenseShardServicer_to_server(self._servicer, server.server)
+        address = await server.start()
+        self._opened.push_async_callback(server.stop, STOP_GRACE_S)
+        self._servicer.start(*await asyncio.to_thread(load_shard, config, model, self._lifeline))
+        self._opened.push_async_callback(asyncio.to_thread, self._servicer.stop, STOP_GRACE_S)
+        self._opened.callback(self._servicer.abort)  # the engine thread may wait for another rank
+        await server.set_serving(True)
+        log.info("loaded", address=address, rank=rank.index, num_ranks=rank.count)
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises errors that another attachment cannot cure."""
+        await self._servicer.wait_failure()
+
+    async def stop(self) -> None:
+        """Closes everything that `start` opened, in reverse order."""
+        await self._opened.aclose()
+
+
+def load_shard(config: Config, model: ResolvedModel, lifeline: Lifeline | None) -> tuple[ShardRunner, str]:
+    """Loads the rank's part of the weights; returns what runs it, and the hash of the whole model's weights.
+
+    `lifeline`: to the launcher, which may have the part in memory. Raises the errors of `load_weights`.
+    """
+    use_device(model.device, config.dense.num_threads)  # of the calling thread
+    digest = hash_of_weights(config.model, model.config)
+    held = hold_weights(lifeline, digest, model)
+    weights = load_model_weights(config.model, model, held)
+    if lifeline is not None and held is not None:
+        lifeline.keep([held.key], model.rank.prefix)
+    return ShardRunner(*shard_backend(weights, model), model.config.num_layers), digest
+
+
+def channel_spec(config: Config, model: ResolvedModel) -> ChannelSpec:
+    """The data region of the rank's seam."""
+    seam = seam_config(model.config, model.rank)
+    return ChannelSpec(config.scheduler.max_num_batched_tokens, seam.qkv_size, seam.attn_size, model.dtype)

@@ -1,0 +1,180 @@
+"""The gRPC servicer of a dense shard. Runs on the event loop; the engine thread does all work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import structlog
+import torch
+
+from services.channel import Channel, ChannelSpec
+from services.common.engine_thread import EngineThread
+from services.common.errors import ConfigError, PeerError, StaleEpoch, TwostrokeError
+from services.common.rank import Rank
+from services.dense_worker.engine.attention_client import map_channels
+from services.dense_worker.ranks.group import RankGroup, RankStore, join_group
+from services.dense_worker.ranks.shard_runner import ShardRunner
+from services.pb import shard_pb2, shard_pb2_grpc
+from services.rpc.server import until_over
+from services.step.codec import decode_plan
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attachment:
+    attachment_id: int
+    channels: Mapping[int, Channel]
+    group: RankGroup
+
+    def abort(self) -> None:
+        for channel in self.channels.values():
+            channel.abort()
+        self.group.abort()
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+
+
+class ShardServicer(shard_pb2_grpc.DenseShardServicer):
+    """Has one attachment at a time, and no state beside it."""
+
+    def __init__(self, rank: Rank, spec: ChannelSpec, device: torch.device, wait_timeout_s: float) -> None:
+        self._rank, self._spec, self._device = rank, spec, device
+        self._wait_timeout_s = wait_timeout_s
+        self._engine = EngineThread()
+        self._runner: ShardRunner | None = None
+        self._weights_hash = ""
+        self._attachment: _Attachment | None = None
+        self._joining = asyncio.Lock()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, runner: ShardRunner, weights_hash: str) -> None:
+        """The weights are loaded: it can be joined."""
+        self._runner, self._weights_hash = runner, weights_hash
+        self._engine.start()
+
+    def abort(self) -> None:
+        """Releases the engine thread if it waits for another process."""
+        if self._attachment is not None:
+            self._attachment.abort()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the engine thread; blocks up to `timeout_s` seconds."""
+        if self._runner is not None and self._engine.stop(timeout_s) and self._attachment is not None:
+            self._attachment.close()
+
+    async def wait_failure(self) -> None:
+        """Raises errors that another attachment cannot cure: a bug, or a failed GPU."""
+        await asyncio.shield(self._failure)
+
+    async def Join(self, request: shard_pb2.JoinRequest, context: grpc.aio.ServicerContext) -> shard_pb2.JoinReply:
+        self._check(request)
+        async with self._joining:
+            self.abort()
+            await self._run(self._detach)
+            joined = await self._run(self._join, request)
+            self._attachment = joined
+        log.info("attached", attachment_id=f"{joined.attachment_id:016x}", channel=joined.channels[0].kind)
+        return shard_pb2.JoinReply()
+
+    async def Run(
+        self, requests: AsyncIterator[shard_pb2.ShardCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[shard_pb2.ShardAnswer]:
+        attachment = self._attachment
+        attachment_id = int(dict(context.invocation_metadata()).get("attachment-id", 0))
+        if attachment is None or attachment.attachment_id != attachment_id:
+            raise StaleEpoch(f"attachment {attachment_id:016x} was replaced")
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        reader = asyncio.create_task(self._read(requests, attachment, failed))
+        try:
+            await failed
+        finally:
+            # The reader ends with the call, as in the attention worker. Whoever waits must not wait for this shard.
+            attachment.abort()
+            log.info("detached", attachment_id=f"{attachment_id:016x}")
+            reader.add_done_callback(lambda task: task.exception())
+        yield shard_pb2.ShardAnswer()  # never: it makes this function a stream
+
+    async def _read(
+        self,
+        requests: AsyncIterator[shard_pb2.ShardCommand],
+        attachment: _Attachment,
+        failed: asyncio.Future[None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        def fail(error: BaseException) -> None:
+            self._note_failure(error)
+            if not failed.done():
+                failed.set_exception(error if isinstance(error, Exception) else PeerError(repr(error)))
+
+        def report(call: Future[None]) -> None:
+            if not call.cancelled() and (error := call.exception()) is not None:
+                loop.call_soon_threadsafe(fail, error)
+
+        try:
+            async for command in until_over(requests):
+                self._engine.submit(self._obey, attachment, command).add_done_callback(report)
+        except Exception as error:  # no one awaits the reader
+            fail(error)
+        else:
+            fail(PeerError("the first rank has ended the stream of steps"))
+
+    # On the engine thread
+
+    def _join(self, request: shard_pb2.JoinRequest) -> _Attachment:
+        assert self._runner is not None, "it is loaded"
+        channels = map_channels(request.seam, self._spec, self._device, self._wait_timeout_s)
+        try:
+            group = join_group(self._device, RankStore.find(request.store_port), self._rank, self._wait_timeout_s)
+        except BaseException:
+            for channel in channels.values():
+                channel.close()
+            raise
+        self._runner.attach(channels, group)
+        return _Attachment(request.attachment_id, channels, group)
+
+    def _detach(self) -> None:
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.close()
+
+    def _obey(self, attachment: _Attachment, command: shard_pb2.ShardCommand) -> None:
+        if attachment is not self._attachment:
+            raise StaleEpoch(f"attachment {attachment.attachment_id:016x} was replaced")
+        assert self._runner is not None, "it is loaded"
+        if command.HasField("further_rows"):
+            self._runner.compute_rows(list(command.further_rows.rows))
+        else:
+            step = command.step
+            self._runner.run_step(decode_plan(step.plan), step.num_rows, step.num_sampled)
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._engine.submit(function, *arguments)))
+        except Exception as error:
+            self._note_failure(error)
+            raise
+
+    def _note_failure(self, error: BaseException) -> None:
+        if not isinstance(error, TwostrokeError) and not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _check(self, request: shard_pb2.JoinRequest) -> None:
+        if self._runner is None:
+            raise PeerError(f"the dense shard of rank {self._rank.index} has not loaded its weights")
+        own = (self._rank.index, self._rank.count, self._weights_hash)
+        asked = (request.rank, request.num_ranks, request.weights_hash)
+        names = ("rank", "number of ranks", "weights' hash")
+        for name, mine, theirs in zip(names, own, asked, strict=True):
+            if mine != theirs:
+                raise ConfigError(f"the first rank asks for {name} {theirs}, this dense shard has {mine}")

@@ -1,0 +1,233 @@
+"""Cuts a model's parts for one rank: its rows or columns of each linear layer, and where a checkpoint has them.
+
+What a family is made of is known already: each `Linear` says along which side it is cut. So the whole model is built
+without memory, and each of its parts becomes the rank's part, for which the allocator makes tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from services.common.families.shape import LayerHeads, ModelConfig
+from services.common.rank import Rank
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.linear.linear import Cut, Linear
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
+from services.dense_worker.kernels.norm.norm import HeadNorms
+from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.head import Embedding
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor, TensorPart
+
+Part = TypeVar("Part")
+
+
+def shard_weights(config: ModelConfig, whole: ModelWeights, rank: Rank, allocator: WeightAllocator) -> ModelWeights:
+    """The rank's part of a model that was built on the meta device. `allocator` makes its tensors."""
+    cutter = _Cutter(rank, allocator)
+    embedding = cutter.cut(whole.embedding, config.layer_heads[0])
+    layers = [cutter.cut(layer, heads) for layer, heads in zip(whole.layers, config.layer_heads, strict=True)]
+    return ModelWeights(embedding, tuple(layers), cutter.cut(whole.head, config.layer_heads[0]))
+
+
+def vocab_rows(vocab_size: int, rank: Rank) -> range:
+    """The rank's rows of the vocabulary. All ranks have equally many; those beyond `vocab_size` mean no token."""
+    num_rows = -(-vocab_size // rank.count)
+    return range(rank.index * num_rows, (rank.index + 1) * num_rows)
+
+
+class _Cutter:
+    def __init__(self, rank: Rank, allocator: WeightAllocator) -> None:
+        self._rank = rank
+        self._allocator = allocator
+        self._made: dict[int, Parameter] = {}  # by the id of the whole tensor: some parts share one
+
+    def cut(self, part: Part, heads: LayerHeads) -> Part:
+        """The rank's part of `part`, of a layer with these heads."""
+        return self._cut(part, heads)
+
+    def _cut(self, part: Any, heads: LayerHeads) -> Any:
+        match part:
+            case Parameter():
+                return self._rows(part, [range(len(part.data))])
+            case torch.Tensor():  # what steps count
+                return torch.zeros_like(part, device=self._allocator.device)
+            case Embedding():
+                table = self._vocabulary(part.table)
+                rest = {each.name: self._cut(getattr(part, each.name), heads) for each in fields(part)[1:]}
+                return replace(part, table=table, **rest)
+            case Linear():
+                return self._linear(part, heads)
+            case ExpertLinear():
+                return self._experts(part)
+            case HeadNorms():
+                return self._head_norms(part)
+            case tuple():
+                return tuple(self._cut(each, heads) for each in part)
+        if is_dataclass(part):
+            return replace(part, **{each.name: self._cut(getattr(part, each.name), heads) for each in fields(part)})
+        return part
+
+    def _linear(self, linear: Linear, heads: LayerHeads) -> Linear:
+        if linear.name == "lm_head":
+            of_vocabulary = {
+                each.name: self._vocabulary(getattr(linear.weight, each.name)) for each in fields(linear.weight)
+            }
+            bias = linear.bias and self._vocabulary(linear.bias)
+            weight = replace(linear.weight, **of_vocabulary)
+            return replace(
+                linear, out_features=len(vocab_rows(linear.out_features, self._rank)), weight=weight, bias=bias
+            )
+        if linear.cut is Cut.IN:
+            columns = self._rank.share(linear.in_features)
+            return replace(
+                linear,
+                in_features=len(columns),
+                weight=self._columns_of(linear.weight, columns),
+                bias=linear.bias and self._added_once(linear.bias),
+            )
+        rows = self._rows_of(linear, heads)
+        return replace(
+            linear,
+            out_features=sum(map(len, rows)),
+            weight=self._rows_of_all(linear.weight, rows),
+            bias=linear.bias and self._rows(linear.bias, rows),
+        )
+
+    def _rows_of(self, linear: Linear, heads: LayerHeads) -> list[range]:
+        """The rank's rows of a layer: of each projection, also where a checkpoint has several in one tensor."""
+        if linear.name == "qkv":
+            sizes = [(heads.q_size, heads.head_dim), *[(heads.kv_size, heads.head_dim)] * 2]
+        elif linear.name.endswith("gate_up"):
+            sizes = [(linear.out_features // 2, 1)] * 2
+        else:
+            sizes = [(each.out_features, 1) for each in linear.merged_from]
+        return self._shares([each for each in sizes if each[0]])
+
+    def _shares(self, sizes: Sequence[tuple[int, int]]) -> list[range]:
+        rows, first = [], 0
+        for size, unit in sizes:
+            own = self._rank.share(size, unit)
+            rows.append(range(first + own.start, first + own.stop))
+            first += size
+        return rows
+
+    def _experts(self, linear: ExpertLinear) -> ExpertLinear:
+        count = linear.num_experts
+        if linear.name == "experts_down":
+            columns = self._rank.share(linear.in_features)
+            weight = self._columns_of(linear.weight, columns)
+            return replace(
+                linear, in_features=len(columns), weight=weight, bias=linear.bias and self._added_once(linear.bias)
+            )
+        rows = self._shares([(linear.out_features // 2, 1)] * 2 * count)
+        return replace(
+            linear,
+            out_features=sum(map(len, rows)) // count,
+            weight=self._rows_of_all(linear.weight, rows),
+            bias=linear.bias and self._rows(linear.bias, rows),
+        )
+
+    def _head_norms(self, norms: HeadNorms) -> HeadNorms:
+        def of_heads(norm: Any, count: int) -> Any:
+            if norm is None:
+                return None
+            weight = norm.weight
+            share = self._rank.share(count)
+            rows = [share] if weight.data.dim() == 2 else [range(len(weight.data))]
+            changes: dict[str, Any] = {"weight": self._rows(weight, rows)}
+            return replace(norm, **changes)
+
+        num_heads, num_kv_heads = (len(self._rank.share(each)) for each in (norms.num_heads, norms.num_kv_heads))
+        q, k = of_heads(norms.q, norms.num_heads), of_heads(norms.k, norms.num_kv_heads)
+        return replace(norms, q=q, k=k, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def _rows_of_all(self, weight: Part, rows: Sequence[range]) -> Part:
+        """Some rows of each tensor of a weight."""
+        return replace(weight, **{each.name: self._rows(getattr(weight, each.name), rows) for each in fields(weight)})
+
+    def _columns_of(self, weight: Part, columns: range) -> Part:
+        changes = {each.name: self._columns(getattr(weight, each.name), columns) for each in fields(weight)}
+        return replace(weight, **changes)
+
+    # One tensor
+
+    def _rows(self, whole: Parameter, rows: Sequence[range]) -> Parameter:
+        """These rows, ascending."""
+        made = self._made.get(id(whole.data))
+        if made is not None:
+            return Parameter(whole.name, made.data)
+        sources, first = [], 0
+        for source in whole.sources:
+            own = [range(max(each.start, first), min(each.stop, first + source.num_rows)) for each in rows]
+            own = [range(each.start - first, each.stop - first) for each in own if each]
+            if own:
+                sources.append(_part_of(source, whole, TensorPart(tuple((each.start, each.stop) for each in own))))
+            first += source.num_rows
+        return self._make(whole, (sum(map(len, rows)), *whole.data.shape[1:]), sources)
+
+    def _columns(self, whole: Parameter, columns: range) -> Parameter:
+        """All rows of these columns."""
+        part = TensorPart(columns=(columns.start, columns.stop))
+        sources = [_part_of(source, whole, part) for source in whole.sources]
+        return self._make(whole, (len(whole.data), len(columns)), sources)
+
+    def _added_once(self, bias: Parameter) -> Parameter:
+        """A bias of the first rank; zeros for all others, whose products are added to it."""
+        if self._rank.index == 0:
+            return self._rows(bias, [range(len(bias.data))])
+        sources = [_converted(source, bias, torch.zeros_like) for source in bias.sources]
+        return self._make(bias, tuple(bias.data.shape), sources)
+
+    def _vocabulary(self, whole: Parameter) -> Parameter:
+        """The rank's rows of the vocabulary, and zeros beyond its end."""
+        made = self._made.get(id(whole.data))
+        if made is not None:
+            return Parameter(whole.name, made.data)
+        own, num_rows = vocab_rows(len(whole.data), self._rank), len(whole.data)
+        start, stop = min(own.start, num_rows), min(own.stop, num_rows)
+        shape = (len(own), *whole.data.shape[1:])
+        sources = []
+        if stop > start and whole.sources:
+            [source] = whole.sources
+            sources.append(_part_of(source, whole, TensorPart(((start, stop),))))
+        if whole.sources and (num_missing := len(own) - (stop - start)):
+            sources.append(_zeros(num_missing, shape[1:]))
+        return self._make(whole, shape, sources)
+
+    def _make(self, whole: Parameter, shape: tuple[int, ...], sources: Sequence[Source]) -> Parameter:
+        made = self._allocator.parameter(whole.name, *shape, sources=tuple(sources), dtype=whole.data.dtype)
+        self._made[id(whole.data)] = made
+        return made
+
+
+def _part_of(source: Source, whole: Parameter, part: TensorPart) -> Source:
+    """The source of a part of what `source` fills. A tensor that is stored as it is here is not read beyond it."""
+    if part.is_whole(source.num_rows) and part.columns is None:
+        return source
+    num_rows = source.num_rows if part.rows is None else sum(stop - start for start, stop in part.rows)
+    if source.conversion is not None:
+        return replace(_converted(source, whole, part.of), num_rows=num_rows)
+    shape = (source.num_rows, *whole.data.shape[1:])
+    stored = StoredTensor((source.name,), FLOATS, (shape,), part=part)
+    return Source(source.name, num_rows, Conversion((stored,), _as_loaded))
+
+
+def _converted(source: Source, whole: Parameter, change: Callable[[torch.Tensor], torch.Tensor]) -> Source:
+    """A source whose rows are changed once they are read."""
+    shape = (source.num_rows, *whole.data.shape[1:])
+    conversion = source.conversion or Conversion((StoredTensor((source.name,), FLOATS, (shape,)),), _as_loaded)
+    convert = conversion.convert
+    return replace(source, conversion=replace(conversion, convert=lambda *loaded: change(convert(*loaded))))
+
+
+def _zeros(num_rows: int, row_shape: tuple[int, ...]) -> Source:
+    return Source("", num_rows, Conversion((), lambda: torch.zeros(num_rows, *row_shape)))
+
+
+def _as_loaded(loaded: Loaded) -> torch.Tensor:
+    return loaded.tensor

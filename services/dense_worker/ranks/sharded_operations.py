@@ -1,0 +1,68 @@
+"""`ShardedOperations`: the operations of one rank's shards, in torch, and what is added up over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+from services.dense_worker.kernels.linear.linear import Cut, Linear
+from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.model.operations import Residual
+from services.dense_worker.model.torch_operations import TorchOperations
+from services.dense_worker.parameters import Parameter
+from services.dense_worker.ranks.group import RankGroup
+
+
+class ShardedOperations(TorchOperations):
+    """Every rank has the whole residual, and gets the same one from each operation that changes it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+        self._group: RankGroup | None = None
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks of the present attachment."""
+        assert self._group is not None, "a rank has an attachment before it runs a step"
+        return self._group
+
+    def use_group(self, group: RankGroup) -> None:
+        """Later steps run with these ranks."""
+        self._group = group
+
+    def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The rank's columns of the product, or the whole product if the layer is cut by its in_features."""
+        product = super().linear(linear, x, out)
+        if linear.cut is Cut.IN:
+            self.group.add(product)
+        return product
+
+    def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
+        """Each row is that of the one rank that has the token."""
+        own = token_ids - self.group.rank.index * len(table.data)
+        is_elsewhere = (own < 0) | (own >= len(table.data))
+        hidden = F.embedding(own.masked_fill(is_elsewhere, 0), table.data)
+        hidden.masked_fill_(is_elsewhere[:, None], 0.0)
+        self.group.add(hidden)
+        return Residual(hidden)
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        experts: RoutedExperts,
+        shared: torch.Tensor | None,
+        routed_by: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All ranks choose the same experts and have parts of each; `shared` is whole already."""
+        total = experts.mix(x, routed_by)
+        self.group.add(total)
+        return (total if shared is None else total.add_(shared)).to(x.dtype)
+
+    def logits(
+        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Those of all ranks, on the first one."""
+        own = super().logits(residual, norm, lm_head, hidden_out)
+        return self.group.gather(own)[:, : self._vocab_size]

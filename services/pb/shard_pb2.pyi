@@ -1,0 +1,57 @@
+from services.pb import attn_pb2 as _attn_pb2
+from services.pb import step_pb2 as _step_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JoinRequest(_message.Message):
+    __slots__ = ("weights_hash", "rank", "num_ranks", "attachment_id", "seam", "store_port")
+    WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SEAM_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    weights_hash: str
+    rank: int
+    num_ranks: int
+    attachment_id: int
+    seam: _attn_pb2.AttachReply
+    store_port: int
+    def __init__(self, weights_hash: _Optional[str] = ..., rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., attachment_id: _Optional[int] = ..., seam: _Optional[_Union[_attn_pb2.AttachReply, _Mapping]] = ..., store_port: _Optional[int] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardCommand(_message.Message):
+    __slots__ = ("step", "further_rows")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_ROWS_FIELD_NUMBER: _ClassVar[int]
+    step: ShardStep
+    further_rows: FurtherRows
+    def __init__(self, step: _Optional[_Union[ShardStep, _Mapping]] = ..., further_rows: _Optional[_Union[FurtherRows, _Mapping]] = ...) -> None: ...
+
+class ShardStep(_message.Message):
+    __slots__ = ("plan", "num_rows", "num_sampled")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    plan: _step_pb2.StepPlan
+    num_rows: int
+    num_sampled: int
+    def __init__(self, plan: _Optional[_Union[_step_pb2.StepPlan, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_sampled: _Optional[int] = ...) -> None: ...
+
+class FurtherRows(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ShardAnswer(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,79 @@
+"""Two ranks give the tokens of one, also when any of their processes dies under streams of every kind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.pb import gateway_pb2
+from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
+from tests.support.cluster import START_TIMEOUT_S, Cluster, children_of, request, running_cluster
+
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
+
+PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
+MAX_TOKENS = 40
+PROCESSES = ("dense_worker", "dense_worker-1", "attn_worker", "attn_worker-1")  # of all ranks
+KILLED = ("dense_worker-1", "attn_worker")  # in the short run; `make chaos` kills each
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", PROCESSES if metafunc.config.getoption("--all-families") else KILLED)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("ranks")
+    with running_cluster(directory, "dense.tensor_parallel_size=2", is_warm=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def messages(cluster: Cluster) -> list[gateway_pb2.GenerateRequest]:
+    text = collect(cluster.gateway, request(PROMPT, MAX_TOKENS, ignore_eos=True)).text[0]
+    return messages_of_every_kind(PROMPT, MAX_TOKENS, stop=text[-12:])
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
+    return collect_all(cluster.gateway, messages)
+
+
+def test_streams_are_those_of_one_rank(
+    ranks: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_rank: list[Collected]
+) -> None:
+    for collected, expected in zip(collect_all(ranks.gateway, messages), of_one_rank, strict=True):
+        collected.assert_equals(expected)
+    ranks.wait_idle()
+
+
+def test_streams_end_as_without_the_kill(
+    ranks: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_rank: list[Collected], name: str
+) -> None:
+    pids = {each: pid_of(ranks, each) for each in PROCESSES}
+    disturbed = collect_all(ranks.gateway, messages, lambda: os.kill(pids[name], signal.SIGKILL))
+    for collected, expected in zip(disturbed, of_one_rank, strict=True):
+        collected.assert_equals(expected)
+    changed = {each for each in PROCESSES if pid_of(ranks, each) != pids[each]}
+    assert changed == {name}, f"{changed}: the other processes live on"
+    ranks.wait_idle()
+
+
+def pid_of(cluster: Cluster, name: str) -> int:
+    """The process id of a service, whose name is that of its files. If it was just killed, waits for the next one."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for pid in children_of(cluster.process.pid):
+            try:
+                if f"/{name}.toml\0" in Path(f"/proc/{pid}/cmdline").read_text():
+                    return pid
+            except OSError:
+                continue  # it has just ended
+        time.sleep(0.02)
+    raise AssertionError(f"no {name} among the children of the launcher")

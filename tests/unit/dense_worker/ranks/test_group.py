@@ -1,0 +1,63 @@
+"""The sums over ranks by gloo: here the ranks are threads with connections of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from services.common.errors import PeerError
+from services.common.rank import Rank
+from services.dense_worker.ranks.group import GlooGroup, RankStore, join_group
+from tests.support.dense.thread_ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def groups(count: int, timeout_s: float = 20.0) -> list[GlooGroup]:
+    store = RankStore.create()
+
+    def join(index: int) -> GlooGroup:
+        found = store if index == 0 else RankStore.find(store.port)
+        return join_group(CPU, found, Rank(index, count), timeout_s)
+
+    return run_ranks(count, lambda group: join(group.rank.index))
+
+
+def test_all_ranks_get_the_same_sum_and_the_first_one_all_columns() -> None:
+    of_ranks = groups(3)
+    tensors = [torch.randn(5, 4, generator=torch.Generator().manual_seed(index)) for index in range(3)]
+
+    def run(index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        total, first = tensors[index].clone(), torch.full((3,), index)
+        of_ranks[index].add(total)
+        of_ranks[index].broadcast(first)
+        return total, first, of_ranks[index].gather(tensors[index])
+
+    results = run_ranks(3, lambda group: run(group.rank.index))
+    torch.testing.assert_close(results[0][0], sum(tensors))
+    for total, first, _ in results:
+        assert torch.equal(total, results[0][0]) and first.tolist() == [0, 0, 0]
+    assert torch.equal(results[0][2], torch.cat(tensors, dim=1))
+
+
+def test_a_rank_that_does_not_come_is_found() -> None:
+    waiting, _other = groups(2, timeout_s=0.5)
+    with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting 500ms"):
+        waiting.add(torch.ones(3))
+
+
+def test_who_waits_is_released_by_the_abort_of_another_rank() -> None:
+    waiting, other = groups(2)
+    timer = threading.Timer(0.1, other.abort)
+    timer.start()
+    start_s = time.monotonic()
+    with pytest.raises(PeerError, match="another rank is gone"):
+        waiting.add(torch.ones(3))
+    assert time.monotonic() - start_s < 10.0, "the operation's own bound is 20 s"
+    timer.join()
+    other.abort()
+    with pytest.raises(PeerError, match="the ranks have parted"):
+        other.add(torch.ones(3))

@@ -1,0 +1,118 @@
+"""Each rank loads its part of a model, and the parts together compute what the whole model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.model_config import load_model_config
+from services.common.rank import Rank
+from services.common.several_ranks import check_divisible
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.checkpoint import Checkpoint
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import load_weights
+from services.dense_worker.ranks.sharded_operations import ShardedOperations
+from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
+from tests.support.dense.thread_ranks import ThreadGroup, run_ranks
+from tests.support.dense.whole_model import WholeModel
+from tests.support.models import make_model_dir
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+BOUND = 2e-5  # as for one rank: relative to the largest logit, in another order of sums
+PROMPT = torch.randint(3, 96, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+# They have latent attention, gated layers, inputs for each layer, or norms over all heads: `check_ranks` refuses them.
+REFUSED = ("deepseek", "qwen3_next", "qwen3_5", "gemma4-shared", "olmo", "minimax")
+# Together they have all that is cut in a way of its own: fused and transposed tensors, heads that two ranks share,
+# experts one by one and stacked, a shared expert, sinks, ALiBi, biases, norms of heads, and a vocabulary of odd size.
+FEW = ("qwen2_moe", "gpt_oss", "falcon-7b", "bloom", "gpt2", "phi3", "glm4_moe", "cohere", "gemma3")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "variant" in metafunc.fixturenames:
+        every = [each for each in VARIANTS if not each.startswith(REFUSED)]
+        metafunc.parametrize("variant", every if metafunc.config.getoption("--all-families") else FEW)
+
+
+def logits_of(model: WholeModel) -> torch.Tensor:
+    """Of a prompt in two chunks."""
+    model.open(1, PROMPT)
+    return torch.cat([*model.step((1, 9, 0)), *model.step((1, 12, 9))])
+
+
+def logits_of_ranks(path: Path, count: int) -> torch.Tensor:
+    config = load_model_config(path)
+
+    def run(group: ThreadGroup) -> torch.Tensor:
+        operations = ShardedOperations(config.vocab_size)
+        operations.use_group(group)
+        return logits_of(
+            WholeModel(path, lambda weights: TorchBackend(weights, operations=operations), rank=group.rank)
+        )
+
+    return run_ranks(count, run)[0]
+
+
+def test_two_ranks_give_the_logits_of_transformers(variant: str, tmp_path: Path) -> None:
+    path = make_family_model(tmp_path / "model", variant)
+    check_divisible(load_model_config(path), 2)
+    with torch.inference_mode():
+        expected = load_true_model(path)(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    found = logits_of_ranks(path, 2)
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_four_ranks_share_two_heads_of_keys_and_an_odd_vocabulary(tmp_path: Path, tied: bool) -> None:
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97, "tie_word_embeddings": tied}
+    path = make_model_dir(tmp_path / "model", "llama", **shape)
+    expected, found = logits_of(WholeModel(path)), logits_of_ranks(path, 4)
+    assert found.shape == expected.shape and expected.shape[1] == 97
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+def bytes_read(path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ModelWeights]:
+    num_bytes, read = [], Checkpoint.tensor
+
+    def counted(self: Checkpoint, *arguments: object) -> torch.Tensor:
+        tensor = read(self, *arguments)
+        num_bytes.append(tensor.nbytes)
+        return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "tensor", counted)
+        weights = load_weights(path, load_model_config(path), torch.float32, CPU, rank=rank)
+    return sum(num_bytes), weights
+
+
+def test_a_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model_dir(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
+    whole, weights = bytes_read(path, Rank(0, 1), monkeypatch)
+    norms = sum(tensor.nbytes for name, tensor in weights.named_tensors() if name.endswith("norm"))
+    for index in range(2):
+        read, part = bytes_read(path, Rank(index, 2), monkeypatch)
+        assert read == (whole - norms) / 2 + norms
+        assert sum(tensor.nbytes for _, tensor in part.named_tensors()) == read, "nothing is read twice"
+
+
+def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
+    """Rows or columns, whichever the layer is cut by, side by side."""
+    path = make_model_dir(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
+    config = load_model_config(path)
+    whole, *parts = (
+        dict(load_weights(path, config, torch.float32, CPU, rank=rank).named_tensors())
+        for rank in (Rank(0, 1), Rank(0, 2), Rank(1, 2))
+    )
+    first, second = parts
+    q, k, v = whole["layers.0.qkv_weight"].split([config.q_size, config.kv_size, config.kv_size])
+    halves = [torch.cat([each.chunk(2)[index] for each in (q, k, v)]) for index in range(2)]
+    assert torch.equal(first["layers.0.qkv_weight"], halves[0]) and torch.equal(
+        second["layers.0.qkv_weight"], halves[1]
+    )
+    for name in ("layers.0.o_weight", "layers.1.down_weight"):
+        assert torch.equal(torch.cat([first[name], second[name]], dim=1), whole[name])
+    assert torch.equal(torch.cat([first["embed"], second["embed"]]), whole["embed"])
