@@ -42,6 +42,7 @@ MAX_PROMPT_CHARACTERS = 20_000
 RETRY_AFTER_S = 1
 PROBE_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 60.0
+MAX_BODY_BYTES = 2 * 2**20  # the default of the setting gateway.max_body_bytes, at which the server would stop
 MOST_REQUESTS = 4096  # of one replica: the server itself has the queue, and limits it
 # Between two hosts; the sockets here have their own.
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host"})
@@ -153,11 +154,15 @@ class Server:
 class Ingress:
     """A deployment: reads a whole request, has it routed by its prompt, and passes the answer on as it comes."""
 
-    def __init__(self, server: DeploymentHandle) -> None:
+    def __init__(self, server: DeploymentHandle, max_body_bytes: int) -> None:
+        """`max_body_bytes`: of one request; the servers of a larger limit have it from `Options.settings`."""
         self._server = server.options(stream=True, method_name="forward")
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        body = await request.body()
+        body = await read_body(request, self._max_body_bytes)
+        if body is None:
+            return JSONResponse(_too_large(self._max_body_bytes), 413, {"connection": "close"})
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         call = Call(request.method, target, _passed_on(request.headers.items()), body, prompt_of(body) or target)
         chunks = aiter(self._server.remote(call))
@@ -180,6 +185,25 @@ async def _rest(chunks: AsyncIterator[Any], headers: dict[str, str]) -> AsyncIte
         if not headers.get("content-type", "").startswith("text/event-stream"):
             raise
         yield b"event: error\ndata: " + json.dumps({"type": "error"} | _lost()).encode() + b"\n\n"
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes | None:
+    """The body of a request; None, without reading on, if it has more than `max_bytes`."""
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > max_bytes:
+        return None
+    pieces, num_bytes = [], 0
+    async for piece in request.stream():
+        num_bytes += len(piece)
+        if num_bytes > max_bytes:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _too_large(max_bytes: int) -> dict[str, Any]:
+    message = f"the body has more than {max_bytes} bytes, the limit (gateway.max_body_bytes)"
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "body_too_large"}}
 
 
 def _lost() -> dict[str, Any]:
@@ -242,7 +266,7 @@ def build(options: Options) -> serve.Application:
         ray_actor_options={"num_cpus": 0.1, "resources": options.ingress_resources},
         max_ongoing_requests=MOST_REQUESTS,
     )
-    return ingress.bind(server.bind(options))
+    return ingress.bind(server.bind(options), int(options.settings.get("gateway.max_body_bytes", MAX_BODY_BYTES)))
 
 
 def _start(options: Options, directory: Path) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:

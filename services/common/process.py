@@ -142,13 +142,26 @@ def available_bytes() -> int:
     """
     with open("/proc/meminfo") as meminfo:
         available = next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable:"))
+    return max(0, int(min([available, *map(_available_to_group, _control_groups())])))
+
+
+def available_cores() -> int:
+    """Cores that this process may keep busy, one at least: those it may run on, or fewer by a control group's quota."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for directory in _control_groups():
+        with contextlib.suppress(OSError, ValueError):  # the root has no quota
+            quota, period = (directory / "cpu.max").read_text().split()
+            cores = min(cores, int(quota) / int(period) if quota != "max" else math.inf)
+    return max(1, int(cores))
+
+
+def _control_groups() -> list[Path]:
+    """The control groups of version 2 above this process, its own first."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/self/cgroup") as groups:
         group = next(line.strip().removeprefix("0::/") for line in groups if line.startswith("0::/"))
-        for directory in (CGROUPS / group, *(CGROUPS / group).parents):
-            if not directory.is_relative_to(CGROUPS):
-                break
-            available = int(min(available, _available_to_group(directory)))
-    return max(0, available)
+        own = CGROUPS / group
+        return [each for each in (own, *own.parents) if each.is_relative_to(CGROUPS)]
+    return []
 
 
 def _available_to_group(directory: Path) -> float:

@@ -11,6 +11,8 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -68,9 +70,9 @@ class Counts:
         assert name in GAUGES
         return Count()
 
-    def of_key(self, name: str) -> KeyCounts:
-        """Those of the API key of this name. Raises `ConfigError` if there is no place for one more."""
-        return KeyCounts(Count(), Count(), Count())
+    def of_keys(self, names: Sequence[str]) -> list[KeyCounts]:
+        """Those of the API keys of these names. Raises `ConfigError`, and changes nothing, if not all have a place."""
+        return [KeyCounts(Count(), Count(), Count()) for _ in names]
 
 
 class SharedCounts(Counts):
@@ -80,8 +82,9 @@ class SharedCounts(Counts):
 
     def __init__(self, path: Path, index: int) -> None:
         """`index`: of this process among those that share the file of `make`. One that has died had the same."""
-        self._file = os.open(path, os.O_RDWR)
-        self._memory = mmap.mmap(self._file, 0)
+        self._path = path
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
         self._words = memoryview(self._memory)[_ROWS_AT:].cast("q")
         self._index = index
 
@@ -106,57 +109,61 @@ class SharedCounts(Counts):
     def gauge(self, name: str) -> Count:
         return self._count(GAUGES.index(name), starts_anew=True)
 
-    def of_key(self, name: str) -> KeyCounts:
-        first = len(GAUGES) + _COUNTS_PER_KEY * self._place_of(name)
-        return KeyCounts(
-            self._count(first, starts_anew=True),
-            self._count(first + 1, starts_anew=False),
-            self._count(first + 2, starts_anew=False),
-        )
-
-    def close(self) -> None:
-        """Unmaps the memory. No count may be used afterwards."""
-        self._words.release()
-        self._memory.close()
-        os.close(self._file)
+    def of_keys(self, names: Sequence[str]) -> list[KeyCounts]:
+        firsts = [len(GAUGES) + _COUNTS_PER_KEY * place for place in self._places_of(names)]
+        return [
+            KeyCounts(
+                self._count(first, starts_anew=True),
+                self._count(first + 1, starts_anew=False),
+                self._count(first + 2, starts_anew=False),
+            )
+            for first in firsts
+        ]
 
     def _count(self, column: int, *, starts_anew: bool) -> Count:
         places = range(column, len(self._words), _ROW_WORDS)
         return _SharedCount(self._words, places[self._index], places, starts_anew=starts_anew)
 
-    def _place_of(self, name: str) -> int:
-        """The place of a key, the same in all processes."""
-        wanted = blake2b(name.encode(), digest_size=_NAME_BYTES).digest()
-        self._lock()
-        try:
-            for place in range(MAX_KEYS):
-                start = place * _NAME_BYTES
-                found = self._memory[start : start + _NAME_BYTES]
-                if not any(found):
-                    self._memory[start : start + _NAME_BYTES] = wanted
-                    return place
-                if found == wanted:
-                    return place
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        raise ConfigError(
-            f"several gateway processes have room for {MAX_KEYS} API keys since the launcher has started, {name!r} is"
-            " one more: set launch.gateway_processes to 1"
-        )
+    def _places_of(self, names: Sequence[str]) -> list[int]:
+        """The places of keys, the same in all processes. One look at the table, and one change of it, for all."""
+        digests = {name: blake2b(name.encode(), digest_size=_NAME_BYTES).digest() for name in names}
+        if not digests:
+            return []
+        with self._locked():
+            table = self._memory[: _NAME_BYTES * MAX_KEYS]
+            places: dict[bytes, int] = {}
+            for start in range(0, len(table), _NAME_BYTES):
+                if not any(found := table[start : start + _NAME_BYTES]):
+                    break
+                places[found] = start // _NAME_BYTES
+            new = list(dict.fromkeys(digest for digest in digests.values() if digest not in places))
+            first, room = len(places), MAX_KEYS - len(places)
+            if len(new) > room:
+                name = next(name for name, digest in digests.items() if digest == new[room])
+                raise ConfigError(
+                    f"several gateway processes have room for {MAX_KEYS} API keys since the launcher has started, "
+                    f"{name!r} is one more: set launch.gateway_processes to 1"
+                )
+            places |= {digest: first + number for number, digest in enumerate(new)}
+            self._memory[_NAME_BYTES * first : _NAME_BYTES * (first + len(new))] = b"".join(new)
+        return [places[digests[name]] for name in names]
 
-    def _lock(self) -> None:
-        """Another process has the lock for microseconds, while it looks for a key."""
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Another process has the lock for milliseconds, while it looks for keys. Raises `PeerError` after a while."""
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise PeerError(
-                        f"another gateway process has held the lock of the shared counts for {_LOCK_TIMEOUT_S:g} s"
-                    ) from error
-            time.sleep(_LOCK_POLL_S)
+        with self._path.open("rb") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise PeerError(
+                            f"another gateway process has held the lock of the shared counts for {_LOCK_TIMEOUT_S:g} s"
+                        ) from error
+                time.sleep(_LOCK_POLL_S)
+            yield  # closing the file gives up the lock
 
 
 class _SharedCount(Count):

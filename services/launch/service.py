@@ -183,7 +183,7 @@ class Launcher:
                 print_addresses(config, self._chat_command)
             else:
                 log.info("started", services=",".join(config.launch.services))
-            self._manager.ready(f"serving {config.model.name or config.model.path.name}")
+            await self._manager.ready(f"serving {config.model.name or config.model.path.name}")
             await asyncio.Event().wait()
 
     async def _wait_started(self) -> None:

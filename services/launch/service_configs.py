@@ -7,7 +7,6 @@ may take together they count together, except connections, of which each has its
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from services.common.addresses import MAX_PORT
 from services.common.child_options import ChildOptions
 from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError
+from services.common.process import available_cores
 from services.common.shared_counts import SharedCounts
 from services.launch.addresses import control_address
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS
@@ -49,11 +49,11 @@ def num_gateways(config: Config) -> int:
         return 0
     if config.launch.gateway_processes != "auto":
         return config.launch.gateway_processes
-    if not all(is_on_gpu(getattr(config, name).device) for role, name in SECTIONS.items() if role in services):
-        return 1  # a worker needs the cores
+    if not all(is_on_gpu(getattr(config, name).device) for name in SECTIONS.values()):
+        return 1  # a worker needs the cores, whichever launcher starts it
     if section.store_responses or not _is_shareable(section.address) or not _is_shareable(section.http_address):
         return 1
-    return min(MOST_GATEWAYS, max(1, len(os.sched_getaffinity(0)) // CORES_PER_GATEWAY))
+    return min(MOST_GATEWAYS, max(1, available_cores() // CORES_PER_GATEWAY))
 
 
 def service_configs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 
 import structlog
 
@@ -17,9 +18,11 @@ from services.common.errors import ConfigError
 
 log = structlog.get_logger()
 
+READY_TIMEOUT_S, RETRY_S = 30.0, 0.1  # while systemd's socket is full
+
 
 class ServiceManager:
-    """Sends datagrams; none of these calls waits."""
+    """Sends datagrams. Only `ready` waits, if systemd reads too slowly, and not for long."""
 
     def __init__(self, environment: ServiceManagerEnvironment) -> None:
         self._address = environment.notify_socket
@@ -28,12 +31,23 @@ class ServiceManager:
         if environment.watchdog_usec is not None and environment.watchdog_pid in (None, os.getpid()):
             self._interval_s = environment.watchdog_usec / 1e6 / 2  # half of what is allowed, as systemd advises
 
-    def ready(self, status: str) -> None:
-        """Called when clients are served. Raises `ConfigError` if systemd's socket is not there."""
-        try:
-            self._send(f"READY=1\nSTATUS={status}")
-        except OSError as error:
-            raise ConfigError(f"NOTIFY_SOCKET {self._address!r} cannot be reached: {error.strerror}") from error
+    async def ready(self, status: str) -> None:
+        """Called when clients are served. Raises `ConfigError` if systemd's socket is not there.
+
+        While the socket is full it tries again, for `READY_TIMEOUT_S`; then the log says that systemd was not told.
+        """
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            try:
+                self._send(f"READY=1\nSTATUS={status}")
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    log.warning("systemd was not told", message="READY=1", reason=error.strerror)
+                    return
+            except OSError as error:
+                raise ConfigError(f"NOTIFY_SOCKET {self._address!r} cannot be reached: {error.strerror}") from error
+            await asyncio.sleep(RETRY_S)
         self._is_ready.set()
 
     def stopping(self) -> None:

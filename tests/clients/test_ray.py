@@ -232,6 +232,29 @@ def test_the_router_sees_the_beginning_of_whatever_is_asked() -> None:
     assert second.startswith(first.removesuffix("]")), "a conversation that goes on begins as it did"
 
 
+ENDLESS = """
+from unittest.mock import Mock
+num_read = 0
+
+async def receive():
+    global num_read
+    num_read += 1
+    return {"type": "http.request", "body": b"x" * 1000, "more_body": True}
+
+def answer(headers):
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    return asyncio.run(Ingress(Mock(), 10_000)(Request(scope, receive)))
+
+endless, stated = answer([]), answer([(b"content-length", b"10001")])
+print(endless.status_code, stated.status_code, num_read, json.loads(endless.body)["error"]["message"])
+"""
+
+
+def test_a_body_without_an_end_is_refused_and_not_read_on() -> None:
+    ended = call(ENDLESS)
+    assert ended.stdout == "413 413 11 the body has more than 10000 bytes, the limit (gateway.max_body_bytes)\n", ended
+
+
 def test_every_route_reaches_a_server(cluster: RayCluster, expected: dict[str, str]) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=ANSWER_TIMEOUT_S)
     connection.request("GET", "/v1/models")

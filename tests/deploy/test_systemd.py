@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import configparser
 import contextlib
 import os
@@ -22,6 +23,7 @@ import pytest
 
 from services.common.config import ServiceManagerEnvironment, load_config, service_manager_of_environment
 from services.common.errors import ConfigError
+from services.launch import service_manager
 from services.launch.service_manager import ServiceManager
 from tests.deploy.compose_file import DEPLOY
 from tests.support.cluster import free_port, running_cluster
@@ -128,16 +130,42 @@ def test_what_systemd_would_not_say_ends_the_start_with_one_sentence(
 ) -> None:
     monkeypatch.setenv(*variable.split("="))
     with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):  # the launcher ends with it, as with any other
-        ServiceManager(service_manager_of_environment()).ready("here")
+        asyncio.run(ServiceManager(service_manager_of_environment()).ready("here"))
 
 
 def test_a_socket_without_a_file_is_reached() -> None:
     name = f"twostroke-{secrets.token_hex(8)}"
     systemd = Systemd(f"\0{name}")
-    ServiceManager(ServiceManagerEnvironment(f"@{name}", None, None)).ready("here")
+    asyncio.run(ServiceManager(ServiceManagerEnvironment(f"@{name}", None, None)).ready("here"))
     assert systemd.receive() == "READY=1\nSTATUS=here"
     systemd.socket.shutdown(socket.SHUT_RD)
     systemd.socket.close()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_full_socket_is_waited_for_and_ends_no_start(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_manager, "RETRY_S", 0.01)
+    monkeypatch.setattr(service_manager, "READY_TIMEOUT_S", TIMEOUT_S if is_read else 0.05)
+    name = f"twostroke-{secrets.token_hex(8)}"
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    listening.bind(f"\0{name}")
+    listening.settimeout(TIMEOUT_S)
+    manager = ServiceManager(ServiceManagerEnvironment(f"@{name}", None, None))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            manager._send("full")
+
+    async def start() -> None:
+        ready = asyncio.create_task(manager.ready("here"))
+        await asyncio.sleep(0.02)
+        while is_read and not ready.done():
+            await asyncio.to_thread(listening.recv, 4096)
+            await asyncio.sleep(0.02)
+        await ready
+
+    asyncio.run(asyncio.wait_for(start(), TIMEOUT_S))
+    assert manager._is_ready.is_set() == is_read
+    listening.close()
 
 
 def test_signs_of_life_are_for_the_process_that_is_asked_for_them() -> None:

@@ -27,6 +27,9 @@ from services.attn_worker.cache.tiers.tier import MissingBlock
 log = structlog.get_logger()
 
 MAX_QUEUED = 100_000  # events that nobody has taken yet
+MAX_QUEUED_BYTES = 64 * 2**20  # of their digests and tokens
+_EVENT_BYTES = 200  # of one beside these
+_DIGEST_BYTES = 100  # of one in a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,9 @@ class KVEvents:
     A router then knows of fewer blocks than there are, never of blocks that are not there.
     """
 
-    def __init__(self, max_queued: int = MAX_QUEUED) -> None:
-        self._max_queued = max_queued
+    def __init__(self, max_queued: int = MAX_QUEUED, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self._max_queued, self._max_queued_bytes = max_queued, max_queued_bytes
+        self._num_queued_bytes = 0
         self._lock = threading.Lock()  # held for an append or an exchange only
         self._queue: list[Event] = []
         self._reported: set[bytes] = set()  # by a `Stored` after the last `Cleared`
@@ -75,6 +79,7 @@ class KVEvents:
         """All events since the last call, in order; for the publisher's thread."""
         with self._lock:
             taken, self._queue = self._queue, []
+            self._num_queued_bytes = 0
         return taken
 
     def is_reported(self, digest: bytes) -> bool:
@@ -98,13 +103,19 @@ class KVEvents:
         self._put(Cleared())
 
     def _put(self, event: Event) -> None:
+        num_bytes = _EVENT_BYTES
+        if isinstance(event, Stored):
+            num_bytes += _DIGEST_BYTES * len(event.digests) + event.token_ids.itemsize * len(event.token_ids)
         with self._lock:
-            if len(self._queue) < self._max_queued:
+            has_room = self._num_queued_bytes + num_bytes <= self._max_queued_bytes
+            if has_room and len(self._queue) < self._max_queued:
                 self._queue.append(event)
+                self._num_queued_bytes += num_bytes
                 return
-            self._queue = [Cleared()]
+            num_dropped, self._queue = len(self._queue) + 1, [Cleared()]
+            self._num_queued_bytes = _EVENT_BYTES
         self._reported.clear()
-        log.warning("KV events were dropped: more than attention.kv_events can send", num_dropped=self._max_queued + 1)
+        log.warning("KV events were dropped: more than attention.kv_events can send", num_dropped=num_dropped)
 
 
 class ReportedPool(BlockPool):

@@ -31,7 +31,9 @@ log = structlog.get_logger()
 _INTERVAL_MS = 10  # in which events are collected for a batch
 _RETRY_S = 0.2  # while a previous worker still has the address
 _MAX_TOKENS = 4096  # of a batch, so that packing it keeps the interpreter lock for less than a millisecond
-_MAX_UNSENT = 100_000  # batches for one subscriber that reads too slowly; later ones are lost for it
+_MESSAGE_TOKENS = 16  # as which the rest of a message counts, about a hundred bytes
+MAX_BATCH_BYTES = 2**16  # of one of these, also if each token is in a block of its own
+_MAX_UNSENT_BYTES = 256 * 2**20  # for one subscriber that reads too slowly; later batches are lost for it
 _MAX_KEPT_BYTES = 64 * 2**20  # of batches that can be sent again
 _STOP_TIMEOUT_S = 2.0
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -167,7 +169,7 @@ class Publisher:
     def _socket(self, key: str, kind: int, endpoint: str | None, *, binds: bool) -> zmq.Socket[bytes]:
         assert endpoint is not None
         socket = self._context.socket(kind)
-        socket.set_hwm(_MAX_UNSENT)
+        socket.set_hwm(_MAX_UNSENT_BYTES // MAX_BATCH_BYTES)  # of messages: ZeroMQ counts no bytes
         try:
             (socket.bind if binds else socket.connect)(endpoint)
         except zmq.ZMQError as error:
@@ -197,9 +199,9 @@ def _batches(events: Sequence[Event]) -> list[list[Message]]:
 def _messages(event: Event) -> list[tuple[Message, int]]:
     """One event in vLLM's words, each with its size in tokens; a long one in several."""
     if isinstance(event, Cleared):
-        return [(AllBlocksCleared(), 1)]
+        return [(AllBlocksCleared(), _MESSAGE_TOKENS)]
     if isinstance(event, Removed):
-        return [(BlockRemoved([_hash(event.digest)], _MEDIUM), 1)]
+        return [(BlockRemoved([_hash(event.digest)], _MEDIUM), _MESSAGE_TOKENS)]
     assert isinstance(event, Stored)
     size = event.block_size
     most, parent = max(1, _MAX_TOKENS // size), event.parent
@@ -209,7 +211,8 @@ def _messages(event: Event) -> list[tuple[Message, int]]:
         token_ids = event.token_ids[first * size : (first + len(digests)) * size].tolist()
         parent_hash = None if parent is None else _hash(parent)
         hashes = [_hash(digest) for digest in digests]
-        messages.append((BlockStored(hashes, parent_hash, token_ids, size, None, _MEDIUM, None), len(token_ids)))
+        message = BlockStored(hashes, parent_hash, token_ids, size, None, _MEDIUM, None)
+        messages.append((message, _MESSAGE_TOKENS + len(token_ids)))
         parent = digests[-1]
     return messages
 

@@ -178,10 +178,11 @@ class Access:
             log.error("the API keys file is invalid, the keys stay as they were", error=str(error))
 
     def _set_keys(self, keys: list[ApiKey]) -> None:
+        new = [key for key in keys if key.name not in self._usage]
+        of_new = self._counts.of_keys([key.name for key in new])  # if it raises, nothing has changed
+        self._usage |= {key.name: Usage(key.name, key.limits, each) for key, each in zip(new, of_new, strict=True)}
         callers = []
         for key in keys:
-            if key.name not in self._usage:
-                self._usage[key.name] = Usage(key.name, key.limits, self._counts.of_key(key.name))
             usage = self._usage[key.name]
             usage.set_limits(key.limits)
             callers.append((key.digest, Caller(key, usage, number_of("key", key.name))))

@@ -72,7 +72,7 @@ class Usage:
 
     def __init__(self, name: str, limits: RateLimits, counts: KeyCounts | None = None) -> None:
         """`counts`: those of the key; None: this process is the only one."""
-        self._counts = counts or Counts().of_key(name)
+        self._counts = counts or Counts().of_keys([name])[0]
         self._name = name
         self._limits = limits
         self._requests: TokenBucket | None = None

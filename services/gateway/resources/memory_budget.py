@@ -55,6 +55,11 @@ class MemoryBudget:
         """How many requests wait for memory, also in other processes."""
         return self._held_waiting.total
 
+    @property
+    def is_wanted_elsewhere(self) -> bool:
+        """Whether requests of other processes wait for memory."""
+        return self._held_waiting.others > 0
+
     def add(self, client: Client, num_bytes: int) -> None:
         """Counts what a client holds more, or less, and lets those go on who wait for it."""
         self._held.add(num_bytes)

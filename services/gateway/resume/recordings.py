@@ -22,6 +22,9 @@ from services.gateway.resume.resume_metrics import ResumeMetrics
 
 log = structlog.get_logger()
 
+LOOK_S = 0.25  # how often a process that keeps what has ended looks whether others wait for memory
+RECLAIMED_PARTS = 8  # of all memory, this part is freed then at a time
+
 Produce = Callable[[Recording], Awaitable[None]]
 
 
@@ -36,8 +39,15 @@ class Recordings:
         max_number: int,
         counts: Counts | None = None,
     ) -> None:
-        """`counts`: those of all processes, for whose sum `max_number` is; None: this is the only one."""
-        self._number = (counts or Counts()).gauge("resumable")
+        """`counts`: those of all processes, for whose sum `max_number` is; None: this is the only one.
+
+        Other processes count only what runs here, for they cannot drop what has ended here.
+        """
+        counts = counts or Counts()
+        self._num_running = counts.gauge("resumable")
+        self._running: set[Name] = set()
+        self._has_others = counts.is_shared
+        self._looking: asyncio.TimerHandle | None = None  # while something is kept that other processes may need
         self._by_name: dict[Name, Recording] = {}  # oldest first
         self._num_of = Counter[Owner]()
         self._timers: dict[Name, asyncio.TimerHandle] = {}  # of those that nobody reads
@@ -70,7 +80,8 @@ class Recordings:
         recording = Recording(name, record, held.hand_over(), self._wait_for_reader, is_repeated=is_repeated)
         self._by_name[name] = recording
         self._num_of[name[0]] += 1
-        self._number.add(1)
+        self._running.add(name)
+        self._num_running.add(1)
         recording.task = asyncio.create_task(self._run(recording, produce))
         return recording
 
@@ -98,7 +109,7 @@ class Recordings:
         del self._by_name[recording.name]
         owner = recording.name[0]
         self._num_of[owner] -= 1
-        self._number.add(-1)
+        self._end_running(recording)
         if not self._num_of[owner]:
             del self._num_of[owner]
         if timer := self._timers.pop(recording.name, None):
@@ -106,8 +117,24 @@ class Recordings:
         self.on_drop(recording)
         return True
 
+    def _end_running(self, recording: Recording) -> None:
+        """The request of a recording has ended, or is dropped. Does nothing the second time."""
+        if recording.name in self._running and self._by_name.get(recording.name) in (recording, None):
+            self._running.remove(recording.name)
+            self._num_running.add(-1)
+
+    def _look_after_others(self) -> None:
+        """Drops what has ended while requests of other processes wait for memory, which they cannot free themselves."""
+        self._looking = None
+        if self._memory.is_wanted_elsewhere:
+            self._reclaim(self._memory.max_bytes // RECLAIMED_PARTS)
+        if len(self._running) < len(self._by_name):
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_after_others)
+
     async def close(self) -> None:
         """Cancels all requests and waits for their ends."""
+        if self._looking is not None:
+            self._looking.cancel()
         recordings = list(self._by_name.values())
         for recording in recordings:
             self.drop(recording)
@@ -126,6 +153,9 @@ class Recordings:
         except Exception as error:
             log.error("unexpected error in a resumable request", exc_info=error)
             recording.end(TwostrokeError(f"internal error: {type(error).__name__}"))
+        self._end_running(recording)
+        if self._has_others and self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_after_others)
         if recording.is_error or not recording.num_items or (recording.is_repeated and recording.has_failed):
             self._remove(recording)  # an error that may not come again
             if not recording.has_readers:
@@ -151,7 +181,7 @@ class Recordings:
         self.drop(recording)
 
     def _refusal(self, owner: Owner) -> str | None:
-        number, num_own = self._number.total, self._num_of[owner]
+        number, num_own = self._num_running.others + len(self._by_name), self._num_of[owner]
         if number >= self._max_number:
             return f"{number} resumable requests are running, the limit (gateway.max_resumable)"
         if not may_wait(self._max_number, number, num_own, 1):

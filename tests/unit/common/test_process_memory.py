@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from services.common import process
-from services.common.process import LOW_PRIORITY, available_bytes, low_priority_thread, proportional_bytes
+from services.common.process import (
+    LOW_PRIORITY,
+    available_bytes,
+    available_cores,
+    low_priority_thread,
+    proportional_bytes,
+)
 
 
 def test_the_memory_of_a_process_grows_by_what_it_writes() -> None:
@@ -49,6 +55,23 @@ def test_a_control_groups_limit_counts_without_pages_of_files(tmp_path: Path, mo
     assert available_bytes() == 80 << 20
     (own / "memory.max").write_text(f"{10 << 20}\n")
     assert available_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), ("6400000 100000", 16)]
+)
+def test_a_control_groups_quota_of_cores_counts(
+    quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
+    if group is None:
+        pytest.skip("this kernel has no control groups of version 2")
+    monkeypatch.setattr(process, "CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    (tmp_path / group).mkdir(parents=True, exist_ok=True)
+    (tmp_path / group / "cpu.max").write_text(f"{quota}\n")
+    assert available_cores() == expected
 
 
 def test_only_the_thread_and_those_that_it_starts_have_a_low_priority() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def processes(path: Path) -> Iterator[list[SharedCounts]]:
+def processes(path: Path) -> list[SharedCounts]:
     processes = [SharedCounts(path, index) for index in range(NUM_PROCESSES)]
-    yield processes
-    for each in processes:
-        each.close()
+    return processes
 
 
 @settings(max_examples=examples(100, 20))
@@ -57,21 +54,37 @@ def test_each_process_sees_the_sum(
 def test_keys_have_the_same_place_in_all_processes_in_whatever_order_they_come(processes: list[SharedCounts]) -> None:
     first, second, _ = processes
     names = [f"team-{index}" for index in range(20)]
-    there = {name: first.of_key(name) for name in names}
+    there = {name: first.of_keys([name])[0] for name in names}
     for index, name in enumerate(names):
         for place, count in enumerate(there[name]):
             count.add(100 * index + place)
     for index, name in reversed(list(enumerate(names))):
-        assert [count.total for count in second.of_key(name)] == [100 * index + place for place in range(3)]
-    assert [count.total for count in second.of_key("another")] == [0, 0, 0]
+        assert [count.total for count in second.of_keys([name])[0]] == [100 * index + place for place in range(3)]
+    assert [count.total for count in second.of_keys(["another"])[0]] == [0, 0, 0]
 
 
 def test_there_is_an_end_to_the_keys(processes: list[SharedCounts], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_counts, "MAX_KEYS", 2)
     for name in ("a", "b", "a"):
-        processes[0].of_key(name)
+        processes[0].of_keys([name])[0]
     with pytest.raises(ConfigError, match=r"room for 2 API keys since the launcher has started, 'c' is one more"):
-        processes[1].of_key("c")
+        processes[1].of_keys(["c"])[0]
+
+
+def test_many_keys_take_the_lock_once_and_an_error_takes_no_place(
+    processes: list[SharedCounts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_counts, "MAX_KEYS", 4)
+    locked = []
+    take = shared_counts.fcntl.flock
+    monkeypatch.setattr(shared_counts.fcntl, "flock", lambda *arguments: (locked.append(1), take(*arguments)))
+    processes[0].of_keys(["a", "b", "a"])
+    assert len(locked) == 1
+    with pytest.raises(ConfigError, match="'e' is one more"):
+        processes[1].of_keys(["a", "c", "d", "e"])
+    first, second = processes[2].of_keys(["x", "y"])
+    first.taken_requests.add(1)
+    assert (processes[0].of_keys(["x"])[0].taken_requests.total, second.taken_requests.total) == (1, 0)
 
 
 KILLED = """
@@ -80,7 +93,7 @@ from pathlib import Path
 from services.common.shared_counts import SharedCounts
 counts = SharedCounts(Path(sys.argv[1]), 1)
 counts.gauge("waiting").add(5)
-answers, requests, tokens = counts.of_key("team")
+answers, requests, tokens = counts.of_keys(["team"])[0]
 answers.add(2); requests.add(3); tokens.add(400)
 print("counted", flush=True)
 signal.pause()
@@ -90,7 +103,7 @@ signal.pause()
 def test_what_a_killed_process_had_open_ends_when_its_successor_begins(
     path: Path, processes: list[SharedCounts]
 ) -> None:
-    waiting, of_key = processes[0].gauge("waiting"), processes[0].of_key("team")
+    waiting, of_key = processes[0].gauge("waiting"), processes[0].of_keys(["team"])[0]
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "counted\n"
     os.kill(process.pid, signal.SIGKILL)
@@ -99,22 +112,18 @@ def test_what_a_killed_process_had_open_ends_when_its_successor_begins(
     assert waiting.total == 5 and [count.total for count in of_key] == [2, 3, 400]
     successor = SharedCounts(path, 1)
     successor.gauge("waiting")
-    later = successor.of_key("team")
+    later = successor.of_keys(["team"])[0]
     assert waiting.total == 0 and [count.total for count in of_key] == [0, 3, 400], "what was taken was taken"
     later.taken_tokens.add(1)
     assert of_key.taken_tokens.total == 401
-    successor.close()
 
 
 def test_a_process_that_keeps_the_lock_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_counts, "_LOCK_TIMEOUT_S", 0.05)
     first, second = SharedCounts(path, 0), SharedCounts(path, 1)
-    first._lock()
-    with pytest.raises(PeerError, match=r"held the lock of the shared counts for 0\.05 s"):
-        second.of_key("team")
-    first.close()
-    second.of_key("team")
-    second.close()
+    with first._locked(), pytest.raises(PeerError, match=r"held the lock of the shared counts for 0\.05 s"):
+        second.of_keys(["team"])
+    second.of_keys(["team"])
 
 
 def test_a_process_alone_counts_for_itself() -> None:

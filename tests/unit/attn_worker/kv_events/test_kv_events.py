@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from services.attn_worker.kv_events.kv_events import (
     ReportedPrefixCache,
     Stored,
 )
+from services.attn_worker.kv_events.publisher import MAX_BATCH_BYTES, _batches
 from tests.support.examples import examples
 from tests.support.plans import make_plan
 from tests.unit.attn_worker.cache.test_kv_cache_properties import KVCacheMachine
@@ -150,6 +152,26 @@ def test_a_full_queue_becomes_one_event_and_later_blocks_are_reported_again() ->
     taken = events.take()
     assert isinstance(taken[-1], Stored) and taken[-1].token_ids == array("I", [9] * 12)
     assert {digest_of((4,) * 4 * n, 4) for n in (1, 2, 3)} >= set(router.prefixes)
+
+
+def test_few_long_events_are_bounded_by_their_bytes() -> None:
+    events = KVEvents(max_queued_bytes=4000)
+    for number in range(20):
+        events.store(None, [bytes([number]) * 32], array("I", range(400)), 400)
+        stored = [each for each in events._queue if isinstance(each, Stored)]
+        assert sum(each.token_ids.itemsize * len(each.token_ids) for each in stored) <= 4000
+    assert isinstance(events.take()[0], Cleared) and not events.is_reported(bytes(32))
+    events.store(None, [b"new" * 10], array("I", [1]), 1)
+    assert events.num_queued == 1
+
+
+def test_no_batch_has_more_bytes_than_a_subscribers_queue_is_made_for() -> None:
+    digests = [bytes([255, 255, *number.to_bytes(2, "big")]) * 8 for number in range(10_000)]
+    removed = [Removed(digest) for digest in digests]
+    single = [Stored(digest, [digest], array("I", [2**31]), 1) for digest in digests]
+    for events in ([Stored(digests[0], digests, array("I", [2**31] * 10_000), 1)], removed, single):
+        for batch in _batches(events):
+            assert len(msgspec.msgpack.encode([0.0, batch, 0])) <= MAX_BATCH_BYTES
 
 
 def test_blocks_that_stay_cached_are_reported_again_after_a_full_queue() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common import shared_counts
 from services.common.errors import CapacityError, RateLimited
 from services.common.shared_counts import SharedCounts
 from services.gateway.access.access import Access
@@ -18,6 +19,9 @@ from services.gateway.access.rate_limits import RateLimits, TokenBucket, Usage
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import UpdateQueue
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.resources.repeatable import Repeatable
+from services.gateway.resume import recordings
+from services.gateway.resume.recording import Record, Recording
 from services.gateway.resume.recordings import Recordings
 from tests.support.clients.generation_requests import make_request
 from tests.support.examples import examples
@@ -26,12 +30,10 @@ CLIENT = (0, 1)
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[list[SharedCounts]]:
+def processes(tmp_path: Path) -> list[SharedCounts]:
     SharedCounts.make(tmp_path / "counts", 2)
     processes = [SharedCounts(tmp_path / "counts", index) for index in range(2)]
-    yield processes
-    for each in processes:
-        each.close()
+    return processes
 
 
 def test_the_queue_is_that_of_all_processes(processes: list[SharedCounts]) -> None:
@@ -63,8 +65,8 @@ def test_the_queue_is_that_of_all_processes(processes: list[SharedCounts]) -> No
 
 def test_the_answers_of_a_key_are_those_in_all_processes(processes: list[SharedCounts]) -> None:
     limits = RateLimits(max_concurrent_answers=2)
-    first, second = [Usage("team", limits, counts.of_key("team")) for counts in processes]
-    other = Usage("other", limits, processes[1].of_key("other"))
+    first, second = [Usage("team", limits, counts.of_keys(["team"])[0]) for counts in processes]
+    other = Usage("other", limits, processes[1].of_keys(["other"])[0])
     first.open_request()
     second.open_request()
     for usage in (first, second):
@@ -73,6 +75,27 @@ def test_the_answers_of_a_key_are_those_in_all_processes(processes: list[SharedC
     other.open_request()
     first.close_answers(1)
     second.open_request()
+
+
+def test_keys_without_a_place_change_nothing(
+    processes: list[SharedCounts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_counts, "MAX_KEYS", 2)
+    secrets = {name: f"{name}-{'x' * 16}" for name in "abcd"}
+
+    def write(*names: str, limit: int) -> None:
+        lines = [f'[[keys]]\nname = "{n}"\nkey = "{secrets[n]}"\nmax_concurrent_answers = {limit}\n' for n in names]
+        (tmp_path / "keys.toml").write_text("".join(lines))
+
+    write("a", "b", limit=1)
+    access = Access(tmp_path / "keys.toml", "", counts=processes[0])
+    write("a", "c", "d", limit=99)
+    access.reload_if_changed()
+    assert access.key_names == {"a", "b"}
+    caller = access.identify(f"Bearer {secrets['a']}")
+    caller.usage.open_request()
+    with pytest.raises(RateLimited, match="its limit is 1"):
+        caller.usage.open_request()
 
 
 @settings(max_examples=examples(50, 10), deadline=None)
@@ -87,7 +110,7 @@ def test_no_interval_gets_more_than_the_rate_of_a_key_and_one_burst_in_all_proce
     path = tmp_path_factory.mktemp("counts") / "counts"
     SharedCounts.make(path, 2)
     processes = [SharedCounts(path, index) for index in range(2)]
-    buckets = [TokenBucket(per_minute, 0.0, counts.of_key("team").taken_tokens) for counts in processes]
+    buckets = [TokenBucket(per_minute, 0.0, counts.of_keys(["team"])[0].taken_tokens) for counts in processes]
     now_s = looked_s = 0.0
     taken: list[tuple[float, int]] = []
     for index, pause_s, amount in wishes:
@@ -131,6 +154,40 @@ def test_resumable_requests_are_counted_in_all_processes(processes: list[SharedC
         for counts in processes
     ]
     second.make_room(owner)
-    first._number.add(1)  # a request begins there
+    first._num_running.add(1)  # a request begins there
     with pytest.raises(CapacityError, match="1 resumable requests are running, the limit"):
         second.make_room(owner)
+
+
+def test_answers_that_have_ended_leave_the_room_to_other_processes(
+    processes: list[SharedCounts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "LOOK_S", 0.01)
+    owner = ("", 1)
+
+    async def test() -> None:
+        budgets = [MemoryBudget(1000, 20.0, 5, counts) for counts in processes]
+        first, second = [
+            Recordings(budget, Mock(), 60.0, 1, counts) for budget, counts in zip(budgets, processes, strict=True)
+        ]
+        held, record = HeldMemory(budgets[0], CLIENT), Record(b"", Repeatable("a"))
+        await held.reserve(500, "a body")
+        is_done = asyncio.Event()
+
+        async def produce(recording: Recording) -> None:
+            await is_done.wait()
+            recording.begin(b"", is_stream=False)
+            await recording.add(b"text")
+
+        recording = first.start((owner, "http", "a"), record, held, produce)
+        with pytest.raises(CapacityError, match="1 resumable requests are running"):
+            second.make_room(owner)
+        is_done.set()
+        await recording.task
+        assert first.find(recording.name) is recording, "its client may come back"
+        second.make_room(owner)
+        await HeldMemory(budgets[1], (0, 2)).reserve(600, "logits")
+        assert first.find(recording.name) is None, "it gave way to a request of another process"
+        await first.close()
+
+    asyncio.run(asyncio.wait_for(test(), 60.0))
