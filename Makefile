@@ -59,8 +59,11 @@ ray: setup
 
 # Builds the image, runs deploy/compose.yaml with Docker, also with keys, TLS and a host tier, and kills what runs in it.
 containers: setup
-	docker build --file deploy/docker/Dockerfile --target cpu --tag twostroke:cpu .
+	docker build --file deploy/docker/Dockerfile --target cpu --tag twostroke:cpu \
+		--build-arg REVISION=$$(git rev-parse HEAD) .
 	docker image inspect --format 'the image has {{.Size}} bytes' twostroke:cpu
+	docker run --rm --interactive --network none --entrypoint python twostroke:cpu - \
+		< deploy/docker/sbom.py > twostroke-cpu.cdx.json
 	TWOSTROKE_TEST_CONTAINERS=1 $(RUN) -m pytest -rP --show-capture=stdout tests/deploy/test_containers.py
 
 # Random kills and stops of the workers under load, then 12,000 answers with a form; a failure names its seed.

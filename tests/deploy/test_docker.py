@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from services import VERSION
 from tests.deploy.dockerfile import DOCKERFILE, read_stages
 from tests.support.cluster import REPOSITORY
+
+TIMEOUT_S = 60.0
 
 TARGETS = ["cpu", "cuda"]
 
@@ -44,10 +50,30 @@ def test_a_final_image_runs_without_root_and_can_be_probed_and_stopped(target: s
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_labels_of_an_image_are_those_of_the_package(target: str) -> None:
-    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', read_stages()[target].last("LABEL")))
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', read_stages()[target].last("LABEL")))
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     expected = {"title": project["name"], "version": VERSION, "description": project["description"]}
-    assert labels == expected
+    base = f"docker.io/library/{read_stages()['python'].base}"
+    assert labels == expected | {"revision": "${REVISION}", "base.name": base}
+
+
+def test_the_bill_of_materials_has_every_package_that_is_installed() -> None:
+    command = [sys.executable, "-"]
+    done = subprocess.run(
+        command, input=(REPOSITORY / "deploy/docker/sbom.py").read_text(), cwd=REPOSITORY,
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
+    document = json.loads(done.stdout)
+    assert (document["bomFormat"], document["metadata"]["component"]["version"]) == ("CycloneDX", VERSION)
+    purls = [each["purl"] for each in document["components"]]
+    assert len(set(purls)) == len(purls) and purls == [each["bom-ref"] for each in document["components"]]
+    for line in (REPOSITORY / "requirements.txt").read_text().splitlines():
+        if requirement := line.partition("#")[0].strip():
+            name, _, version = requirement.partition("==")
+            installed = importlib.metadata.version(name)
+            assert f"pkg:pypi/{name}@{quote(installed)}" in purls and installed.partition("+")[0] == version
+    if shutil.which("dpkg-query") is not None:
+        assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in purls)
 
 
 @pytest.mark.parametrize("target", TARGETS)
