@@ -1,4 +1,4 @@
-"""`python -m tests.support.workers.hub_server DIRECTORY`: a Hub on loopback with the model `org/tiny`, until it is killed.
+"""`python -m tests.support.workers.hub_server DIRECTORY`: a Hub on loopback with the model `org/tiny`, until killed.
 
 Prints its address. Needs nothing but Python, for containers without the packages of the tests.
 """
