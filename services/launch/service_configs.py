@@ -115,7 +115,7 @@ def _of_rank(config: Config, rank: int) -> Config:
         if is_on_gpu(section.device):
             changes["device"] = f"cuda:{rank}"
         elif section.num_threads is None:
-            changes["num_threads"] = max(1, len(os.sched_getaffinity(0)) // (2 * config.dense.tensor_parallel_size))
+            changes["num_threads"] = max(1, available_cores() // (2 * config.dense.tensor_parallel_size))
         update[name] = section.model_copy(update=changes)
     return config.model_copy(update=update)
 
