@@ -26,14 +26,17 @@ run: $(VENV)/.installed-runtime
 
 # Few examples of each property, the same in every run; `make chaos` tries all of them.
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
-# Processes that take files of tests from one queue, those that take long first: twice as many as cores, for tests wait.
-QUEUE := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+# Processes that take files of tests from one queue, those that take long first: more than two per core, for tests wait.
+QUEUE := --numprocesses=5 --dist=loadfile --no-loadscope-reorder
+# In a new clone all of these processes would compile the same modules at the same time.
+COMPILE := $(RUN) -m compileall -q --workers=0 services bench tests/support
 # These measure how long others wait during an attack: two processes of tests, whose servers run on a core each.
 ALONE := tests/integration/hostile/delays
 LANES := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 test: setup
 	$(RUN) -m ruff check .
+	$(COMPILE)
 	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests
 	$(PYTEST) $(LANES) $(ALONE)
 
@@ -41,6 +44,7 @@ test: setup
 FAST_FILE_S := 8
 test-fast: setup
 	$(RUN) -m ruff check .
+	$(COMPILE)
 	$(PYTEST) $(QUEUE) --files-up-to=$(FAST_FILE_S) tests/unit
 
 # How long each file takes, by which `make test` orders its queue.

@@ -7,8 +7,10 @@ import json
 import os
 import socket
 import statistics
+import subprocess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from bench.load.wire_clients import GrpcConnection, SseConnection, WireError
 from services.common.config import EMBEDDED_MODEL
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
+from tests.support.warm_process import WarmProcess, warm_server
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -132,6 +135,18 @@ def test_figures_are_those_of_the_measured_seconds() -> None:
     assert figures.last_of_step_ms.mean == pytest.approx((4 + 995 + 5) / 3)
 
 
+@pytest.fixture
+def warm_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway is forked from `tests.support.warm_server`."""
+
+    def start(command: list[str], cwd: Path, stderr: IO[str]) -> WarmProcess:
+        return WarmProcess(warm_server(), command, stderr=stderr.fileno())
+
+    fake = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("bench.gateway.subprocess", fake)
+
+
+@pytest.mark.usefixtures("warm_gateway")
 @pytest.mark.parametrize("pace", [["--no-paced"], ["--no-free"]])
 def test_printed_figures_follow_from_the_raw_timestamps(
     pace: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
