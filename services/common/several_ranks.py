@@ -45,8 +45,8 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield "dense.deterministic is true, and sums over ranks have another order", "set it to false"
     if dense.max_loras:
         yield f"dense.max_loras is {dense.max_loras}, and adapters are not cut", "set it to 0"
-    if scheduler.speculation not in ("off", "ngram", "suffix"):
-        yield f"scheduler.speculation is {scheduler.speculation!r}", "set it to off, ngram or suffix"
+    if scheduler.speculation in ("medusa", "eagle3"):
+        yield f"scheduler.speculation is {scheduler.speculation!r}, whose heads need all of the model", "set it to off"
     if config.gateway.enable_prompt_embeds:
         yield "gateway.enable_prompt_embeds is on, and only the first rank would have them", "set it to false"
     if attention.host_kv_bytes:

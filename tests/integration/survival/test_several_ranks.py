@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import START_TIMEOUT_S, Cluster, children_of, request, running_cluster
@@ -23,8 +24,11 @@ KILLED = ("dense_worker-1", "attn_worker")  # in the short run; `make chaos` kil
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_long = metafunc.config.getoption("--all-families")
     if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", PROCESSES if metafunc.config.getoption("--all-families") else KILLED)
+        metafunc.parametrize("name", PROCESSES if is_long else KILLED)
+    if "stopped" in metafunc.fixturenames:
+        metafunc.parametrize("stopped", PROCESSES if is_long else ())
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,21 @@ def test_streams_end_as_without_the_kill(
     changed = {each for each in PROCESSES if pid_of(ranks, each) != pids[each]}
     assert changed == {name}, f"{changed}: the other processes live on"
     ranks.wait_idle()
+
+
+def test_a_rank_that_hangs_is_found(
+    tmp_path: Path, messages: list[gateway_pb2.GenerateRequest], of_one_rank: list[Collected], stopped: str
+) -> None:
+    """With drafts of a model of the first rank's own, which all ranks verify."""
+    drafts = "scheduler.speculation=draft_model", f"scheduler.draft_model={EMBEDDED_MODEL}"
+    settings = "dense.tensor_parallel_size=2", "watchdog.stall_timeout_s=5", *drafts
+    with running_cluster(tmp_path, *settings, is_warm=True) as cluster:
+        pid = pid_of(cluster, stopped)
+        disturbed = collect_all(cluster.gateway, messages, lambda: os.kill(pid, signal.SIGSTOP))
+        for collected, expected in zip(disturbed, of_one_rank, strict=True):
+            collected.assert_equals(expected)
+        assert pid_of(cluster, stopped) != pid
+        cluster.wait_idle()
 
 
 def pid_of(cluster: Cluster, name: str) -> int:
