@@ -39,8 +39,6 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     dense, attention, scheduler, launch = config.dense, config.attention, config.scheduler, config.launch
     if dense.backend == "tensorrt":
         yield "TensorRT adds up over no ranks", "set dense.backend to torch"
-    if dense.quantization != "checkpoint":
-        yield f"dense.quantization is {dense.quantization!r}, whose scales are of whole rows", "set it to checkpoint"
     if dense.deterministic:
         yield "dense.deterministic is true, and sums over ranks have another order", "set it to false"
     if dense.max_loras:
@@ -63,8 +61,6 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
 def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Parts of a model that are in the way."""
     parts, family, alone = model.parts, repr(model.family), "set it to 1"
-    if model.quantization is not None:
-        yield f"weights quantized by {model.quantization.method!r} are not cut", alone
     if parts.latent is not None:
         yield f"{family} has latent attention, whose matrices are not cut", alone
     if model.gated_delta_layers or parts.has_attention_gate:

@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from services.common.errors import ConfigError
 from services.common.families.shape import LayerHeads, ModelConfig
 from services.common.rank import Rank
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
-from services.dense_worker.kernels.linear.linear import Cut, Linear
+from services.dense_worker.kernels.linear.linear import Cut, Linear, WeightFormat
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms
 from services.dense_worker.model.allocator import WeightAllocator
@@ -74,11 +77,11 @@ class _Cutter:
 
     def _linear(self, linear: Linear, heads: LayerHeads) -> Linear:
         if linear.name == "lm_head":
-            of_vocabulary = {
-                each.name: self._vocabulary(getattr(linear.weight, each.name)) for each in fields(linear.weight)
-            }
             bias = linear.bias and self._vocabulary(linear.bias)
-            weight = replace(linear.weight, **of_vocabulary)
+            if isinstance(linear.weight, PlainWeight):
+                weight: WeightFormat = PlainWeight(self._vocabulary(linear.weight.matrix))
+            else:
+                weight = self._rows_of_all(linear.weight, [self._rank.share(linear.out_features)])
             return replace(
                 linear, out_features=len(vocab_rows(linear.out_features, self._rank)), weight=weight, bias=bias
             )
@@ -87,7 +90,7 @@ class _Cutter:
             return replace(
                 linear,
                 in_features=len(columns),
-                weight=self._columns_of(linear.weight, columns),
+                weight=self._columns_of(linear.weight, columns, linear.in_features),
                 bias=linear.bias and self._added_once(linear.bias),
             )
         rows = self._rows_of(linear, heads)
@@ -120,7 +123,7 @@ class _Cutter:
         count = linear.num_experts
         if linear.name == "experts_down":
             columns = self._rank.share(linear.in_features)
-            weight = self._columns_of(linear.weight, columns)
+            weight = self._columns_of(linear.weight, columns, linear.in_features)
             return replace(
                 linear, in_features=len(columns), weight=weight, bias=linear.bias and self._added_once(linear.bias)
             )
@@ -146,13 +149,61 @@ class _Cutter:
         q, k = of_heads(norms.q, norms.num_heads), of_heads(norms.k, norms.num_kv_heads)
         return replace(norms, q=q, k=k, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
-    def _rows_of_all(self, weight: Part, rows: Sequence[range]) -> Part:
-        """Some rows of each tensor of a weight."""
-        return replace(weight, **{each.name: self._rows(getattr(weight, each.name), rows) for each in fields(weight)})
+    # The weight of a linear layer, in any format
 
-    def _columns_of(self, weight: Part, columns: range) -> Part:
-        changes = {each.name: self._columns(getattr(weight, each.name), columns) for each in fields(weight)}
+    def _rows_of_all(self, weight: Part, rows: Sequence[range]) -> Part:
+        """Some rows of each tensor of a weight; what belongs to projections, such as scales of inputs, stays."""
+        if isinstance(weight, BlockFp8Weight):
+            return self._rows_of_blocks(weight, rows)
+        tensors = {name: each for name, each in _fields(weight).items() if isinstance(each, Parameter)}
+        num_rows = max(len(each.data) for each in tensors.values())
+        changes: dict[str, Any] = {
+            name: self._rows(each, rows if len(each.data) == num_rows else [range(len(each.data))])
+            for name, each in tensors.items()
+        }
+        return replace(weight, **changes, **_part_sizes(weight, rows))
+
+    def _rows_of_blocks(self, weight: BlockFp8Weight, rows: Sequence[range]) -> BlockFp8Weight:
+        """Blocks begin anew with each piece of the rows. Raises `ConfigError` for one that begins within a block."""
+        height, blocks = weight.block_size[0], list[range]()
+        first = first_block = 0
+        for size in weight.part_sizes:
+            for own in (each for each in rows if first <= each.start < first + size):
+                begin, end = own.start - first, own.stop - first
+                if begin % height or (end % height and end != size):
+                    raise ConfigError(self._refusal(f"{weight.matrix.name} in blocks of {height} rows", own))
+                blocks.append(range(first_block + begin // height, first_block - (-end // height)))
+            first, first_block = first + size, first_block - (-size // height)
+        matrix, scale = self._rows(weight.matrix, rows), self._rows(weight.scale, blocks)
+        return replace(weight, matrix=matrix, scale=scale, part_sizes=tuple(map(len, rows)))
+
+    def _columns_of(self, weight: Part, columns: range, in_features: int) -> Part:
+        """The input features `columns` of each tensor of a weight, several of which may share an element.
+
+        Raises `ConfigError` where they share it with other ranks.
+        """
+        changes: dict[str, Any] = {}
+        for name, each in _fields(weight).items():
+            if name == "order" and each is not None:
+                raise ConfigError(self._refusal(f"{each.name}, an order of columns (act-order),", columns))
+            is_of_rows = isinstance(each, Parameter) and each.data.shape[1:] in ((), (1,))  # the same for all columns
+            if is_of_rows:
+                changes[name] = self._rows(each, [range(len(each.data))])
+            elif isinstance(each, Parameter):
+                width = each.data.shape[1]
+                if columns.start * width % in_features or columns.stop * width % in_features:
+                    raise ConfigError(self._refusal(f"{each.name} with {width} columns for {in_features}", columns))
+                begin, end = (each * width // in_features for each in (columns.start, columns.stop))
+                changes[name] = self._columns(each, range(begin, end))
+            elif name == "group_size" and each == in_features:
+                changes[name] = len(columns)
         return replace(weight, **changes)
+
+    def _refusal(self, what: str, own: range) -> str:
+        return (
+            f"dense.tensor_parallel_size is {self._rank.count}, but {what} cannot be cut at {own.start} and {own.stop}:"
+            " set it to a smaller number"
+        )
 
     # One tensor
 
@@ -203,6 +254,22 @@ class _Cutter:
         made = self._allocator.parameter(whole.name, *shape, sources=tuple(sources), dtype=whole.data.dtype)
         self._made[id(whole.data)] = made
         return made
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return {each.name: getattr(part, each.name) for each in fields(part)}
+
+
+def _part_sizes(weight: Any, rows: Sequence[range]) -> dict[str, tuple[int, ...]]:
+    """How many of the rows each projection has, for formats that ask."""
+    if "part_sizes" not in _fields(weight):
+        return {}
+    sizes, first = [], 0
+    for size in weight.part_sizes:
+        overlaps = (min(each.stop, first + size) - max(each.start, first) for each in rows)
+        sizes.append(sum(max(0, each) for each in overlaps))
+        first += size
+    return {"part_sizes": tuple(sizes)}
 
 
 def _part_of(source: Source, whole: Parameter, part: TensorPart) -> Source:

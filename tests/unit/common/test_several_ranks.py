@@ -21,7 +21,6 @@ def model() -> ModelConfig:
 
 REFUSED = {
     'dense.backend="tensorrt"': "TensorRT adds up over no ranks: set dense.backend to torch",
-    'dense.quantization="fp8"': "dense.quantization is 'fp8', whose scales are of whole rows: set it to checkpoint",
     "dense.deterministic=true": "dense.deterministic is true, and sums over ranks have another order: set it to false",
     "dense.max_loras=2": "dense.max_loras is 2, and adapters are not cut: set it to 0",
     "gateway.enable_prompt_embeds=true": "gateway.enable_prompt_embeds is on, and only the first rank would have them",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.common.rank import Rank
 from services.common.several_ranks import check_divisible
@@ -19,6 +20,7 @@ from tests.support.dense.family_models import VARIANTS, load_true_model, make_fa
 from tests.support.dense.thread_ranks import ThreadGroup, run_ranks
 from tests.support.dense.whole_model import WholeModel
 from tests.support.models import make_model_dir
+from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -64,6 +66,38 @@ def test_two_ranks_give_the_logits_of_transformers(variant: str, tmp_path: Path)
     found = logits_of_ranks(path, 2)
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+QUANTIZED = ("fp8 tensor, static", "fp8 blocks", "int4 g32", "awq of whole rows", "mxfp4")
+
+
+def quantized_model(path: Path, name: str) -> Path:
+    """Its heads are as wide as half a block, and of keys there are as many as of queries."""
+    used = FORMATS[name]
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 96}
+    make_model_dir(path, "llama", num_attention_heads=4, num_hidden_layers=2, **sizes | (used.fields or {}))
+    quantize_model_dir(path, used)
+    return path
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_cut_with_their_scales(name: str, tmp_path: Path) -> None:
+    path = quantized_model(tmp_path / "model", name)
+    expected, found = logits_of(WholeModel(path)), logits_of_ranks(path, 2)
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "fp8 blocks, ragged": "gate_up_weight in blocks of 128 rows cannot be cut at 0 and 160",
+        "gptq g32, act-order": r"o_weight_order, an order of columns \(act-order\), cannot be cut at 0 and 128",
+    }.items(),
+)
+def test_what_several_ranks_would_share_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    path = quantized_model(tmp_path / "model", name)
+    with pytest.raises(ConfigError, match=f"dense.tensor_parallel_size is 2, but {message}"):
+        load_weights(path, load_model_config(path), torch.float32, CPU, rank=Rank(0, 2))
 
 
 @pytest.mark.parametrize("tied", [False, True])
