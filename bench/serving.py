@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None, program: str = "bench/serving.py") -
     try:
         return _run(arguments)
     except (WorkloadError, LoadError) as error:
-        print(f"serving: {error}", file=sys.stderr)
+        print(f"{Path(program).stem}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -281,6 +282,8 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
     for file in (arguments.json, arguments.save_result, arguments.plot):
         if file is not None and not file.absolute().parent.is_dir():
             parser.error(f"{file} cannot be written: no such directory")
+        if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            parser.error(f"{file} cannot be written: permission denied")
     if arguments.address is None:
         arguments.address = DEFAULT_ADDRESSES[arguments.protocol]
     if arguments.ignore_eos is None:

@@ -119,6 +119,17 @@ def test_half_a_file_is_called_damaged(num_bytes: int, tmp_path: Path) -> None:
         convert(file, tmp_path / "made")
 
 
+def test_a_disk_without_room_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_gguf(tmp_path / "m.gguf", EMBEDDED_MODEL, "Q8_0")
+    needed = sum(tensor.numel() * (4 if tensor.ndim == 1 else 2) for tensor in written.values())
+    monkeypatch.setattr(convert_gguf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": needed - 1}))
+    with pytest.raises(CapacityError, match=f"takes {needed} bytes as safetensors, {tmp_path} has {needed - 1} left"):
+        convert(tmp_path / "m.gguf", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_start_converts_a_file_once_and_its_change_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "_convert", convert)  # in this process, which has imported torch
     monkeypatch.setattr(gguf.convert_model, "__defaults__", (tmp_path / "cache",))

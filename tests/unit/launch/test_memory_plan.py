@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from services.dense_worker.build import resolve_dense_model
 from services.launch import memory_plan
 from services.launch.gpus import Gpu
 from services.launch.memory_plan import check_memory, plan_memory, weight_bytes
+from tests.support.cluster import REPOSITORY
 from tests.support.dense.family_models import load_true_model, make_family_model
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
@@ -170,6 +174,20 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
     file.write_bytes(data[:-1] if damage == "cut" else data[:8] + b"[" + data[9:])
     with pytest.raises(ModelError, match=f"{file} is missing, truncated or damaged"):
         weight_bytes(path, "float32")
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
+def test_weights_without_permission_are_named(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path, "llama")
+    (model / "model.safetensors").chmod(0)
+    as_owner = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    code = "import sys; from pathlib import Path; from services.launch.memory_plan import *\n"
+    code += "try: weight_bytes(Path(sys.argv[1]), 'float32')\nexcept ModelError as error: print(error)"
+    done = subprocess.run(
+        [*as_owner, sys.executable, "-c", code, str(model)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60.0, check=True,
+    )  # fmt: skip
+    assert f"{model}/model.safetensors" in done.stdout and "Permission denied" in done.stdout
 
 
 def test_a_start_that_does_not_fit_ends_with_one_sentence_before_any_child() -> None:
