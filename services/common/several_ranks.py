@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from services.common.config import SERVICES, Config
 from services.common.errors import ConfigError
-from services.common.families.shape import ModelConfig, QkNormKind
+from services.common.families.shape import ModelConfig
 
 MOST_RANKS = 64
 
@@ -67,8 +67,6 @@ def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield f"{family} has gated attention or gated delta layers, which are not cut", alone
     if parts.layer_inputs is not None:
         yield f"{family} has inputs of its own for each layer, which are not cut", alone
-    if model.qk_norm and parts.qk_norm is QkNormKind.ALL_HEADS:
-        yield f"{family} normalises q and k over all heads, which no rank has", alone
 
 
 def _undivided(model: ModelConfig, count: int) -> str:

@@ -25,6 +25,7 @@ from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor, TensorPart
+from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
 
 Part = TypeVar("Part")
 
@@ -68,7 +69,7 @@ class _Cutter:
             case ExpertLinear():
                 return self._experts(part)
             case HeadNorms():
-                return self._head_norms(part)
+                return self._head_norms(part, heads)
             case tuple():
                 return tuple(self._cut(each, heads) for each in part)
         if is_dataclass(part):
@@ -135,7 +136,14 @@ class _Cutter:
             bias=linear.bias and self._rows(linear.bias, rows),
         )
 
-    def _head_norms(self, norms: HeadNorms) -> HeadNorms:
+    def _head_norms(self, norms: HeadNorms, heads: LayerHeads) -> HeadNorms:
+        if norms.k is not None and norms.q.weight.data.shape == (heads.q_size,) and heads.num_heads > 1:
+            own_q, own_k = (self._rank.share(size, heads.head_dim) for size in (heads.q_size, heads.kv_size))
+            q = replace(norms.q, weight=self._rows(norms.q.weight, [own_q]))
+            k = replace(norms.k, weight=self._rows(norms.k.weight, [own_k]))
+            copies = self._rank.count * len(own_k) // heads.kv_size
+            return SharedHeadNorms(q, k, 1, 1, None, (heads.q_size, heads.kv_size), copies)
+
         def of_heads(norm: Any, count: int) -> Any:
             if norm is None:
                 return None

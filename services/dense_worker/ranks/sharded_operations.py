@@ -7,11 +7,12 @@ from torch.nn import functional as F
 
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Cut, Linear
-from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.parameters import Parameter
 from services.dense_worker.ranks.group import RankGroup
+from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
 
 
 class ShardedOperations(TorchOperations):
@@ -47,6 +48,14 @@ class ShardedOperations(TorchOperations):
         hidden.masked_fill_(is_elsewhere[:, None], 0.0)
         self.group.add(hidden)
         return Residual(hidden)
+
+    def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
+        """Those that cover all heads need the squares of all ranks."""
+        if not isinstance(norms, SharedHeadNorms):
+            return super().norm_heads(qkv, norms, is_in_place)
+        qkv = qkv if is_in_place else qkv.clone()
+        norms.normalize_over(self.group, qkv)
+        return qkv
 
     def mix_experts(
         self,
