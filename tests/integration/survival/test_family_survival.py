@@ -16,7 +16,7 @@ from tests.support.plain_services import PlainServices, plain_services
 from tests.support.reference import TOKENIZER_FILES, VOCAB_SIZE, random_prompts, reference_tokens
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
-MAX_TOKENS = 120
+MAX_TOKENS = 90
 
 
 # What only they keep or hand over: shared keys and inputs of layers, latent keys, states and their weights. Sinks and

@@ -25,7 +25,7 @@ from tests.support.models import TWO_LAYERS
 from tests.support.scrape import Scrape
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
-MAX_TOKENS = 120
+MAX_TOKENS = 90
 STAGGER_S = 0.05  # between the starts of streams, which would otherwise all end in the same step
 WAIT_S = 60.0
 # A step is planned before the previous step's tokens are known, so it may compute a sequence that has just ended.
