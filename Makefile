@@ -81,6 +81,7 @@ chaos: setup
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --host-tier
 	$(RUN) -m tests.chaos.forms
+	$(RUN) -m tests.chaos.deterministic
 
 bench: setup
 	$(RUN) bench/cpu.py

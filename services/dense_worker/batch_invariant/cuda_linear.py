@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.dense_worker.batch_invariant.triton_products import ROW_BUCKETS, multiply_rows
+from services.dense_worker.batch_invariant.triton_products import MOST_SPLIT_ROWS, ROW_BUCKETS, multiply_rows
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
@@ -23,12 +23,12 @@ class BatchInvariantLinear:
     """
 
     adds_deltas = False  # adapters are refused
-    compiled_rows = (*ROW_BUCKETS, ROW_BUCKETS[-1] + 1)  # numbers of rows that together have all kernels
+    compiled_rows = ROW_BUCKETS  # numbers of rows that together have all kernels
 
     def __init__(self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype) -> None:
         self.choice = LinearChoice()  # of nothing
         self._launcher, self._dtype = launcher, dtype
-        self._splits = SplitWorkspace(device, launcher.num_sms * ROW_BUCKETS[-1] // MAX_ROWS)
+        self._splits = SplitWorkspace(device, launcher.num_sms * MOST_SPLIT_ROWS // MAX_ROWS)
 
     def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
         """The only one."""

@@ -28,10 +28,12 @@ from services.dense_worker.kernels.linear.triton_tiles import (
 )
 from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
-ROW_BUCKETS = (16, 32, 64, 128)  # rows of a tile; more rows have several of the last
+ROW_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # each has kernels of its own; more rows have those of the last
+MOST_SPLIT_ROWS = 256  # of a tile whose parts have programs of their own
 _BLOCK_OUT = 64
 _MAX_PARTS = 8
 _PART_BLOCK = 256  # a part consists of whole blocks of so many features, but for the last; loops take fewer at a time
+_FEW_ROWS = 64  # up to which the time is that of reading the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,23 @@ def num_parts(out_features: int, is_gated: bool, num_sms: int) -> int:
     return parts
 
 
-def choose_product_tiles(num_rows: int, itemsize: int, is_gated: bool) -> ProductTiles:
-    """Tiles for this many rows; none of them changes the order of additions."""
-    block_rows = next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), ROW_BUCKETS[-1])
-    block_in = 128 // itemsize if block_rows == ROW_BUCKETS[-1] else 256 // itemsize
-    if block_rows == ROW_BUCKETS[-1]:
-        return ProductTiles(block_rows, block_in, num_stages=4, num_warps=8 if is_gated else 4)
-    return ProductTiles(block_rows, block_in, num_stages=4 if is_gated else 6, num_warps=4)
+def choose_product_tiles(
+    num_rows: int, out_features: int, itemsize: int, is_gated: bool, num_sms: int
+) -> ProductTiles:
+    """Tiles for a bucket's most rows, as measured on an H100; none of them changes the order of additions."""
+    if num_rows <= _FEW_ROWS:
+        return ProductTiles(max(num_rows, 16), 256 // itemsize, num_stages=4 if is_gated else 6, num_warps=4)
+
+    def num_programs(block_rows: int) -> int:
+        return triton.cdiv(num_rows, block_rows) * triton.cdiv(out_features, _BLOCK_OUT)
+
+    def cost(block_rows: int) -> tuple[int, int]:
+        return triton.cdiv(num_programs(block_rows), num_sms) * block_rows, -block_rows
+
+    block_rows = 128 if num_rows <= 128 else min((128, 256), key=cost)
+    if block_rows == 256 or num_sms < num_programs(128) <= 2 * num_sms:  # two programs of an SM run at a time
+        return ProductTiles(block_rows, 128 // itemsize, num_stages=4, num_warps=8)
+    return ProductTiles(block_rows, 128 // itemsize, num_stages=6, num_warps=8)
 
 
 def multiply_rows(
@@ -74,16 +86,19 @@ def multiply_rows(
     *,
     activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
-    tiles: ProductTiles | None = None,  # None: `choose_product_tiles`
+    tiles: ProductTiles | None = None,  # None: those of the bucket of n
 ) -> None:
     """Writes activation(x W^T + bias) to `out`. Then adds `residual`."""
     num_rows, out_features = out.shape
     in_features = x.shape[1]
     is_gated = activation is not None and activation.is_gated
-    tiles = tiles or choose_product_tiles(num_rows, x.itemsize, is_gated)
+    # What a bucket compiles does not depend on n.
+    bucket = next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), ROW_BUCKETS[-1])
+    tiles = tiles or choose_product_tiles(bucket, out_features, x.itemsize, is_gated, launcher.num_sms)
     parts = num_parts(out_features, is_gated, launcher.num_sms)
-    num_tiles = triton.cdiv(num_rows, tiles.block_rows) * triton.cdiv(out_features, _BLOCK_OUT)
-    is_split = parts > 1 and num_tiles * parts <= launcher.num_sms
+    most_tiles = triton.cdiv(bucket, tiles.block_rows) * triton.cdiv(out_features, _BLOCK_OUT)
+    is_split = parts > 1 and most_tiles * parts <= launcher.num_sms
+    assert not is_split or tiles.block_rows <= MOST_SPLIT_ROWS, "the workspace has no room"
     launcher(
         _product_kernel,
         (triton.cdiv(num_rows, tiles.block_rows), triton.cdiv(out_features, _BLOCK_OUT), parts if is_split else 1),

@@ -5,9 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.batch_invariant.torch_operations import BatchInvariantTorchOperations
+from services.dense_worker.model.model_weights import ModelWeights
 from tests.support.dense.whole_model import WholeModel
 
 MAX_CHUNK = 40
@@ -26,6 +31,17 @@ class _Open:
     text: int
     length: int  # tokens computed so far
     end: int
+
+
+def deterministic_model(path: Path, dtype: torch.dtype) -> WholeModel:
+    """A model on the CPU as with `dense.deterministic`."""
+
+    def make_dense(weights: ModelWeights) -> TorchBackend:
+        return TorchBackend(weights, operations=BatchInvariantTorchOperations())
+
+    return WholeModel(
+        path, make_dense, make_attention=BatchInvariantTorchAttention, dtype=dtype, num_blocks=200, max_model_len=256
+    )
 
 
 def compute_alone(model: WholeModel, token_ids: list[int], seq_id: int = 10_000) -> Text:
@@ -63,7 +79,7 @@ class RandomSteps:
             entries = []
             for seq_id in chosen:
                 each = self._open[seq_id]
-                most = min(each.end - each.length, draw.choice((1, 1, 1, 3, 8, MAX_CHUNK)))
+                most = min(each.end - each.length, draw.choice((1, 1, 1, 3, 8, MAX_CHUNK, 2 * MAX_CHUNK)))
                 entries.append((seq_id, draw.randint(1, most), each.length))
             is_lost = not forks and draw.random() < 0.15
             results = self.model.step(*entries, forks=forks, forced=forced, is_lost=is_lost)

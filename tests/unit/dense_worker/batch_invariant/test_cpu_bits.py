@@ -8,20 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
 from services.common.families.shape import Activation
-from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.batch_invariant.torch_operations import BatchInvariantTorchOperations
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
-from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.parameters import Parameter, parts_of_type
 from services.lora.checkpoint import LoraTensors
 from tests.support.dense.family_models import make_family_model
-from tests.support.dense.random_steps import RandomSteps, compute_alone, differing_rows
+from tests.support.dense.random_steps import RandomSteps, compute_alone, deterministic_model, differing_rows
 from tests.support.dense.whole_model import WholeModel
 from tests.support.models import make_model_dir
 
@@ -55,15 +52,6 @@ def test_rows_of_products_and_activations_have_the_same_bits_in_every_batch(
         for _ in range(10):
             rows = draw.sample(range(NUM_ROWS), draw.randint(1, NUM_ROWS))
             assert differing_rows(run(rows), alone[rows]) == 0
-
-
-def deterministic_model(path: Path, dtype: torch.dtype) -> WholeModel:
-    def make_dense(weights: ModelWeights) -> TorchBackend:
-        return TorchBackend(weights, operations=BatchInvariantTorchOperations())
-
-    return WholeModel(
-        path, make_dense, make_attention=BatchInvariantTorchAttention, dtype=dtype, num_blocks=200, max_model_len=256
-    )
 
 
 @pytest.mark.parametrize(
