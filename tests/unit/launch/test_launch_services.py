@@ -99,14 +99,14 @@ def test_each_launcher_plans_its_own_memory_and_together_they_plan_all(
         return {(place.name, need.what): need.num_bytes for place in places for need in place.needs}
 
     parts = [needs(role) for role in SERVICES]
-    assert [len(part) for part in parts] == [3 + 2 * bool(settings), 2 + bool(settings), 1]
+    assert [len(part) for part in parts] == [3 + 2 * bool(settings), 3 + bool(settings), 1]
     whole = needs(*SERVICES)
     for name in {name for part in parts for name in part if not name[1].endswith("processes")}:
         assert [part[name] for part in parts if name in part] == [whole[name]]
     assert sum(part["host memory", "1 processes"] for part in parts) == whole["host memory", "3 processes"]
 
 
-def test_the_weights_and_one_context_are_planned_where_the_dense_worker_is(
+def test_each_launcher_plans_the_context_of_its_own_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu("GPU-1", "NVIDIA H100", 2**30)
@@ -118,7 +118,7 @@ def test_the_weights_and_one_context_are_planned_where_the_dense_worker_is(
         places = plan_memory(config_of(tmp_path, *services))
         return [each.num_bytes for place in places for each in place.needs if each.what == "contexts"]
 
-    assert contexts(ATTENTION_ROLE) == [] and contexts(DENSE_ROLE) == [memory_plan.CONTEXT_BYTES]
+    assert contexts(ATTENTION_ROLE) == contexts(DENSE_ROLE) == [memory_plan.CONTEXT_BYTES] and contexts("gateway") == []
     assert contexts(*SERVICES) == [2 * memory_plan.CONTEXT_BYTES]
 
 
