@@ -88,6 +88,9 @@ def plan_memory(config: Config) -> list[Place]:
     has_dense, has_attention = DENSE_ROLE in services, ATTENTION_ROLE in services
     is_dense_on_gpu, is_attention_on_gpu = is_on_gpu(config.dense.device), is_on_gpu(config.attention.device)
     weights = list(_weights(config, on_gpu=is_dense_on_gpu)) if has_dense else []
+    if is_dense_on_gpu:
+        count = config.dense.tensor_parallel_size
+        weights = [Need(each.what, each.num_bytes // count, each.mend) for each in weights]  # of one rank's GPU
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
     has_tier = has_attention and tier_bytes > 0

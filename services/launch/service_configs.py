@@ -89,10 +89,6 @@ def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart])
                 f"{name}.device is {getattr(config, name).device!r} and dense.tensor_parallel_size {count}: set it to"
                 " auto, for ranks on the first GPU and those after it, or to cpu"
             )
-        if is_on_gpu(getattr(config, name).device):
-            raise ConfigError(
-                f"dense.tensor_parallel_size is {count}, and ranks do not run on GPUs yet: set {name}.device to cpu"
-            )
     sockets = {role: [f"unix:{run_dir}/{role}-{rank}.sock" for rank in range(1, count)] for role in SECTIONS}
     others = {"rank_attention_addresses": sockets[ATTENTION_ROLE], "shard_addresses": sockets[DENSE_ROLE]}
     starts = []

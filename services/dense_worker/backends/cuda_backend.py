@@ -59,11 +59,15 @@ class CudaBackend:
         lora: CudaLora | None = None,
         *,
         is_deterministic: bool = False,
+        operations: CudaOperations | None = None,
     ) -> None:
-        """`is_deterministic`: the bits of a row do not depend on the other rows of a step."""
+        """`is_deterministic`: the bits of a row do not depend on the other rows of a step.
+
+        `operations`: others than the plain ones.
+        """
         self._config, self._max_num_tokens = config, max_num_tokens
         self._dtype, self._device = weights.dtype, weights.device
-        self._operations = CudaOperations(
+        self._operations = operations or CudaOperations(
             config, max_num_tokens, self._dtype, self._device, lora, is_deterministic=is_deterministic
         )
         self._segments = segments_of(weights)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from services.common.errors import PeerError
 from services.common.rank import Rank
 
 LOOPBACK = "127.0.0.1"
-STORE_TIMEOUT = timedelta(seconds=30)
 
 
 class RankGroup(Protocol):
@@ -41,32 +39,6 @@ class RankGroup(Protocol):
 
     def abort(self) -> None:
         """Releases whoever waits in it, here and on other ranks. May be called from any thread, also twice."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankStore:
-    """Where the ranks of one attachment find one another: kept by the first rank, at a port of loopback."""
-
-    store: dist.Store
-    port: int
-
-    @classmethod
-    def create(cls) -> Self:
-        """The first rank's end."""
-        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        return cls(store, store.port)
-
-    @classmethod
-    def find(cls, port: int) -> Self:
-        """The end of another rank. Raises `PeerError` if nobody keeps it."""
-        with naming_ranks():
-            return cls(dist.TCPStore(LOOPBACK, port, is_master=False, timeout=STORE_TIMEOUT), port)
-
-
-def join_group(device: torch.device, store: RankStore, rank: Rank, timeout_s: float) -> RankGroup:
-    """Meets the other ranks, which do the same. Raises `PeerError` if they do not come within the bound."""
-    assert device.type == "cpu"
-    return GlooGroup(store.store, rank, timeout_s)
 
 
 class GlooGroup:

@@ -31,7 +31,8 @@ from services.dense_worker.engine.attention_client import (
     execute,
     receive_answers,
 )
-from services.dense_worker.ranks.group import RankGroup, RankStore, join_group
+from services.dense_worker.ranks.group import RankGroup
+from services.dense_worker.ranks.join_group import RankStore, join_group
 from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.ranks.rank_answers import RankAnswers, Reopening
 from services.pb import attn_pb2, attn_pb2_grpc, shard_pb2, shard_pb2_grpc

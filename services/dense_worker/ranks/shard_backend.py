@@ -1,21 +1,56 @@
-"""Makes the backends that run shards."""
+"""Makes what runs shards on a rank's device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from services.common.model_config import ModelConfig
+from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.ranks.leading_backend import LeadingBackend, ShardOperations
+from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
 
 
-def shard_backend(weights: ModelWeights, model: ResolvedModel) -> tuple[DenseBackend, ShardOperations]:
-    """The backend of a rank's shard, and its operations."""
-    operations = ShardedOperations(model.config.vocab_size)
-    return TorchBackend(weights, operations=operations), operations
-
-
-def leading_backend(weights: ModelWeights, model: ResolvedModel) -> LeadingBackend:
+def leading_backend(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int) -> LeadingBackend:
     """The backend of the first rank."""
-    return LeadingBackend(*shard_backend(weights, model))
+    return LeadingBackend(*_shard_backend(weights, model, max_num_tokens))
+
+
+def shard_runner(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int) -> ShardRunner:
+    """What runs the steps of another rank."""
+    backend, operations = _shard_backend(weights, model, max_num_tokens)
+    num_layers = model.config.num_layers
+    if model.device.type == "cpu":
+        return ShardRunner(backend, operations, num_layers)
+    from services.dense_worker.ranks.cuda_shard_runner import CudaShardRunner
+
+    return CudaShardRunner(backend, operations, num_layers, max_num_tokens, model.device)
+
+
+def _shard_backend(
+    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int
+) -> tuple[DenseBackend, ShardOperations]:
+    """The backend of a rank's shard, and its operations."""
+    config = model.config
+    if model.device.type == "cpu":
+        operations = ShardedOperations(config.vocab_size)
+        return TorchBackend(weights, operations=operations), operations
+    from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
+    from services.dense_worker.ranks.sharded_cuda_operations import ShardedCudaOperations
+
+    sizes = shard_sizes(config, model.rank)
+    on_gpu = ShardedCudaOperations(sizes, config.vocab_size, max_num_tokens, model.dtype, model.device)
+    return CudaBackend(weights, sizes, max_num_tokens, operations=on_gpu), on_gpu
+
+
+def shard_sizes(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """The model with the heads and the experts of one rank."""
+    seam, experts = seam_config(config, rank), config.parts.experts
+    if experts is None:
+        return seam
+    size = len(rank.share(experts.intermediate_size))
+    return replace(seam, parts=replace(seam.parts, experts=replace(experts, intermediate_size=size)))

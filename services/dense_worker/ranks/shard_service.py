@@ -15,7 +15,7 @@ from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import hold_weights, load_model_weights, resolve_dense_model
 from services.dense_worker.model.weights import hash_of_weights
-from services.dense_worker.ranks.shard_backend import shard_backend
+from services.dense_worker.ranks.shard_backend import shard_runner
 from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.shard_servicer import ShardServicer
 from services.pb import shard_pb2_grpc
@@ -80,7 +80,7 @@ def load_shard(config: Config, model: ResolvedModel, lifeline: Lifeline | None) 
     weights = load_model_weights(config.model, model, held)
     if lifeline is not None and held is not None:
         lifeline.keep([held.key], model.rank.prefix)
-    return ShardRunner(*shard_backend(weights, model), model.config.num_layers), digest
+    return shard_runner(weights, model, config.scheduler.max_num_batched_tokens), digest
 
 
 def channel_spec(config: Config, model: ResolvedModel) -> ChannelSpec:

@@ -17,7 +17,8 @@ from services.common.engine_thread import EngineThread
 from services.common.errors import ConfigError, PeerError, StaleEpoch, TwostrokeError
 from services.common.rank import Rank
 from services.dense_worker.engine.attention_client import map_channels
-from services.dense_worker.ranks.group import RankGroup, RankStore, join_group
+from services.dense_worker.ranks.group import RankGroup
+from services.dense_worker.ranks.join_group import RankStore, join_group
 from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.pb import shard_pb2, shard_pb2_grpc
 from services.rpc.server import until_over

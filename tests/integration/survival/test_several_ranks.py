@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +12,13 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
-from tests.support.cluster import START_TIMEOUT_S, Cluster, children_of, request, running_cluster
+from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.rank_processes import PROCESSES, pid_of
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
 MAX_TOKENS = 40
-PROCESSES = ("dense_worker", "dense_worker-1", "attn_worker", "attn_worker-1")  # of all ranks
 KILLED = ("dense_worker-1", "attn_worker")  # in the short run; `make chaos` kills each
 
 
@@ -82,17 +81,3 @@ def test_a_rank_that_hangs_is_found(
             collected.assert_equals(expected)
         assert pid_of(cluster, stopped) != pid
         cluster.wait_idle()
-
-
-def pid_of(cluster: Cluster, name: str) -> int:
-    """The process id of a service, whose name is that of its files. If it was just killed, waits for the next one."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        for pid in children_of(cluster.process.pid):
-            try:
-                if f"/{name}.toml\0" in Path(f"/proc/{pid}/cmdline").read_text():
-                    return pid
-            except OSError:
-                continue  # it has just ended
-        time.sleep(0.02)
-    raise AssertionError(f"no {name} among the children of the launcher")

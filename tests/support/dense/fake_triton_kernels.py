@@ -35,6 +35,7 @@ USERS = (
     "services.dense_worker.backends.cuda_backend",
     "services.dense_worker.backends.cuda_linear",
     "services.dense_worker.backends.cuda_operations",
+    "services.dense_worker.ranks.sharded_cuda_operations",
     "services.dense_worker.kernels.experts.cuda_experts",
     "services.dense_worker.kernels.linear.quantized.scaled_matmul",
     "services.dense_worker.kernels.linear.quantized.tiled_matmul",

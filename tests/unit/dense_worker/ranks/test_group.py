@@ -10,7 +10,8 @@ import torch
 
 from services.common.errors import PeerError
 from services.common.rank import Rank
-from services.dense_worker.ranks.group import GlooGroup, RankStore, join_group
+from services.dense_worker.ranks.group import GlooGroup
+from services.dense_worker.ranks.join_group import RankStore, join_group
 from tests.support.dense.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")

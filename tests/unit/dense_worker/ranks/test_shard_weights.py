@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from services.common.model_config import load_model_config
 from services.common.rank import Rank
 from services.common.several_ranks import check_divisible
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.ranks.shard_backend import shard_sizes
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
+from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
 from tests.support.dense.thread_ranks import ThreadGroup, run_ranks
 from tests.support.dense.whole_model import WholeModel
@@ -64,6 +68,28 @@ def test_two_ranks_give_the_logits_of_transformers(variant: str, tmp_path: Path)
     with torch.inference_mode():
         expected = load_true_model(path)(torch.tensor([PROMPT]), use_cache=False).logits[0]
     found = logits_of_ranks(path, 2)
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+def test_the_kernels_for_cuda_add_up_the_same(variant: str, tmp_path: Path) -> None:
+    """With references in place of the kernels; sums are between them."""
+    path = make_family_model(tmp_path / "model", variant)
+    config = load_model_config(path)
+    expected = logits_of(WholeModel(path))
+    with fake_triton_kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearChoice, "measure", lambda self, linears, *_: self.set_all(linears, LinearKernel.STREAMED))
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+        from services.dense_worker.ranks.sharded_cuda_operations import ShardedCudaOperations
+
+        def make(group: ThreadGroup, weights: ModelWeights) -> CudaBackend:
+            sizes = shard_sizes(config, group.rank)
+            operations = ShardedCudaOperations(sizes, config.vocab_size, 64, torch.float32, CPU)
+            backend = CudaBackend(weights, sizes, 64, operations=operations)
+            operations.use_group(group)
+            return backend
+
+        found = run_ranks(2, lambda group: logits_of(WholeModel(path, partial(make, group), rank=group.rank)))[0]
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= BOUND * expected.abs().max()
 

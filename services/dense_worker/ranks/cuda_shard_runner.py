@@ -1,0 +1,107 @@
+"""`CudaShardRunner`: the steps of a shard on a GPU, by graphs of the sizes that the first rank has warmed up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from services.channel import Channel
+from services.common.cuda_graphs import StepGraphs
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.ranks.group import RankGroup
+from services.dense_worker.ranks.leading_backend import ShardOperations
+from services.dense_worker.ranks.shard_runner import ShardRunner, sampled_rows
+from services.dense_worker.runner.model_runner import LayerRun
+from services.dense_worker.sampling.upload import upload
+from services.step import StepPlan
+
+
+class _Size(NamedTuple):
+    num_rows: int
+    num_sampled: int
+
+
+class CudaShardRunner(ShardRunner):
+    """The first rank runs the segments of a size, uncaptured, before it captures that size, and so do all others. From
+    then on they replay graphs of their own: between ranks only the order and the sizes of sums must agree.
+    """
+
+    def __init__(
+        self,
+        backend: DenseBackend,
+        operations: ShardOperations,
+        num_layers: int,
+        max_num_tokens: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(backend, operations, num_layers)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # sampled ones, for all graphs
+        self._graphs: dict[int, StepGraphs[_Size]] = {}  # by lane
+        self._warmed: set[_Size] = set()
+        self._residuals: dict[_Size, torch.Tensor] = {}  # of the graphs
+
+    def attach(self, channels: Mapping[int, Channel], group: RankGroup) -> None:
+        """Forgets all graphs, which hold addresses of the attachment before."""
+        torch.cuda.set_device(self._device)  # for the engine thread, which would otherwise use the first GPU
+        super().attach(channels, group)
+        self._warmed.clear()
+        self._residuals.clear()
+        self._graphs = {lane: self._make_graphs(channel) for lane, channel in channels.items()}
+
+    @torch.inference_mode()
+    def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int) -> None:
+        """Enqueues all layers; waits for the device only to capture a graph."""
+        size = _Size(num_rows, num_sampled)
+        channel = self._channels[plan.lane]
+        with torch.cuda.stream(self._stream):
+            self._backend.begin_step(plan, num_rows, num_sampled)
+            if not len(plan.entries):
+                self._run_segments(channel, size)
+                self._warmed.add(size)
+                return
+            self._rows[:num_sampled].copy_(upload(sampled_rows(plan, num_sampled).numpy(), self._device))
+            if size in self._warmed:
+                graph = self._graphs[plan.lane].find(size)
+                graph.replay()
+                self._residual = self._residuals[size]
+            else:
+                self._residual = self._run_rows(channel, size)
+        self._attn_out = channel.attn_out[:num_rows]
+
+    @torch.inference_mode()
+    def compute_rows(self, rows: list[int]) -> None:
+        """Enqueues it."""
+        assert self._attn_out is not None and self._residual is not None, "a step has run"
+        with torch.cuda.stream(self._stream):
+            self._backend.last(self._attn_out, self._residual, torch.tensor(rows, device=self._device))
+
+    def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
+        def run(size: _Size) -> None:
+            self._residuals[size] = self._run_rows(channel, size)
+
+        return StepGraphs(self._stream, lambda size: None, run)
+
+    def _tokens(self, num_rows: int) -> torch.Tensor:
+        assert self._group is not None, "it has attached"
+        token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        self._group.broadcast(token_ids)
+        return token_ids
+
+    def _run_rows(self, channel: Channel, size: _Size) -> torch.Tensor:
+        layers = LayerRun(self._backend, channel, self._num_layers)
+        layers.begin(self._tokens(size.num_rows))
+        return layers.finish(self._rows[: size.num_sampled])[1]
+
+    def _run_segments(self, channel: Channel, size: _Size) -> None:
+        """Each segment once, without handoffs, as the first rank does before it captures this size."""
+        qkv, attn_out = channel.qkv[: size.num_rows], channel.attn_out[: size.num_rows]
+        attn_out.zero_()
+        self._rows.zero_()  # it may hold rows of an earlier step, which are not valid in a smaller one
+        residual = self._backend.first(self._tokens(size.num_rows), qkv)
+        if self._num_layers > 1:
+            residual = self._backend.middle(0, channel.fetch_attn_out(size.num_rows), residual, qkv)
+        self._backend.last(attn_out, residual, self._rows[: size.num_sampled])

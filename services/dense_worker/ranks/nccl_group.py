@@ -1,0 +1,74 @@
+"""`NcclGroup`: a `RankGroup` of GPUs, each rank on its own, by NCCL on the current stream."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
+
+from services.common.rank import Rank
+from services.dense_worker.ranks.group import naming_ranks
+
+# NCCL's own, of the process. An operation that waits too long is found by the engine, which aborts the group; torch's
+# watchdogs would end the process instead, also for graphs that wait with reason. Multicast over NVLink stays off.
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+class NcclGroup:
+    """Operations are enqueued and may be captured; no method but the constructor waits."""
+
+    def __init__(self, store: dist.Store, rank: Rank, device: torch.device, timeout_s: float) -> None:
+        """Waits for all ranks, at most `timeout_s`. Raises `PeerError`."""
+        os.environ.update(SETTINGS)
+        self.rank = rank
+        self._is_aborted = False
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        with naming_ranks():
+            self._group = dist.ProcessGroupNCCL(store, rank.index, rank.count, options)
+            self.add(torch.zeros(1, device=device))  # makes the communicator, which no graph can
+            torch.cuda.current_stream(device).synchronize()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Enqueues it on the current stream."""
+        options = AllreduceOptions()
+        options.asyncOp = False
+        with naming_ranks():
+            _finish(self._group.allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Enqueues it on the current stream."""
+        options = BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, False
+        with naming_ranks():
+            _finish(self._group.broadcast([tensor], options))
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Enqueues it on the current stream; all ranks get all parts."""
+        count, (num_rows, size) = self.rank.count, tensor.shape
+        parts = torch.empty(count, num_rows, size, dtype=tensor.dtype, device=tensor.device)
+        options = AllgatherOptions()
+        options.asyncOp = False
+        with naming_ranks():
+            _finish(self._group._allgather_base(parts, tensor, options))
+        return parts.transpose(0, 1).reshape(num_rows, count * size)
+
+    def abort(self) -> None:
+        """Ends the kernels that wait for other ranks, at once. What NCCL does after that may wait for the device."""
+        if not self._is_aborted:
+            self._is_aborted = True
+            threading.Thread(target=self._group.abort, name="abort of ranks", daemon=True).start()
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Lets the current stream wait for it; there is none if it runs there anyway."""
+    if work is not None:
+        work.wait()
