@@ -40,7 +40,7 @@ def grouped_quantized(
     _, _, in_features = x.values.shape
     launcher(
         _grouped_quantized_kernel,
-        (max_num_blocks(num_pairs, len(blocks.slots), block_rows), triton.cdiv(out_features, BLOCK_OUT)),
+        (triton.cdiv(out_features, BLOCK_OUT), max_num_blocks(num_pairs, len(blocks.slots), block_rows)),
         out,
         x.values,
         x.scale,
@@ -112,12 +112,12 @@ def _grouped_quantized_kernel(
     """One program computes BLOCK_OUT features of the rows of one block."""
     PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
     begin(PDL)
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     if block < tl.load(num_blocks):
         expert, pairs, is_row = pairs_of_block(
             block, slots, counts, block_experts, block_first_slots, capacity, BLOCK_ROWS
         )
-        features = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        features = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         first_row = expert * (out_features * (2 if IS_GATED else 1))
         # Features beyond the last read the first one's weights and are never stored, so weights need no mask of rows.
         w_features = first_row + tl.where(features < out_features, features, 0)
