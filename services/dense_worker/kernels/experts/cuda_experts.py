@@ -76,7 +76,7 @@ class CudaExperts:
         num_experts = self._options.num_experts
         for num_tokens in range(1, self._max_num_tokens + 1):
             block_rows = choose_block_rows(num_tokens * self._options.num_per_token, num_experts)
-            variant = self._is_few(num_tokens), block_rows, router_tiles(num_tokens, num_experts)
+            variant = self._is_few(num_tokens), block_rows, router_tiles(num_tokens)
             sizes.setdefault(variant, num_tokens)
         return list(sizes.values())
 

@@ -16,6 +16,8 @@ from services.common.families.shape import GroupedRouting
 from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _FEW_ROWS = 64
+_NUM_STAGES = 3  # of the loop that computes logits
+_MIN_COLUMNS, _MAX_COLUMNS = 64, 512
 _LEAST_KEY = tl.constexpr(-3.0e38)  # instead of NaN and what is below: above the key of an expert that is taken
 
 
@@ -45,10 +47,17 @@ class Routing:
     grouped: GroupedRouting | None  # None: a softmax of all experts
 
 
-def router_tiles(num_rows: int, num_experts: int) -> tuple[int, int]:
-    """The rows and the experts of a program that computes logits."""
-    block_rows = min(_FEW_ROWS, max(16, triton.next_power_of_2(num_rows)))
-    return block_rows, 16 if num_rows <= _FEW_ROWS else min(64, max(16, triton.next_power_of_2(num_experts)))
+def router_tiles(num_rows: int) -> tuple[int, int]:
+    """The rows and the experts of a program that computes logits: few, for what takes time are its loads, not sums."""
+    return (16, 16) if num_rows <= _FEW_ROWS else (32, 64)
+
+
+def _router_columns(tiles: tuple[int, int], element_size: int, shared_memory_bytes: int) -> int:
+    """The columns of a step of the loop, of which `_NUM_STAGES` must fit: many, for few steps."""
+    columns = _MAX_COLUMNS
+    while columns > _MIN_COLUMNS and _NUM_STAGES * sum(tiles) * columns * element_size > shared_memory_bytes:
+        columns //= 2
+    return columns
 
 
 def router_logits(
@@ -62,7 +71,7 @@ def router_logits(
     """Writes x W^T + bias to `out`."""
     num_rows, in_features = x.shape
     num_experts = len(weight)
-    block_rows, block_out = router_tiles(num_rows, num_experts)
+    block_rows, block_out = tiles = router_tiles(num_rows)
     launcher(
         _logits_kernel,
         (triton.cdiv(num_experts, block_out), triton.cdiv(num_rows, block_rows)),
@@ -77,8 +86,9 @@ def router_logits(
         IS_ROUNDED=is_rounded,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=block_out,
-        BLOCK_IN=128 if block_out == 16 else 64,
-        num_warps=4,
+        BLOCK_IN=_router_columns(tiles, x.element_size(), launcher.shared_memory_bytes),
+        NUM_STAGES=_NUM_STAGES,
+        num_warps=2 if block_out == 16 else 4,
     )
 
 
@@ -149,6 +159,7 @@ def _logits_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program computes the logits of BLOCK_OUT experts for BLOCK_ROWS rows."""
@@ -159,7 +170,7 @@ def _logits_kernel(
     w_rows = weight + tl.where(is_expert, experts, 0)[:, None] * in_features
     x_rows = x + rows.to(tl.int64)[:, None] * x_stride
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for first_column in tl.range(0, in_features, BLOCK_IN, num_stages=3):
+    for first_column in tl.range(0, in_features, BLOCK_IN, num_stages=NUM_STAGES):
         columns = first_column + tl.arange(0, BLOCK_IN)
         is_column = columns < in_features
         w = tl.load(w_rows + columns[None, :], mask=is_column[None, :], other=0.0)
