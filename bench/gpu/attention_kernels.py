@@ -152,7 +152,7 @@ class Bench:
             MAX_MODEL_LEN,
             max_num_tokens=max(8192, batch * context),
         )
-        for cache, scales in zip(backend._caches, backend._storage.scales, strict=True):
+        for cache, scales in zip(backend._caches, backend.storage.scales, strict=True):
             _fill_random(cache)  # zeros are faster than data
             if scales is not None:
                 scales.fill_(1 / 64)
