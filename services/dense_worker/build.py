@@ -177,7 +177,8 @@ class PreparedModel:
             selected = self.backend.load(weights, lora)
             features = make_features(config, model, selected.backend, lora, self.grammars)
             editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
-            sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors)
+            logits_dtype = selected.backend.logits_dtype
+            sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors, logits_dtype)
             drafter = make_drafter and make_drafter(weights, sampler)
             on_device = drafter and drafter.on_device
             runner = _build_runner(config, model, selected, sampler, features, on_device, takes_over)
@@ -304,6 +305,7 @@ def _build_runner(
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         captures_lazily=config.dense.captures_lazily or takes_over,
+        logits_dtype=selected.backend.logits_dtype,
         features=features,
         hook=hook,
     )

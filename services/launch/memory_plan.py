@@ -232,8 +232,10 @@ def _workspaces(config: Config) -> Need:
     """The buffers of the largest step in the dense worker: logits, and what lives within a layer."""
     raw, scheduler = _text_config(config.model.path), config.scheduler
     width = _size(raw, "hidden_size") + 2 * _size(raw, "intermediate_size")
-    token_bytes = width * _ITEM_BYTES.get(config.model.dtype, 2)
-    logits = scheduler.max_num_seqs * _size(raw, "vocab_size") * _ITEM_BYTES["float32"]
+    item_bytes = _ITEM_BYTES.get(config.model.dtype, 2)
+    token_bytes = width * item_bytes
+    # As the model gives them, and as they are edited.
+    logits = scheduler.max_num_seqs * _size(raw, "vocab_size") * (item_bytes + _ITEM_BYTES["float32"])
     num_bytes = logits + scheduler.max_num_batched_tokens * token_bytes
 
     def mend(excess: int) -> str | None:

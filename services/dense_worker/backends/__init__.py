@@ -34,6 +34,7 @@ class DenseBackend(Protocol):
 
     takes_input_embeds: bool  # whether `first` may be given any
     gives_hidden_states: bool  # whether `last` may be given `hidden_out`
+    logits_dtype: torch.dtype  # of most logits that `last` gives; float32 has room for all
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.
@@ -64,7 +65,7 @@ class DenseBackend(Protocol):
         rows: torch.Tensor,
         hidden_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """rows int64 [r] of the step's tokens -> logits float32 [r, vocab], which the caller owns.
+        """rows int64 [r] of the step's tokens -> logits [r, vocab], float32 or the model's dtype; the caller's.
 
         The rows' hidden states after the final norm are written to hidden_out [r, hidden], if that is given: see
         `gives_hidden_states`.

@@ -71,6 +71,7 @@ class CudaBackend:
             config, max_num_tokens, self._dtype, self._device, lora, is_deterministic=is_deterministic
         )
         self._segments = segments_of(weights)
+        self.logits_dtype = torch.float32 if self._segments.last.head.rescales else self._dtype
         self._measured_segments = _segments_of_each_kind(self._segments.middle)
         self._reads_positions = weights.reads_positions
         self._has_tiles = False  # for some layer
@@ -118,7 +119,7 @@ class CudaBackend:
     ) -> torch.Tensor:
         """Enqueues the last segment for the selected rows -> a new tensor of logits."""
         if not len(rows):
-            return torch.empty(0, self._config.vocab_size, dtype=torch.float32, device=rows.device)
+            return torch.empty(0, self._config.vocab_size, dtype=self.logits_dtype, device=rows.device)
         return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)
 
     def _choose_kernels(self, linears: list[Linear]) -> None:

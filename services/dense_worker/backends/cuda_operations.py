@@ -233,9 +233,9 @@ class CudaOperations:
     def logits(
         self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Like `norm_linear`, into a new tensor in float32. With `hidden_out` the norm has a kernel of its own."""
+        """Like `norm_linear`, into a new tensor. With `hidden_out` the norm has a kernel of its own."""
         hidden = residual.hidden
-        out = torch.empty(len(hidden), lm_head.out_features, dtype=torch.float32, device=hidden.device)
+        out = torch.empty(len(hidden), lm_head.out_features, dtype=hidden.dtype, device=hidden.device)
         if hidden_out is None:
             return self.norm_linear(residual, norm, lm_head, out)[1]
         self._normalize(residual, norm, hidden_out)

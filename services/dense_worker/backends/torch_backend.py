@@ -21,6 +21,7 @@ class TorchBackend:
 
     takes_input_embeds = True
     gives_hidden_states = True
+    logits_dtype = torch.float32
 
     def __init__(
         self, weights: ModelWeights, lora: LoraStore | None = None, operations: TorchOperations | None = None

@@ -64,7 +64,7 @@ class StepPart:
     input_embeds: InputEmbeds | None = None  # vectors in place of embeddings; of one feature in a step
 
     def copy_logits(self, logits: torch.Tensor) -> None:
-        """Enqueues what it takes of the logits, float32 [num_sampled, vocab_size], before the sampler changes them."""
+        """Enqueues what it takes of the logits, [num_sampled, vocab_size], before the sampler changes them."""
 
     def compute_rows(self, further: FurtherRows) -> None:
         """Enqueues further rows, after the sampler."""

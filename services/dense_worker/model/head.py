@@ -85,11 +85,21 @@ class Head:
     multiplier: float = 1.0
     softcap: float | None = None
 
+    @property
+    def rescales(self) -> bool:
+        """Whether logits are computed from the product, which is in float32."""
+        return self.multiplier != 1.0 or self.softcap is not None
+
     def forward(
         self, operations: Operations, residual: Residual, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """residual [n, hidden] -> logits float32 [n, vocab]. `hidden_out` [n, hidden] gets what the norm gives."""
+        """residual [n, hidden] -> logits [n, vocab], in the model's dtype, to which they are rounded, or in float32.
+
+        `hidden_out` [n, hidden] gets what the norm gives.
+        """
         logits = operations.logits(residual, self.norm, self.lm_head, hidden_out)
+        if self.rescales:
+            logits = logits.float()
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
         if self.softcap is not None:

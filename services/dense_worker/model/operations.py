@@ -126,7 +126,7 @@ class Operations(Protocol):
     def logits(
         self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Norm, then product, rounded to the model's dtype -> float32 [n, vocab], which the caller owns.
+        """Norm, then product, rounded to the model's dtype -> [n, vocab] in it or in float32; the caller owns it.
 
         What the norm gives, [n, hidden], is written to `hidden_out` if that is given.
         """

@@ -85,7 +85,7 @@ class Last:
         rows: torch.Tensor,
         hidden_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """attn_out [n, attn_size], residual [n, hidden], rows int64 [r] -> logits float32 [r, vocab].
+        """attn_out [n, attn_size], residual [n, hidden], rows int64 [r] -> logits [r, vocab], see `Head`.
 
         If `hidden_out` [r, hidden] is given, the rows' hidden states after the final norm are written there.
         """

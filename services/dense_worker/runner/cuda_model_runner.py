@@ -54,6 +54,7 @@ class CudaModelRunner(ModelRunner):
         max_num_tokens: int,
         *,
         captures_lazily: bool,
+        logits_dtype: torch.dtype = torch.float32,
         features: Iterable[Feature] = (),
         hook: StepHook | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class CudaModelRunner(ModelRunner):
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
         self._stages = [torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         # All graphs write their logits here, so that they can share all other memory.
-        self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
+        self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=logits_dtype, device="cuda")
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
         self._unsampled: _Launched | None = None  # a step that waits for tokens of the step before
@@ -218,7 +219,7 @@ class CudaModelRunner(ModelRunner):
     def _run_rows(
         self, channel: Channel, num_rows: int, num_sampled: int, input_embeds: InputEmbeds | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs all layers for `num_rows` tokens; returns logits float32 [num_sampled, vocab_size] and the residual."""
+        """Runs all layers for `num_rows` tokens; returns logits [num_sampled, vocab_size] and the residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)

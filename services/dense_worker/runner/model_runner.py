@@ -251,7 +251,7 @@ class ModelRunner:
     ) -> PendingTokens:
         """Samples tokens and ranks those to report. The results are on the host when the device has run the step.
 
-        logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled;
+        logits: [num_sampled, vocab_size], may be overwritten; host_token_ids: int64 [num_sampled], filled;
         residual: that of `LayerRun.finish`; None if the step does not need it
         """
         parts, num_logprobs = step.parts.values(), dict[int, int]()
@@ -362,7 +362,7 @@ class LayerRun:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the rest.
 
-        sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size], and the residual [num_tokens,
+        sampled_rows: int64 [num_sampled] -> logits [num_sampled, vocab_size], and the residual [num_tokens,
         hidden], from which `DenseBackend.last` can compute further rows. `hidden_out` gets the sampled rows' hidden
         states [num_sampled, hidden], if it is given.
         """

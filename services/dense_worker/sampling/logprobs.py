@@ -61,7 +61,7 @@ def rank_tokens(
 ) -> RankedTokens:
     """Log-probabilities and ranks of `token_ids`, the `num_top` most likely tokens, and log-probabilities of `named`.
 
-    logits: torch.float32 [r, vocab_size], not changed
+    logits: [r, vocab_size], of any float type, not changed
     token_ids: torch.int64 [r]
     named: further token ids by row, of which the result has room for at least `num_named`; None: there are none
     """
@@ -73,8 +73,9 @@ def rank_tokens(
     num_missing = -logits.shape[1] % _ALIGNED_COLUMNS
     for start in range(0, len(logits), MAX_ROWS_AT_A_TIME):
         rows = slice(start, start + MAX_ROWS_AT_A_TIME)
-        aligned = F.pad(logits[rows], (0, num_missing), value=-torch.inf) if num_missing else logits[rows]
-        logprobs = aligned.log_softmax(-1)
+        some = logits[rows].float()
+        some = F.pad(some, (0, num_missing), value=-torch.inf) if num_missing else some
+        logprobs = some.log_softmax(-1)
         top_logprobs, top_token_ids = logprobs.topk(num_top)
         own = logprobs.gather(1, token_ids[rows, None])
         ranks = (logprobs >= own).sum(1)

@@ -62,8 +62,9 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         editors: Sequence[type[LogitsEditor]] = EDITORS,
+        logits_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`editors` are applied to the logits in this order."""
+        """`editors` are applied to the logits in this order. `logits_dtype` is that of most logits, not of all."""
         self._device = torch.device(device)
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         self._vocab_size = vocab_size
@@ -72,12 +73,15 @@ class Sampler:
         self._needs = np.zeros((len(editors), max_num_seqs), dtype=np.bool_)  # which slots need which editor
         self._named: dict[int, tuple[int, ...]] = {}  # token ids whose log-probabilities are reported, by slot
         self._needed: list[tuple[LogitsEditor, np.ndarray]] = []  # editors that any slot needs: bool [max_num_seqs]
+        # Edits need float32. Other steps choose from logits as they are: to convert those of a large step takes longer.
+        edited_shape = (0 if logits_dtype == torch.float32 else max_num_seqs, vocab_size)
+        self._edited = torch.empty(edited_shape, dtype=torch.float32, device=self._device)
         self._draw_tokens = gumbel.draw
         if self._device.type == "cuda":
             from services.dense_worker.sampling import triton_gumbel
 
             self._draw_tokens = triton_gumbel.draw
-            triton_gumbel.compile_kernels(vocab_size, self._device)
+            triton_gumbel.compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
 
     def add(
         self,
@@ -132,7 +136,7 @@ class Sampler:
     ) -> SampledTokens:
         """Samples one token per row and stores it in `last_token` and in the state of the slot's editors.
 
-        logits: torch.float32 [r, vocab_size], contiguous; overwritten with the edited logits
+        logits: [r, vocab_size], of any float type, contiguous; may be overwritten with the edited logits
         slots: int64 [r], all different, except that a sequence with drafts has several consecutive rows; which of their
             tokens `last_token` keeps is undefined
         positions: integers [r], number of tokens of the sequence before the sampled one
@@ -146,6 +150,8 @@ class Sampler:
         model_logits = logits[self._upload(reported)] if reported.size else None
 
         edits = self._find_edits(slots, output_lens)
+        if edits:
+            logits = self._to_edit(logits)
         for editor, rows in edits:
             editor.apply(logits, rows)
         token_ids = self._choose(logits, options, positions)
@@ -165,8 +171,8 @@ class Sampler:
     def draw(self, logits: torch.Tensor, slots: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
         """What `sample` would choose, int64 [r], if these were the model's logits and editors did nothing.
 
-        Changes no state, and does not wait for the device. logits: torch.float32 [r, vocab_size], contiguous; slots:
-        int64 [r]; positions: int64 [r] on the device, see `sample`
+        Changes no state, and does not wait for the device. logits: [r, vocab_size], contiguous; slots: int64 [r];
+        positions: int64 [r] on the device, see `sample`
         """
         return self._choose(logits, self._options[slots], positions)
 
@@ -183,6 +189,12 @@ class Sampler:
             if rows.size:
                 edits.append((editor, EditedRows(rows, slots[rows], output_lens[rows], self._device)))
         return edits
+
+    def _to_edit(self, logits: torch.Tensor) -> torch.Tensor:
+        """The same in float32, if possible in memory that was set aside for it."""
+        if logits.dtype == torch.float32:
+            return logits
+        return self._edited[: len(logits)].copy_(logits) if len(logits) <= len(self._edited) else logits.float()
 
     def _choose(
         self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor
@@ -213,6 +225,7 @@ class Sampler:
         has_min_p = (options["min_p"] > 0.0).any()
         if not (has_min_p or has_top_k.any() or has_top_p.any()):
             return logits
+        logits = logits.float()
         packed = np.stack([options[name] for name in ("temperature", "top_k", "top_p", "min_p")])
         temperature, top_k, top_p, min_p = self._upload(packed)[..., None]  # float64 [r, 1] each
         temperature, top_k = temperature.float(), top_k.long()

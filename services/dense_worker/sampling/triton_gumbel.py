@@ -6,6 +6,8 @@ same scores. The token of a row does not depend on other rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 import triton
@@ -18,10 +20,11 @@ _BLOCKS_PER_PROGRAM = 256  # blocks of the random generator
 _STEP = tl.constexpr(2.0**-32)  # distance between two uniform numbers
 
 
-def compile_kernels(vocab_size: int, device: torch.device) -> None:
-    """Compiles the kernels for a vocabulary of this size, so that the first draw does not wait for the compiler."""
+def compile_kernels(vocab_size: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+    """Compiles the kernels for logits of this number and these types: the first draw does not wait for the compiler."""
     ones = np.ones(1, dtype=np.uint64)
-    draw(torch.zeros(1, vocab_size, device=device), ones.astype(np.float32), ones, ones)
+    for dtype in dtypes:
+        draw(torch.zeros(1, vocab_size, dtype=dtype, device=device), ones.astype(np.float32), ones, ones)
 
 
 def draw(
@@ -29,7 +32,7 @@ def draw(
 ) -> torch.Tensor:
     """Token ids, int64 [r], on the device of the logits. The lowest of equal scores wins. Does not wait for the device.
 
-    logits: torch.float32 [r, vocab_size], contiguous; rows of NaN give an arbitrary token
+    logits: [r, vocab_size], of any float type, contiguous; rows of NaN give an arbitrary token
     temperatures: np.float32 [r], above 0
     seeds, positions: np.uint64 [r]; positions may also be an int64 tensor on the device of the logits
     """

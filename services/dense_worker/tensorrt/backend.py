@@ -30,6 +30,7 @@ class TensorRTBackend:
         self._measured = measured or {}
         self.takes_input_embeds = by_torch is not None
         self.gives_hidden_states = False
+        self.logits_dtype = torch.float32
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Both backends prepare, for they may take turns within the step."""

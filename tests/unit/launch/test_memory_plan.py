@@ -115,8 +115,8 @@ LAZY = ("dense.captures_lazily=true", "attention.captures_lazily=true")
 @pytest.mark.parametrize("spare_bytes", [0, -1])
 def test_on_a_gpu_the_weights_buffers_and_contexts_must_fit(spare_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["model.dtype=bfloat16", "scheduler.max_num_batched_tokens=64", *LAZY])
-    # logits in float32, and for each token a hidden state and the two activations of a gated MLP
-    buffers = 4 * 64 * 1024 + 2 * 64 * (256 + 2 * 704)
+    # logits in bfloat16 and in float32, and for each token a hidden state and the two activations of a gated MLP
+    buffers = (2 + 4) * 64 * 1024 + 2 * 64 * (256 + 2 * 704)
     need = weight_bytes(EMBEDDED_MODEL, "bfloat16") + buffers + 2 * memory_plan.CONTEXT_BYTES
     with_gpu(monkeypatch, need + spare_bytes)
     if not spare_bytes:

@@ -40,7 +40,7 @@ class GenerationLogitRows(StepPart):
 
     def copy_logits(self, logits: torch.Tensor) -> None:
         rows = [np.arange(each.first_row, each.first_row + each.num_rows) for each in self._sampled]
-        self._values = to_host(logits[upload(np.concatenate(rows), logits.device)])
+        self._values = to_host(logits[upload(np.concatenate(rows), logits.device)].float())
 
     def read(self, result: StepResult) -> None:
         """Reports the rows of accepted tokens only."""

@@ -229,6 +229,20 @@ def test_token_is_the_same_alone_and_in_any_batch_and_slot(seed: int, num_rows: 
 
 
 @settings(max_examples=examples(30), deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 16), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_tokens_of_logits_in_the_models_dtype_are_those_in_float32(
+    seed: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    rng = np.random.default_rng(seed)
+    requests = [random_request(rng) for _ in range(num_rows)]
+    requests = [dataclasses.replace(each, logits=each.logits.to(dtype)) for each in requests]
+    in_float = [dataclasses.replace(each, logits=each.logits.float()) for each in requests]
+    expected = sample_batch(in_float, list(range(num_rows)))
+    sampler = Sampler(num_rows, VOCAB_SIZE, "cpu", logits_dtype=dtype)
+    assert torch.equal(sample_batch(requests, list(range(num_rows)), sampler), expected)
+
+
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_edited_logits_equal_those_of_hugging_face(seed: int) -> None:
     request = random_request(np.random.default_rng(seed))
