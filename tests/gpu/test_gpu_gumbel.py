@@ -62,10 +62,13 @@ def test_noise_equals_that_of_the_host(kernel_device: torch.device) -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 512, 2_048, 2_049, 32_000])
 @pytest.mark.parametrize("num_kept", [None, 3])
-def test_tokens_equal_those_of_the_host(kernel_device: torch.device, vocab_size: int, num_kept: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tokens_equal_those_of_the_host(
+    kernel_device: torch.device, vocab_size: int, num_kept: int | None, dtype: torch.dtype
+) -> None:
     num_rows = 20
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(num_rows, vocab_size, generator=generator) * 2.5
+    logits = (torch.randn(num_rows, vocab_size, generator=generator) * 2.5).to(dtype)
     if num_kept is not None and num_kept < vocab_size:
         logits[logits < logits.topk(num_kept).values[:, -1:]] = -torch.inf
     rng = np.random.default_rng(vocab_size)
@@ -73,7 +76,7 @@ def test_tokens_equal_those_of_the_host(kernel_device: torch.device, vocab_size:
     seeds = rng.integers(0, 2**64, num_rows, dtype=np.uint64)
     positions = rng.integers(0, 2**17, num_rows, dtype=np.uint64)
     found = triton_gumbel.draw(logits.to(kernel_device), temperatures, seeds, positions)
-    assert found.tolist() == gumbel.draw(logits, temperatures, seeds, positions).tolist()
+    assert found.tolist() == gumbel.draw(logits.float(), temperatures, seeds, positions).tolist()
     for row in (slice(0, 1), slice(num_rows - 1, num_rows)):
         drawn = triton_gumbel.draw(logits[row].to(kernel_device), temperatures[row], seeds[row], positions[row])
         assert drawn.tolist() == found[row].tolist()
