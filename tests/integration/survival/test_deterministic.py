@@ -25,9 +25,9 @@ SETTINGS = {
     "scheduler.max_num_batched_tokens": 48,
     "scheduler.max_num_seqs": 8,
     "scheduler.speculation": "ngram",
-    "attention.num_blocks": 32,  # of 16 tokens: fewer than all requests together need
+    "attention.num_blocks": 26,  # of 16 tokens: fewer than all requests together need
 }
-MAX_TOKENS = 40
+MAX_TOKENS = 30
 PROMPT = "The capital of France is Paris. The capital of Italy is Rome. What is the capital of "
 
 
@@ -40,7 +40,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices
 
 def messages() -> list[gateway_pb2.GenerateRequest]:
     """Prompts of several lengths, some with a common prefix, greedy and drawn."""
-    prompts = [PROMPT * (1 + index % 3) + str(index // 2) for index in range(8)]
+    prompts = [PROMPT * (1 + index % 3) + str(index // 2) for index in range(6)]
     return [
         request(prompt, MAX_TOKENS, temperature=0.8 * (index % 2), seed=index, logprobs=2, ignore_eos=True)
         for index, prompt in enumerate(prompts)

@@ -56,20 +56,20 @@ def test_rows_of_products_and_activations_have_the_same_bits_in_every_batch(
 
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    [("qwen3_moe", torch.float32), ("gemma2", torch.bfloat16), ("gpt_oss", torch.bfloat16), ("bloom", torch.bfloat16)],
+    [("qwen3_moe", torch.float32), ("gemma2", torch.bfloat16), ("gpt_oss", torch.bfloat16)],
 )
 def test_logits_of_a_text_are_the_same_in_every_step(tmp_path: Path, variant: str, dtype: torch.dtype) -> None:
     """Beside other texts, in chunks, behind a cached prefix, after a fork and after a lost step."""
     path, draw = make_family_model(tmp_path, variant), random.Random(4)
     prefix = [draw.randrange(96) for _ in range(20)]
     all_token_ids = [
-        [*prefix[:shared], *(draw.randrange(96) for _ in range(length))] for shared, length in ((20, 25), (9, 60))
+        [*prefix[:shared], *(draw.randrange(96) for _ in range(length))] for shared, length in ((20, 14), (9, 61))
     ]
     texts = [compute_alone(deterministic_model(path, dtype), token_ids) for token_ids in all_token_ids]
     steps = RandomSteps(deterministic_model(path, dtype), texts)
-    for logits, expected in steps.run(num_steps=10):
+    for logits, expected in steps.run(num_steps=7):
         assert differing_rows(logits, expected) == 0
-    assert steps.num_computed > 60
+    assert steps.num_computed > 50
     assert steps.num_cached > 0
 
 
