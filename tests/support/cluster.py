@@ -170,9 +170,9 @@ def running_cluster(
     directory: Path,
     *overrides: str,
     wrapper: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
     is_warm: bool = False,
     launcher: str = "services.launch",
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
