@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -180,12 +181,14 @@ def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
         assert len(cluster.generate([5, 6, 7], 9, ignore_eos=True).token_ids) == 9
 
 
-def test_too_little_shared_memory_is_an_error_that_says_how_much(tmp_path: Path) -> None:
+def test_too_little_memory_is_an_error_that_says_how_much(tmp_path: Path) -> None:
+    """The largest step needs more, in the dense worker and for what the workers exchange, than there is."""
     space = os.statvfs(SHM_DIR)
     too_many = space.f_blocks * space.f_frsize // (512 * 4) + 1  # rows of the embedded model's qkv
     result = run_warm("services.launch", "--prompt", "a", "--set", f"scheduler.max_num_batched_tokens={too_many}")
     assert result.returncode == 1
-    assert "shared memory" in result.stderr and "free" in result.stderr
+    fitting = re.search(r"memory has \d+ bytes free, .*: set scheduler.max_num_batched_tokens to (\d+)", result.stderr)
+    assert int(fitting[1]) < too_many
 
 
 def test_a_killed_worker_is_replaced_and_the_stream_goes_on(tmp_path: Path) -> None:
