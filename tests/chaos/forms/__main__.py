@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first round of all cases; the next adds 1")
     parser.add_argument("--speculation", nargs="+", choices=SPECULATION, default=SPECULATION, help="default: all")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
     cases, seed = list[Case](), arguments.seed
     while sum(case.message.n for case in cases) * len(arguments.speculation) < arguments.answers:
         cases += every_case(seed)
