@@ -44,7 +44,7 @@ class LeadingBackend:
 
     def __init__(self, backend: DenseBackend, operations: ShardOperations) -> None:
         """`operations`: those of the backend."""
-        self.gives_hidden_states = backend.gives_hidden_states
+        self.gives_hidden_states, self.logits_dtype = backend.gives_hidden_states, backend.logits_dtype
         self._backend = backend
         self._operations = operations
         self._ranks: LeadingRanks | None = None
