@@ -16,9 +16,13 @@ if __name__ == "__main__":
     end_at_signals()
 
 import json
+import math
 import re
+import resource
 import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from tokenizers.processors import TemplateProcessing
 from services.common.errors import CapacityError, ModelError, TwostrokeError
 from services.common.shorten import shorten
 from services.common.terminal import progress_bar
+from services.launch.gguf_header import check_header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 KEYS = {  # of config.json, by keys of the file after the name of the architecture
@@ -44,6 +49,7 @@ KEYS = {  # of config.json, by keys of the file after the name of the architectu
     "attention.key_length": "head_dim",
 }
 OTHER_KEYS = {"attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "vocab_size"}
+FLOAT_KEYS = {"attention.layer_norm_rms_epsilon", "rope.freq_base"}  # the other numbers are integers
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -62,7 +68,11 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 SHARD_BYTES = 4 * 10**9
 DEFAULT_ROPE_THETA = 10_000.0
-DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError)  # what the package raises for it
+HEADER_BYTES = 4 * 2**30  # the most that the package may take for keys and names, a kilobyte for each element
+DAMAGE = (  # what the package raises for it
+    *(ValueError, LookupError, TypeError, ArithmeticError, OSError),
+    *(MemoryError, RecursionError),
+)
 
 
 def main(file: Path, directory: Path) -> int:
@@ -81,11 +91,14 @@ def main(file: Path, directory: Path) -> int:
 def convert(file: Path, directory: Path) -> None:
     """Makes `directory`. Raises `ModelError` for what is damaged or not supported, `CapacityError` without room."""
     try:
-        reader = gguf.GGUFReader(file)
+        check_header(file)
+        with _bounded_memory(file.stat().st_size + HEADER_BYTES):
+            reader = gguf.GGUFReader(file)
     except DAMAGE as error:
-        raise ModelError(f"{file} is truncated, damaged or no GGUF file: {shorten(str(error))}") from error
+        said = shorten(str(error) or type(error).__name__)
+        raise ModelError(f"{file} is truncated, damaged or no GGUF file: {said}") from error
     config = read_config(file, reader)
-    check_tensors(file, reader)
+    check_tensors(file, reader, config)
     dtype = _dtype_of(reader)
     needed = sum(int(tensor.n_elements) * (4 if _kind(tensor) == "F32" else 2) for tensor in reader.tensors)
     free = shutil.disk_usage(directory.parent).free
@@ -101,9 +114,9 @@ def convert(file: Path, directory: Path) -> None:
 def read_config(file: Path, reader: gguf.GGUFReader) -> dict[str, Any]:
     """The config.json of the file's keys. Raises `ModelError` for an architecture or a key that is not known."""
     architecture = _value(reader, "general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{file} has the architecture {architecture!r}, GGUF is read of {known}")
+        raise ModelError(f"{file} has the architecture {shorten(repr(architecture))}, GGUF is read of {known}")
     if (num_files := _value(reader, "split.count")) not in (None, 0, 1):
         raise ModelError(f"{file} is one of {num_files} files of a model, GGUF is read of whole files")
     prefix = f"{architecture}."
@@ -115,21 +128,29 @@ def read_config(file: Path, reader: gguf.GGUFReader) -> dict[str, Any]:
     lacking = sorted(KEYS.keys() - own.keys() - {"attention.head_count_kv", "attention.key_length"})
     if lacking:
         raise ModelError(f"{file} lacks {prefix}{lacking[0]}")
+    for key, value in own.items():
+        kind = float if key in FLOAT_KEYS else int
+        if key != "rope.scaling.type" and not (type(value) is kind and 0 < value < math.inf):
+            number = "a positive number" if kind is float else "a positive integer"
+            raise ModelError(f"{file} has {prefix}{key} = {shorten(str(value))}, which is not {number}")
     config: dict[str, Any] = {name: own[key] for key, name in KEYS.items() if key in own}
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     config.setdefault("head_dim", own.get("rope.dimension_count", head_dim))
     if own.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise ModelError(f"{file} rotates {own['rope.dimension_count']} of {config['head_dim']} numbers of each head")
+    if config["head_dim"] % 2:
+        raise ModelError(f"{file} has heads of {config['head_dim']} numbers, rotated are pairs of them")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if "token_embd.weight" not in tensors:
-        raise ModelError(f"{file} lacks the tensor token_embd.weight")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{file} lacks the tensor token_embd.weight, a matrix")
     rope = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", DEFAULT_ROPE_THETA)}
     return config | {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_act": "silu",
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": int(embedding.shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_parameters": rope,
         "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
@@ -137,16 +158,43 @@ def read_config(file: Path, reader: gguf.GGUFReader) -> dict[str, Any]:
     }
 
 
-def check_tensors(file: Path, reader: gguf.GGUFReader) -> None:
-    """Raises `ModelError` for a type or a tensor that is not known."""
+def check_tensors(file: Path, reader: gguf.GGUFReader, config: dict[str, Any]) -> None:
+    """Raises `ModelError` for a type or a tensor that is not known, and for a shape that is not that of `config`."""
+    shapes = _shapes(config)
     for tensor in reader.tensors:
         if _kind(tensor) not in (*FLOATS, *QUANTIZED):
             known = ", ".join((*FLOATS, *QUANTIZED))
             raise ModelError(f"{file} has {tensor.name} in {_kind(tensor)}, read are {known}")
         if hf_name(tensor.name) is None:
             raise ModelError(f"{file} has the tensor {tensor.name}, which is not read of GGUF")
-        if _value(reader, "general.architecture") == "llama" and tensor.name.endswith(".bias"):
+        if config["model_type"] == "llama" and tensor.name.endswith(".bias"):
             raise ModelError(f"{file} has the tensor {tensor.name}, Llama's layers have no biases")
+        stated = tuple(reversed(tensor.shape.tolist()))
+        expected = shapes[tensor.name.split(".")[-2]]
+        if tensor.name.endswith(".bias"):
+            expected = expected[:1]
+        if stated != expected:
+            raise ModelError(f"{file} has {tensor.name} in the shape {stated}, its keys ask for {expected}")
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the weights of each part, as torch counts: outputs first."""
+    hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    return {
+        "token_embd": (config["vocab_size"], hidden),
+        "output": (config["vocab_size"], hidden),
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries),
+        "attn_q_norm": (head_dim,),
+        "attn_k_norm": (head_dim,),
+        "ffn_gate": (intermediate, hidden),
+        "ffn_up": (intermediate, hidden),
+        "ffn_down": (hidden, intermediate),
+        **dict.fromkeys(("output_norm", "attn_norm", "ffn_norm"), (hidden,)),
+    }
 
 
 def hf_name(name: str) -> str | None:
@@ -201,16 +249,40 @@ def _tensor(file: Path, tensor: gguf.ReaderTensor, config: dict[str, Any]) -> to
 
 
 def _write_tokenizer(file: Path, reader: gguf.GGUFReader, directory: Path) -> None:
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:  # of many kinds, for a tokenizer that the library cannot read
-        raise ModelError(f"{file} has a tokenizer that transformers does not read: {shorten(str(error))}") from error
+    with tempfile.TemporaryDirectory() as alone:  # files beside the model's would replace what it has itself
+        (Path(alone) / "model.gguf").symlink_to(file.absolute())
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf")
+        except Exception as error:  # of many kinds, for a tokenizer that the library cannot read
+            said = shorten(str(error))
+            raise ModelError(f"{file} has a tokenizer that transformers does not read: {said}") from error
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    made = tokenizer.convert_ids_to_tokens(range(len(tokens)))
+    number = next((number for number, token in enumerate(tokens) if made[number] != token), None)
+    if number is not None:
+        own, other = shorten(repr(tokens[number])), shorten(repr(made[number]))
+        raise ModelError(f"{file} has {own} as its token {number}, of which transformers makes {other}")
     if _value(reader, "tokenizer.ggml.add_bos_token") and tokenizer.bos_token_id not in tokenizer.encode("a"):
         bos = tokenizer.bos_token
+        if bos is None:
+            raise ModelError(f"{file} asks for a token at the beginning of each text, and names none")
         pieces = [(bos, tokenizer.bos_token_id)]
         processor = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=pieces)
         tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def _bounded_memory(num_bytes: int) -> Iterator[None]:
+    """What is allocated beyond `num_bytes` more than this process has now is refused with a `MemoryError`."""
+    has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [each for each in (soft, hard, has + num_bytes) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _dtype_of(reader: gguf.GGUFReader) -> torch.dtype:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,6 +82,106 @@ def test_the_tokenizer_and_the_chat_template_are_the_files_own(tmp_path: Path) -
     chat = [{"role": "user", "content": "Hello"}]
     assert made.apply_chat_template(chat, tokenize=False) == original.apply_chat_template(chat, tokenize=False)
     assert (made.bos_token, made.eos_token) == ("<s>", "</s>")
+
+
+def test_files_beside_a_model_leave_its_tokenizer_as_it_is(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", EMBEDDED_MODEL, "Q8_0")
+    other = json.loads((EMBEDDED_MODEL / "tokenizer.json").read_text())
+    vocab = other["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    (tmp_path / "tokenizer_config.json").write_text((EMBEDDED_MODEL / "tokenizer_config.json").read_text())
+    convert(tmp_path / "m.gguf", tmp_path / "made")
+    made, original = (AutoTokenizer.from_pretrained(each) for each in (tmp_path / "made", EMBEDDED_MODEL))
+    assert made.encode("a b ab") == original.encode("a b ab")
+
+
+def test_tokens_that_the_tokenizer_lacks_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, EMBEDDED_MODEL, "Q8_0")
+    content = file.read_bytes()
+    file.write_bytes(content.replace(text("\u0101".encode()), text("\u0100".encode()), 1))
+    with pytest.raises(ModelError, match=r"has '\u0100' as its token \d+, of which transformers makes None$"):
+        convert(file, tmp_path / "made")
+    file.write_bytes(content.replace(b"ggml.bos_token_id", b"ggml.xxx_token_id", 1))
+    with pytest.raises(ModelError, match="asks for a token at the beginning of each text, and names none"):
+        convert(file, tmp_path / "again")
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (text(b"general.x") + struct.pack("<IIQ", 9, 0, 2**40), "general.x takes 1099511627776 bytes where"),
+        (text(b"general.x") + struct.pack("<IIQ", 9, 10, 2**61), "general.x takes 18446744073709551616 bytes where"),
+        (text(b"general.x") + struct.pack("<IIQQ", 9, 8, 2**40, 2**50), "general.x takes 1125899906842624 bytes where"),
+        (text(b"general.x") + struct.pack("<IQ", 8, 2**40), "general.x takes 1099511627776 bytes where"),
+        (text(b"general.x") + struct.pack("<IIQ", 9, 9, 2**40), "general.x has values of the type 9"),
+        (struct.pack("<Q", 2**63), "a key takes 9223372036854775808 bytes where"),
+        (text(b"general.x") + struct.pack("<IQ", 8, 2) + b"\xff\xff", "'utf-8' codec can't decode"),
+        (text(b"\xff") + struct.pack("<II", 4, 1), "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_length_beyond_the_file_is_refused_before_the_package_reads_it(
+    entry: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_gguf.gguf, "GGUFReader", None)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + bytes(64))
+    with pytest.raises(ModelError, match=f"{file} is truncated, damaged or no GGUF file: {said}"):
+        convert(file, tmp_path / "made")
+
+
+def test_the_package_reads_with_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_gguf, "HEADER_BYTES", -(2**20))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ModelError, match=f"{file} is truncated, damaged or no GGUF file: .*Cannot allocate memory"):
+        convert(file, tmp_path / "made")
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"heads": 0}, r"has llama\.attention\.head_count = 0, which is not a positive integer"),
+        ({"heads": [4]}, r"has llama\.attention\.head_count = \[4\], which is not a positive integer"),
+        ({"heads": 64}, "has heads of 1 numbers, rotated are pairs of them"),
+        ({"eps": float("nan")}, r"has llama\.attention\.layer_norm_rms_epsilon = nan, which is not a positive number"),
+        ({"token_embd": (64,)}, r"lacks the tensor token_embd\.weight, a matrix"),
+        ({"attn_q": (7, 64)}, r"has blk\.0\.attn_q\.weight in the shape \(7, 64\), its keys ask for \(64, 64\)"),
+        ({"attn_norm": (64, 1)}, r"attn_norm\.weight in the shape \(64, 1\), its keys ask for \(64,\)"),
+        ({"architecture": ["llama"]}, r"has the architecture \['llama'\], GGUF is read of"),
+    ],
+)
+def test_values_that_are_none_of_a_model_are_named(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    writer = GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    if "architecture" in values:
+        del writer.kv_data[0]["general.architecture"]
+        writer.add_array("general.architecture", values["architecture"])
+    for add in (writer.add_context_length, writer.add_embedding_length, writer.add_feed_forward_length):
+        add(64)
+    writer.add_block_count(1)
+    heads = values.get("heads", 4)
+    if isinstance(heads, int):
+        writer.add_head_count(heads)
+    else:
+        writer.add_array("llama.attention.head_count", heads)
+    writer.add_layer_norm_rms_eps(values.get("eps", 1e-5))
+    shapes = {"token_embd": (32, 64), "attn_q": (64, 64), "attn_norm": (64,)}
+    for name, shape in shapes.items():
+        place = name if name == "token_embd" else f"blk.0.{name}"
+        writer.add_tensor(f"{place}.weight", np.zeros(values.get(name, shape), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=said):
+        convert(tmp_path / "m.gguf", tmp_path / "made")
 
 
 @pytest.mark.parametrize(
