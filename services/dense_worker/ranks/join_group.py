@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -25,8 +26,18 @@ class RankStore:
     @classmethod
     def create(cls) -> Self:
         """The first rank's end."""
-        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        return cls(store, store.port)
+        # Of itself the store would listen on all interfaces, and it asks nobody who he is.
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                LOOPBACK,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=STORE_TIMEOUT,
+                master_listen_fd=listener.detach(),
+            )
+        return cls(store, port)
 
     @classmethod
     def find(cls, port: int) -> Self:

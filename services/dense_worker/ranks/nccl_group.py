@@ -15,10 +15,12 @@ from services.dense_worker.ranks.group import naming_ranks
 
 # NCCL's own, of the process. An operation that waits too long is found by the engine, which aborts the group; torch's
 # watchdogs would end the process instead, also for graphs that wait with reason. Multicast over NVLink stays off.
+# All ranks are on one machine, so the meeting needs no interface that others can reach.
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 
 

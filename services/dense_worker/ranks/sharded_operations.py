@@ -72,6 +72,6 @@ class ShardedOperations(TorchOperations):
     def logits(
         self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Those of all ranks, on the first one."""
+        """Those of all ranks, on the first one, contiguous: what edits them takes them as one row."""
         own = super().logits(residual, norm, lm_head, hidden_out)
-        return self.group.gather(own)[:, : self._vocab_size]
+        return self.group.gather(own)[:, : self._vocab_size].contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,24 @@ def test_all_ranks_get_the_same_sum_and_the_first_one_all_columns() -> None:
     for total, first, _ in results:
         assert torch.equal(total, results[0][0]) and first.tolist() == [0, 0, 0]
     assert torch.equal(results[0][2], torch.cat(tensors, dim=1))
+
+
+def test_a_step_without_sampled_rows_gathers_nothing() -> None:
+    of_ranks = groups(2)
+
+    def run(index: int) -> torch.Tensor:
+        of_ranks[index].add(torch.zeros(0, 4))
+        return of_ranks[index].gather(torch.zeros(0, 4))
+
+    assert run_ranks(2, lambda group: run(group.rank.index))[0].shape == (0, 8)
+
+
+def test_the_store_listens_at_loopback_alone() -> None:
+    """As Linux says: it has no authentication."""
+    store = RankStore.create()
+    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listening = [each[1] for each in sockets if each[3] == "0A" and each[1].endswith(f":{store.port:04X}")]
+    assert listening == [f"0100007F:{store.port:04X}"]
 
 
 def test_a_rank_that_does_not_come_is_found() -> None:

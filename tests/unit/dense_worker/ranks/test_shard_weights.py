@@ -54,7 +54,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def logits_of(model: WholeModel) -> torch.Tensor:
     """Of a prompt in two chunks."""
     model.open(1, PROMPT)
-    return torch.cat([*model.step((1, 9, 0)), *model.step((1, 12, 9))])
+    steps = [*model.step((1, 9, 0)), *model.step((1, 12, 9))]
+    assert all(each.is_contiguous() for each in steps), "editors of logits take them as one row"
+    return torch.cat(steps)
 
 
 def logits_of_ranks(path: Path, count: int) -> torch.Tensor:
