@@ -27,6 +27,7 @@ TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the 
 CREDIT_S = 0.25  # what it may take beyond that
 QUICK_S = TOKEN_S / 10  # following a token costs nothing if it takes less
 FOLLOWED_AT_ONCE = 32  # tokens with a new lexer, between two looks at the clock
+MAX_FORCED_AT_ONCE = 512  # tokens; to find them takes as long as all that is forced then is
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # of the grammar, which clients do not know, follows a message
 _ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
@@ -99,8 +100,9 @@ class GrammarMatcher:
         self._credit_s = CREDIT_S
         self._mask_s = 0.0  # that its last mask took
         self._is_slow = False  # perhaps: one of a step whose masks took longer than they would have
-        self._forced: list[int] | None = None  # see `forced_tokens`; None: not looked up since the last token
+        self._forced: list[int] | None = None  # see `forced_tokens`; None: not looked up
         self._after_forced = self._matcher  # another one, which has followed these; valid while `_forced` is
+        self._finds_forced = True  # until its lexer fails: what is found uses up the states of one
 
     @property
     def is_complete(self) -> bool:
@@ -114,17 +116,19 @@ class GrammarMatcher:
 
     @property
     def forced_tokens(self) -> list[int]:
-        """The next tokens, as far as the grammar leaves no choice and a further token follows.
+        """The next tokens, as far as the grammar leaves no choice and a further token follows; of many, not all.
 
         The mask of each allows only this token. The last token of a text is never among them: it is sampled, as the one
-        after these is.
+        after these is. Looked up when those found before have been consumed; the sequence is charged for it.
         """
         if self._forced is None:
-            self._forced = self._find_forced() if self.is_running else []
+            begin_s = time.thread_time()
+            self._forced = self._find_forced() if self.is_running and self._finds_forced else []
+            self._charge_token(time.thread_time() - begin_s)
         return self._forced
 
     def _find_forced(self) -> list[int]:
-        forced = self._matcher.compute_ff_tokens()
+        forced = self._matcher.compute_ff_tokens()[:MAX_FORCED_AT_ONCE]
         if not forced:
             return forced
         self._after_forced = self._matcher.deep_copy()
@@ -152,10 +156,15 @@ class GrammarMatcher:
         if self.is_running:
             self._matcher.compute_bitmask()
             self._note([])
+            if self.forced_tokens:
+                self._credit_s, self._is_slow = CREDIT_S, False  # no step has waited
 
     def _note(self, token_ids: Sequence[int]) -> None:
         self._consumed += token_ids
-        self._forced = self._forced if not token_ids else None
+        if self._forced is not None and token_ids:
+            num_tokens = len(token_ids)
+            is_as_forced = len(self._forced) > num_tokens and self._forced[:num_tokens] == list(token_ids)
+            self._forced = self._forced[num_tokens:] if is_as_forced else None
         if self._matcher.is_error():
             self._recover(self._matcher)
 
@@ -179,7 +188,7 @@ class GrammarMatcher:
         except GrammarError as error:
             self.error = str(error)
             return
-        self._matcher, self._forced = self._start.deep_copy(), None
+        self._matcher, self._forced, self._finds_forced = self._start.deep_copy(), None, False
         for first in range(0, len(self._consumed), FOLLOWED_AT_ONCE):
             self._matcher.consume_tokens(self._consumed[first : first + FOLLOWED_AT_ONCE])
             if time.thread_time() - begin > CREDIT_S:
@@ -252,7 +261,8 @@ class GrammarMatcher:
             last = first + len(more)
             if matcher.is_running:
                 num_forced = min(len(more) + 1, len(matcher.forced_tokens)) if more else 0
-                matcher._fill_forced(masks[first : first + num_forced])
+                if num_forced:
+                    matcher._fill_forced(masks[first : first + num_forced])
                 if num_forced == len(more):
                     rows.append(_Row(last, matcher, matcher._state_after(num_forced)))
                 assert num_forced >= len(more), "drafts of a form are its forced tokens"

@@ -105,8 +105,10 @@ def _try_walk(start: LLMatcher, walk: int) -> None:
 
 
 def _walk(matcher: LLMatcher, generator: random.Random) -> None:
+    num_forced = 0  # of the next tokens, which are looked up again when these have been followed
     for step in range(NUM_STEPS):
         begin = time.thread_time()
+        num_forced = num_forced - 1 if num_forced else len(matcher.compute_ff_tokens())
         mask = matcher.compute_bitmask()
         token_id = None if matcher.is_error() else _random_token(mask, generator)
         if token_id is not None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.forced_tokens import ForcedTokens
-from services.grammar.matcher import GrammarMatcher
+from services.grammar.matcher import MAX_FORCED_AT_ONCE, GrammarMatcher
 from tests.support.dense.forms import Forms, allowed, make_vocabulary
 from tests.support.dense.sequences import with_grammar
 from tests.support.examples import examples
@@ -112,3 +112,39 @@ def test_a_matcher_that_is_moved_back_has_other_forced_tokens(forms: Forms) -> N
     assert matcher.forced_tokens == forms.tokens("yz")
     matcher.sync([])
     assert matcher.forced_tokens == []
+
+
+def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[GrammarMatcher]:
+    """A list that gets each matcher that looks up what is forced."""
+    looked, find_forced = list[GrammarMatcher](), GrammarMatcher._find_forced
+
+    def find(matcher: GrammarMatcher) -> list[int]:
+        looked.append(matcher)
+        return find_forced(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "_find_forced", find)
+    return looked
+
+
+def test_what_is_forced_is_looked_up_once_for_many_tokens(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes as long as the rest of the form is, which its sequence pays for."""
+    text = "".join(random.Random(0).choice("abcdefghijklmnopqrstuvwxyz") for _ in range(3 * MAX_FORCED_AT_ONCE))
+    matcher, looked = forms.matcher(StructuredOutput(Constraint.REGEX, text + "[0-9]+")), count_looks(monkeypatch)
+    expected, found = forms.tokens(text), list[int]()
+    while matcher.forced_tokens and len(found) < len(expected):
+        assert len(matcher.forced_tokens) <= MAX_FORCED_AT_ONCE
+        token_id = matcher.forced_tokens[0]
+        GrammarMatcher.consume([(matcher, token_id)])
+        found.append(token_id)
+    assert found == expected[: len(found)] and len(found) >= len(expected) - 1
+    assert len(looked) <= len(expected) / MAX_FORCED_AT_ONCE + 2
+
+
+def test_a_matcher_with_a_lexer_of_its_own_does_not_look_again(forms: Forms) -> None:
+    """What it looked at may have used up the states of the one before."""
+    matcher = forms.matcher(StructuredOutput(Constraint.REGEX, "abcdefghi[0-9]+"))
+    assert matcher.forced_tokens
+    matcher.remake = lambda: forms.matcher(StructuredOutput(Constraint.REGEX, "abcdefghi[0-9]+"))._start
+    matcher._recover(matcher._matcher)
+    assert matcher.is_running and not matcher.forced_tokens
+    assert np.flatnonzero(allowed(matcher)).tolist() == forms.tokens("a")

@@ -14,7 +14,7 @@ looked at, and all steps are planned ahead.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MAX_TRIAL_STEPS = 64.0  # as many steps' time may be saved for trials, which gains pay
 MAX_TRIAL_LOSS_STEPS = 8.0  # that one of them may take: to compute a part of a prompt takes longer than to draft
+MAX_LOOK_S = 0.005  # for what is forced, before a step
 MIN_GAIN = 1.1  # a token must take so many times less time with drafts: estimates have errors
 
 
@@ -92,9 +93,8 @@ class MeasuredDrafting(Drafting):
         if ahead_s is None:
             return False
         savings = []
-        for sequence in decodes:
-            if (predictor := self._follow(sequence)) is not None:
-                savings += _savings(predictor.next_chances(self._most_of(predictor)))
+        for _, predictor in self._followed(decodes):
+            savings += _savings(predictor.next_chances(self._most_of(predictor)))
         savings.sort(reverse=True)
         num_drafts, time_s = self._choose(num_seqs, savings, max_num_drafts, ahead_s, is_careful=False)
         self._budget.spend(time.thread_time() - begin_s)
@@ -132,10 +132,9 @@ class MeasuredDrafting(Drafting):
         if max_num_drafts <= 0 or self._budget.is_spent or any(sequence.num_pending_tokens for sequence in decodes):
             return
         savings = []
-        for sequence in decodes:
-            if (predictor := self._follow(sequence)) is not None:
-                chances = predictor.chances(self._most_of(predictor))
-                savings += [(saved, sequence.seq_id) for saved in _savings(chances)]
+        for sequence, predictor in self._followed(decodes):
+            chances = predictor.chances(self._most_of(predictor))
+            savings += [(saved, sequence.seq_id) for saved in _savings(chances)]
         savings.sort(key=lambda each: -each[0])
         num_seqs = num_rows + len(decodes)
         ahead_s = self._costs.cost(num_seqs, is_ahead=True) if savings else None
@@ -206,6 +205,15 @@ class MeasuredDrafting(Drafting):
             self._predictors[sequence] = predictor
         predictor.follow(sequence.output_token_ids)
         return predictor
+
+    def _followed(self, decodes: SequenceOf[Sequence]) -> Iterator[tuple[Sequence, Predictor]]:
+        """Those that may have drafts; not all, if it takes long to find what is forced: the rest has none this time."""
+        begin_s = time.monotonic()
+        for sequence in decodes:
+            if (predictor := self._follow(sequence)) is not None:
+                yield sequence, predictor
+                if isinstance(predictor, ForcedTokens) and time.monotonic() - begin_s > MAX_LOOK_S:
+                    return
 
     def _most_of(self, predictor: Predictor) -> int:
         """Most drafts of a sequence in a step."""
