@@ -70,8 +70,12 @@ class Counts:
         assert name in GAUGES
         return Count()
 
-    def of_keys(self, names: Sequence[str]) -> list[KeyCounts]:
-        """Those of the API keys of these names. Raises `ConfigError`, and changes nothing, if not all have a place."""
+    def of_keys(self, names: Sequence[str], *, waits: bool = True) -> list[KeyCounts]:
+        """Those of the API keys of these names.
+
+        Raises `ConfigError`, and changes nothing, if not all have a place, and `PeerError` if another process looks
+        for its keys: at once, or with `waits` after `_LOCK_TIMEOUT_S`.
+        """
         return [KeyCounts(Count(), Count(), Count()) for _ in names]
 
 
@@ -109,8 +113,8 @@ class SharedCounts(Counts):
     def gauge(self, name: str) -> Count:
         return self._count(GAUGES.index(name), starts_anew=True)
 
-    def of_keys(self, names: Sequence[str]) -> list[KeyCounts]:
-        firsts = [len(GAUGES) + _COUNTS_PER_KEY * place for place in self._places_of(names)]
+    def of_keys(self, names: Sequence[str], *, waits: bool = True) -> list[KeyCounts]:
+        firsts = [len(GAUGES) + _COUNTS_PER_KEY * place for place in self._places_of(names, _LOCK_TIMEOUT_S * waits)]
         return [
             KeyCounts(
                 self._count(first, starts_anew=True),
@@ -124,12 +128,12 @@ class SharedCounts(Counts):
         places = range(column, len(self._words), _ROW_WORDS)
         return _SharedCount(self._words, places[self._index], places, starts_anew=starts_anew)
 
-    def _places_of(self, names: Sequence[str]) -> list[int]:
+    def _places_of(self, names: Sequence[str], timeout_s: float) -> list[int]:
         """The places of keys, the same in all processes. One look at the table, and one change of it, for all."""
         digests = {name: blake2b(name.encode(), digest_size=_NAME_BYTES).digest() for name in names}
         if not digests:
             return []
-        with self._locked():
+        with self._locked(timeout_s):
             table = self._memory[: _NAME_BYTES * MAX_KEYS]
             places: dict[bytes, int] = {}
             for start in range(0, len(table), _NAME_BYTES):
@@ -149,18 +153,18 @@ class SharedCounts(Counts):
         return [places[digests[name]] for name in names]
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, timeout_s: float) -> Iterator[None]:
         """Another process has the lock for milliseconds, while it looks for keys. Raises `PeerError` after a while."""
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         with self._path.open("rb") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError as error:
-                    if time.monotonic() > deadline:
+                    if time.monotonic() >= deadline:
                         raise PeerError(
-                            f"another gateway process has held the lock of the shared counts for {_LOCK_TIMEOUT_S:g} s"
+                            f"another gateway process has held the lock of the shared counts for {timeout_s:g} s"
                         ) from error
                 time.sleep(_LOCK_POLL_S)
             yield  # closing the file gives up the lock

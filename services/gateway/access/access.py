@@ -102,7 +102,7 @@ class Access:
         self._callers: list[tuple[bytes, Caller]] = []  # (digest of the key, its caller)
         self._usage: dict[str, Usage] = {}  # by name; kept when a key is removed, in case it returns
         self._version = _version(file)
-        self._set_keys(read_api_keys(file, pairs))
+        self._set_keys(read_api_keys(file, pairs), waits=True)
 
     @property
     def needs_key(self) -> bool:
@@ -167,19 +167,24 @@ class Access:
                     usage.note_others()
 
     def reload_if_changed(self) -> None:
-        """Reads the file if it has changed since the last time."""
+        """Reads the file if it has changed since the last time, or could not be read then."""
         version = _version(self._file)
         if version == self._version:
             return
-        self._version = version
         try:
-            self._set_keys(read_api_keys(self._file, self._pairs))
-        except (ConfigError, PeerError) as error:
+            self._set_keys(read_api_keys(self._file, self._pairs), waits=False)
+        except ConfigError as error:
             log.error("the API keys file is invalid, the keys stay as they were", error=str(error))
+            if version is not None and isinstance(error.__cause__, OSError):
+                return
+        except (PeerError, OSError) as error:
+            log.warning("the API keys cannot be taken now, the next look tries again", error=str(error))
+            return
+        self._version = version
 
-    def _set_keys(self, keys: list[ApiKey]) -> None:
+    def _set_keys(self, keys: list[ApiKey], *, waits: bool) -> None:
         new = [key for key in keys if key.name not in self._usage]
-        of_new = self._counts.of_keys([key.name for key in new])  # if it raises, nothing has changed
+        of_new = self._counts.of_keys([key.name for key in new], waits=waits)  # if it raises, nothing has changed
         self._usage |= {key.name: Usage(key.name, key.limits, each) for key, each in zip(new, of_new, strict=True)}
         callers = []
         for key in keys:

@@ -121,7 +121,7 @@ def test_what_a_killed_process_had_open_ends_when_its_successor_begins(
 def test_a_process_that_keeps_the_lock_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_counts, "_LOCK_TIMEOUT_S", 0.05)
     first, second = SharedCounts(path, 0), SharedCounts(path, 1)
-    with first._locked(), pytest.raises(PeerError, match=r"held the lock of the shared counts for 0\.05 s"):
+    with first._locked(0.0), pytest.raises(PeerError, match=r"held the lock of the shared counts for 0\.05 s"):
         second.of_keys(["team"])
     second.of_keys(["team"])
 

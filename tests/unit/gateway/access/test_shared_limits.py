@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
+from typing import IO, Any
 from unittest.mock import Mock
 
 import pytest
@@ -96,6 +100,39 @@ def test_keys_without_a_place_change_nothing(
     caller.usage.open_request()
     with pytest.raises(RateLimited, match="its limit is 1"):
         caller.usage.open_request()
+
+
+def open_without_room(path: Path, opens: Callable[..., IO[Any]], failing: Path, *args: Any, **options: Any) -> IO[Any]:
+    if path == failing:
+        raise OSError(errno.EMFILE, "Too many open files")
+    return opens(path, *args, **options)
+
+
+def test_keys_that_could_not_be_taken_are_taken_by_the_next_look(
+    tmp_path: Path, processes: list[SharedCounts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.toml"
+
+    def write(name: str) -> None:
+        file.write_text(f'[[keys]]\nname = "{name}"\nkey = "{name * 16}"\n')
+
+    write("a")
+    access = Access(file, "", counts=processes[0])
+    monkeypatch.setattr(shared_counts.time, "sleep", Mock(side_effect=AssertionError("it waits in the event loop")))
+    write("bb")
+    with processes[1]._locked(0.0):
+        access.reload_if_changed()
+    assert access.key_names == {"a"}
+    access.reload_if_changed()
+    assert access.key_names == {"bb"}
+    write("ccc")
+    for failing in (processes[0]._path, file):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", partialmethod(open_without_room, Path.open, failing))
+            access.reload_if_changed()
+        assert access.key_names == {"bb"}
+    access.reload_if_changed()
+    assert access.key_names == {"ccc"}
 
 
 @settings(max_examples=examples(50, 10), deadline=None)
