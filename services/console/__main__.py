@@ -110,9 +110,11 @@ def _models(argv: list[str], program: str) -> int:
 
 
 def _build_engines(argv: list[str], program: str) -> int:
+    from services.common.cli import dashed
     from services.dense_worker.tensorrt.build_options import make_parser
 
-    make_parser(program).parse_args(argv)  # without torch, whose import takes seconds: --help, and what is wrong
+    # Without torch, whose import takes seconds: --help, and what is wrong.
+    make_parser(program).parse_args(dashed(argv))
     from services.dense_worker.tensorrt import build
 
     return build.main(argv, program)

@@ -67,6 +67,12 @@ def test_the_help_of_build_engines_needs_no_torch() -> None:
     assert "torch" not in imported
 
 
+def test_flags_of_build_engines_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["build-engines", "--load_format=nothing"])
+    assert "argument --load-format: invalid choice: 'nothing'" in capsys.readouterr().err
+
+
 def test_without_a_command_the_help_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     assert capsys.readouterr().out == HELP
