@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 import structlog
 
@@ -35,6 +36,7 @@ _MESSAGE_TOKENS = 16  # as which the rest of a message counts, about a hundred b
 MAX_BATCH_BYTES = 2**16  # of one of these, also if each token is in a block of its own
 _MAX_UNSENT_BYTES = 256 * 2**20  # for one subscriber that reads too slowly; later batches are lost for it
 _MAX_KEPT_BYTES = 64 * 2**20  # of batches that can be sent again
+_PORTION = 1024  # batches that are sent again before new ones are published
 _STOP_TIMEOUT_S = 2.0
 _END = (-1).to_bytes(8, "big", signed=True)
 _MEDIUM = "GPU"  # what vLLM calls the memory of the device, whichever that is
@@ -81,6 +83,7 @@ class Publisher:
         self._next_sequence = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_kept_bytes = 0
+        self._replays: dict[bytes, int] = {}  # by peer, the number of the next batch to be sent again
         self._is_closing = threading.Event()
         self._has_waited = False  # for an address
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -115,11 +118,13 @@ class Publisher:
             self._wait()
 
     def _wait(self) -> None:
-        """Lets `_INTERVAL_MS` pass, or answers a request for what was sent before."""
+        """Lets `_INTERVAL_MS` pass, or sends a portion of what peers ask to have again."""
         if self._replaying is None:
             self._is_closing.wait(_INTERVAL_MS / 1e3)
-        elif self._replaying.poll(_INTERVAL_MS):
-            self._send_again(self._replaying.recv_multipart())
+            return
+        has_sent = any([self._send_again(peer) for peer in tuple(self._replays)])
+        if self._replaying.poll(0 if has_sent else _INTERVAL_MS):
+            self._take_request(self._replaying.recv_multipart())
 
     def _publish(self, messages: Sequence[Message]) -> None:
         assert self._publishing is not None
@@ -133,17 +138,42 @@ class Publisher:
         while self._num_kept_bytes > _MAX_KEPT_BYTES:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
 
-    def _send_again(self, request: Sequence[bytes]) -> None:
-        """A peer that does not read loses answers: this thread never waits for one."""
-        assert self._replaying is not None
+    def _take_request(self, request: Sequence[bytes]) -> None:
+        """A peer's request takes the place of one that it has not got all answers to."""
         if len(request) != 3 or len(request[2]) != 8:
             log.warning("a request for KV events is not a sequence number", num_frames=len(request))
             return
-        peer, first = request[0], int.from_bytes(request[2], "big")
-        for number, payload in self._kept:
-            if number >= first:
-                self._replaying.send_multipart([peer, b"", number.to_bytes(8, "big"), payload], copy=False)
-        self._replaying.send_multipart([peer, b"", _END, b""])
+        self._replays[request[0]] = int.from_bytes(request[2], "big")
+
+    def _send_again(self, peer: bytes) -> bool:
+        """Sends a portion, as far as the peer has room for it: this thread never waits. Returns whether it had any.
+
+        What is no longer kept when a slow peer has room is left out, which it sees by the numbers.
+        """
+        first_kept = self._kept[0][0] if self._kept else self._next_sequence
+        start = min(max(0, self._replays[peer] - first_kept), len(self._kept))
+        portion = list(islice(self._kept, start, start + _PORTION))
+        is_last = start + len(portion) >= len(self._kept)
+        num_sent = 0
+        try:
+            for number, payload in portion:
+                self._send_answer(peer, number.to_bytes(8, "big"), payload)
+                num_sent += 1
+            if is_last:
+                self._send_answer(peer, _END, b"")
+                del self._replays[peer]
+                return True
+        except zmq.Again:  # it has no room
+            pass
+        except zmq.ZMQError:  # it has gone
+            del self._replays[peer]
+            return False
+        self._replays[peer] = first_kept + start + num_sent
+        return num_sent > 0
+
+    def _send_answer(self, peer: bytes, number: bytes, payload: bytes) -> None:
+        assert self._replaying is not None
+        self._replaying.send_multipart([peer, b"", number, payload], zmq.NOBLOCK, copy=False)
 
     def _open(self) -> None:
         endpoint, replay_endpoint = self._endpoints.values()
@@ -151,6 +181,7 @@ class Publisher:
         if replay_endpoint is not None:
             try:
                 self._replaying = self._socket("attention.kv_events_replay", zmq.ROUTER, replay_endpoint, binds=True)
+                self._replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says that a peer has no room, and drops nothing
             except ConfigError:
                 publishing.close(linger=0)
                 raise

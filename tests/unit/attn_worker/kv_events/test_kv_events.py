@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import zmq
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
@@ -25,7 +28,7 @@ from services.attn_worker.kv_events.kv_events import (
     ReportedPrefixCache,
     Stored,
 )
-from services.attn_worker.kv_events.publisher import MAX_BATCH_BYTES, _batches
+from services.attn_worker.kv_events.publisher import MAX_BATCH_BYTES, BlockStored, Publisher, _batches
 from tests.support.examples import examples
 from tests.support.plans import make_plan
 from tests.unit.attn_worker.cache.test_kv_cache_properties import KVCacheMachine
@@ -172,6 +175,33 @@ def test_no_batch_has_more_bytes_than_a_subscribers_queue_is_made_for() -> None:
     for events in ([Stored(digests[0], digests, array("I", [2**31] * 10_000), 1)], removed, single):
         for batch in _batches(events):
             assert len(msgspec.msgpack.encode([0.0, batch, 0])) <= MAX_BATCH_BYTES
+
+
+def test_a_long_history_is_sent_again_as_a_whole_to_a_slow_peer(tmp_path: Path) -> None:
+    """More batches than a socket queues, of which each but the last ones must wait until the peer reads."""
+    num_batches, ends = 10_000, (-1).to_bytes(8, "big", signed=True)
+    publisher = Publisher(KVEvents(), f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", "")
+    message = BlockStored([2**63], None, [2**31] * 100, 100, None, "GPU", None)
+    publisher._open()
+    for _ in range(num_batches):
+        publisher._publish([message])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as slow, context.socket(zmq.DEALER) as gone:
+        for peer, first in ((gone, 0), (slow, 0)):
+            peer.set_hwm(1)
+            peer.connect(f"ipc://{tmp_path}/replay")
+            peer.send_multipart([b"", first.to_bytes(8, "big")])
+        publisher._thread.start()
+        time.sleep(0.1)  # it sends as much as there is room for
+        gone.close(linger=0)
+        for first in (0, num_batches - 2, 2**64 - 1):
+            if first:
+                slow.send_multipart([b"", first.to_bytes(8, "big")])
+            numbers = []
+            while slow.poll(5000) and (number := slow.recv_multipart()[1]) != ends:
+                numbers.append(int.from_bytes(number, "big"))
+            assert numbers == list(range(first, num_batches))
+    publisher.close()
+    assert not publisher._replays, "a peer that has gone is forgotten"
 
 
 def test_blocks_that_stay_cached_are_reported_again_after_a_full_queue() -> None:
