@@ -24,7 +24,7 @@ $(VENV)/.installed: $(VENV)/.installed-runtime requirements-dev.txt requirements
 run: $(VENV)/.installed-runtime
 	exec $(RUN) -m services.launch --sample-prompt "San Francisco is a"
 
-# Few examples of each property, the same in every run; `make chaos` tries all of them.
+# Few examples of each property, the same in every run, and no long tests; `make chaos` tries all of them.
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
 # Processes that take files of tests from one queue, those that take long first: more than two per core, for tests wait.
 QUEUE := --numprocesses=5 --dist=loadfile --no-loadscope-reorder
@@ -70,12 +70,14 @@ containers: setup
 		< deploy/docker/sbom.py > twostroke-cpu.cdx.json
 	TWOSTROKE_TEST_CONTAINERS=1 $(RUN) -m pytest -rP --show-capture=stdout tests/deploy/test_containers.py
 
-# Random kills and stops of the workers under load, then 12,000 answers with a form; a failure names its seed.
+# All examples of properties and the long tests, random kills and stops of the workers under load, then 12,000 answers
+# with a form; a failure names its seed.
 CHAOS_SEEDS ?= 20
 CHAOS_FIRST_SEED ?= 1
 
 chaos: setup
 	$(RUN) -m pytest -m hypothesis tests/unit
+	$(RUN) -m pytest --only-long tests
 	$(RUN) -m pytest --all-families tests/unit/dense_worker/ranks tests/integration/survival/test_several_ranks.py
 	$(RUN) -m pytest tests/integration/api/test_requests.py tests/integration/api/test_fuzz.py
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)

@@ -31,6 +31,7 @@ gc.disable()
 
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds, by file; `make durations` writes it
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")  # `make test` has shorter ones like them, `make chaos` all
 _seconds = Counter[str]()  # of this run, by file
 
 
@@ -43,10 +44,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if json.loads(DURATIONS.read_text()).get(file, 0.0) > limit_s else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts files that take long first, so that no process is left with one at the end; unknown ones count as long."""
+    select_by_length(config, items)
     known = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -known.get(item.location[0], float("inf")))  # a stable sort: files stay together
+
+
+def select_by_length(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the long tests out of `make test`; with `--only-long`, all others."""
+    is_only_long = config.getoption("--only-long")
+    if not is_only_long and config.getoption("--hypothesis-profile") != QUICK:
+        return
+    long = set(LONG_TESTS.read_text().splitlines())
+    whole_files = {item.location[0] for item in items} if not any("::" in each for each in config.args) else set()
+    if unknown := {each for each in long if each.split("::")[0] in whole_files} - {item.nodeid for item in items}:
+        raise pytest.UsageError(f"{LONG_TESTS} names tests that do not exist: {sorted(unknown)}")
+    left_out = [item for item in items if (item.nodeid in long) != is_only_long]
+    items[:] = [item for item in items if (item.nodeid in long) == is_only_long]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -85,4 +101,5 @@ def pytest_runtest_setup() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--save-durations", metavar="FILE", help="write how long each file of tests took")
     parser.addoption("--files-up-to", type=float, metavar="SECONDS", help="no files of tests that took longer")
+    parser.addoption("--only-long", action="store_true", help="only the tests that `make test` leaves out")
     parser.addoption("--all-families", action="store_true", help="not only the families that together have all parts")

@@ -25,8 +25,9 @@ from tests.support.models import TWO_LAYERS
 from tests.support.scrape import Scrape
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
-MAX_TOKENS = 90
-STAGGER_S = 0.05  # between the starts of streams, which would otherwise all end in the same step
+MAX_TOKENS = 60  # of the shortest stream
+MORE_TOKENS = 10  # of each further one: streams of one length would soon begin anew in the same step, again and again
+STAGGER_S = 0.05  # between the starts of streams
 WAIT_S = 60.0
 # A step is planned before the previous step's tokens are known, so it may compute a sequence that has just ended.
 MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
@@ -59,12 +60,22 @@ def cluster(
 @pytest.fixture(scope="module")
 def messages(cluster: Cluster) -> list[gateway_pb2.GenerateRequest]:
     text = collect(cluster.gateway, request(PROMPT, MAX_TOKENS, ignore_eos=True)).text[0]
-    return messages_of_every_kind(PROMPT, MAX_TOKENS, stop=text[-12:])
+    return with_lengths(messages_of_every_kind(PROMPT, MAX_TOKENS, stop=text[-12:]))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
     return collect_all(cluster.gateway, messages)
+
+
+def with_lengths(messages: Sequence[gateway_pb2.GenerateRequest]) -> list[gateway_pb2.GenerateRequest]:
+    """Copies that ask for different numbers of tokens."""
+    found = []
+    for index, message in enumerate(messages):
+        found.append(gateway_pb2.GenerateRequest())
+        found[-1].CopyFrom(message)
+        found[-1].max_tokens = MAX_TOKENS + index * MORE_TOKENS
+    return found
 
 
 def has_second_worker(cluster: Cluster) -> bool:
@@ -190,7 +201,7 @@ def test_the_precision_changes_under_running_streams_that_keep_their_cache(
     cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], metrics_address: str
 ) -> None:
     """The tokens may change with the precision; no stream ends early, and none is computed again."""
-    greedy = [messages[0]] * 3
+    greedy = with_lengths([messages[0]] * 3)
     refused = ctl(cluster, "replace-dense", "--set", "dense.quantization=fp8")
     assert refused.returncode == 1 and "--keep-caches" in refused.stderr
     cluster.wait_idle(WAIT_S)
@@ -201,10 +212,11 @@ def test_the_precision_changes_under_running_streams_that_keep_their_cache(
     assert changed.returncode == 0, changed.stderr
     assert "the same KV cache, whatever the weights" in changed.stdout
     assert num_recovered(metrics_address) > recovered, "no stream was open when the precision changed"
-    answers = [answer for stream in load.collected for answer in stream]
-    assert {len(answer.token_ids[0]) for answer in answers} == {MAX_TOKENS}
     num_prompt_tokens = len(cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
-    needed = len(answers) * (num_prompt_tokens + MAX_TOKENS + MAX_WASTED_TOKENS_OF_A_SEQUENCE)
+    needed = 0
+    for message, answers in zip(greedy, load.collected, strict=True):
+        assert {len(answer.token_ids[0]) for answer in answers} == {message.max_tokens}
+        needed += len(answers) * (num_prompt_tokens + message.max_tokens + MAX_WASTED_TOKENS_OF_A_SEQUENCE)
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
     log = cluster.log_file.read_text()
     assert "the KV cache of other weights is kept" in log and "weights are quantized" in log
