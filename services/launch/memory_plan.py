@@ -24,6 +24,7 @@ from services.common.errors import CapacityError, ModelError
 from services.common.families.names import NAMES, CheckpointNames
 from services.common.json_files.read_json import read_json
 from services.common.process import GPU_STANDBY_BYTES, STANDBY_BYTES, available_bytes
+from services.common.shorten import shorten
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE
 from services.launch.gpus import find_gpu, is_on_gpu, list_gpus
 from services.launch.mps import share_gpu
@@ -395,9 +396,15 @@ def _tensors(path: Path) -> Iterator[_Tensor]:
                 header = json.loads(stream.read(num_bytes))
             for name, entry in header.items():
                 if name != "__metadata__":
-                    start, end = entry["data_offsets"]
+                    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+                    if not isinstance(dtype, str):
+                        raise ValueError(f"{name} has the dtype {shorten(str(dtype))}")
+                    if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in shape):
+                        raise ValueError(f"{name} has the shape {shorten(str(shape))}")
+                    if not (type(start) is type(end) is int and 0 <= start <= end):
+                        raise ValueError(f"{name} is from byte {shorten(str(start))} to {shorten(str(end))}")
                     if 8 + num_bytes + end > size:
                         raise ValueError(f"{name} ends at byte {8 + num_bytes + end} of {size}")
-                    yield _Tensor(name, entry["dtype"], entry["shape"], end - start)
+                    yield _Tensor(name, dtype, shape, end - start)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{file} is missing, truncated or damaged: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -173,6 +174,28 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data[:-1] if damage == "cut" else data[:8] + b"[" + data[9:])
     with pytest.raises(ModelError, match=f"{file} is missing, truncated or damaged"):
+        weight_bytes(path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        *(("shape", value, "has the shape") for value in (["a", 2], "ab", None, [{}], 5, [-1, 10], [True, 2])),
+        ("dtype", ["F32"], r"has the dtype \['F32'\]"),
+        ("data_offsets", [0.5, 8], r"is from byte 0\.5 to 8"),
+        ("data_offsets", [8, 4], "is from byte 8 to 4"),
+    ],
+)
+def test_a_header_of_other_values_is_called_damaged(key: str, value: object, said: str, tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path, "llama")
+    file = path / "model.safetensors"
+    size = int.from_bytes((data := file.read_bytes())[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = next(name for name in header if "q_proj" in name)
+    header[name][key] = value
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + size :])
+    with pytest.raises(ModelError, match=f"{file} is missing, truncated or damaged: {name} {said}"):
         weight_bytes(path, "float32")
 
 
