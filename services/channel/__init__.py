@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -118,6 +119,14 @@ class Channel(Protocol):
     def num_errors(self) -> int:
         """Sum of all `add_errors` so far. If a step does not change it, every row of the step is valid."""
         ...
+
+    def tie(self, handles: Iterable[bytes]) -> None:
+        """Makes this channel and those of other ranks, by their handles, share their fate.
+
+        The first rank's dense worker calls it, once, before any step. An abort of one of them is found by `check` at
+        all of their ends before it releases a wait, and this end's `num_errors` is the largest of all. Raises
+        `StaleEpoch` if one does not exist any more.
+        """
 
     def abort(self) -> None:
         """Releases every wait on both sides, for good. May be called from any thread."""

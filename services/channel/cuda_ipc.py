@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+from collections.abc import Iterable
 from typing import Self
 
 import torch
@@ -180,6 +181,10 @@ class CudaIpcChannel:
     def num_errors(self) -> int:
         """The error counter in the region's header."""
         return self._region.num_errors
+
+    def tie(self, handles: Iterable[bytes]) -> None:
+        """Ties the region to those of other ranks."""
+        self._region.tie(handle.decode() for handle in handles)
 
     def abort(self) -> None:
         """Sets the abort mark and releases the waits of this process's streams."""

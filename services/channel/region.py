@@ -2,6 +2,10 @@
 
 The creator holds an exclusive `flock` on the file as long as it lives. A process that starts later can therefore
 recognise a region that a killed process left behind, and remove it.
+
+Regions of several ranks share their fate (`tie`). On GPUs, what passes an aborted wait of one rank has no meaning, and
+the ranks' next sum carries it to all. So whoever aborts a region first dooms all that are tied to it: hosts that check
+a doomed region find it aborted, while no wait ends there before its own abort mark is set.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import contextlib
 import fcntl
 import mmap
 import os
+import secrets
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -20,15 +26,17 @@ HEADER_BYTES = 4096
 # The header consists of 64-bit words. Words that different processes write lie on separate cache lines.
 WORD_BYTES = 8
 WORDS_PER_LINE = 8
-ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort
+ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort: waits end
+_DOOMED = ABORT_WORD + 1  # not 0 before a region that is tied to this one is aborted
 _EPOCH, _ATTACHMENT = 0, 1
 _OWNER, _PEER = 2, 3  # see `_process_word`; 0: none yet
+_TIE = 4  # the same number in all regions that are tied together; 0: it is alone
 _FIRST_FLAG = 2 * WORDS_PER_LINE
 _NUM_ERRORS = 5 * WORDS_PER_LINE  # beyond the three flags
 
 
 class SharedRegion:
-    """A header (epoch, attachment, abort mark, flags) and the data after it, `num_bytes` together."""
+    """A header (epoch, attachment, abort marks, flags) and the data after it, `num_bytes` together."""
 
     def __init__(self, path: Path, file: int, num_bytes: int, *, is_owner: bool) -> None:
         self._path = path
@@ -36,6 +44,8 @@ class SharedRegion:
         self._is_owner = is_owner
         self.memory = mmap.mmap(file, num_bytes)
         self.words = memoryview(self.memory)[:HEADER_BYTES].cast("Q")
+        self._tied = contextlib.ExitStack()
+        self._tied_words: list[memoryview] = []  # headers of the regions that this end was tied to
 
     @classmethod
     def create(cls, num_bytes: int, epoch: int, attachment_id: int, lane: int) -> Self:
@@ -92,11 +102,25 @@ class SharedRegion:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the abort mark is set. A closed region counts as aborted."""
+        """Whether this region, or one that it is tied to, is aborted or doomed. A closed one counts as aborted."""
         try:
-            return bool(self.words[ABORT_WORD])
+            return any(words[ABORT_WORD] or words[_DOOMED] for words in (self.words, *self._tied_words))
         except ValueError:  # released
             return True
+
+    def tie(self, names: Iterable[str]) -> None:
+        """Makes this region and the named ones share their fate; called once, before anything waits in them.
+
+        From then on this end also sees the marks and errors of the others. Raises `StaleEpoch` if one does not exist.
+        """
+        for name in names:
+            try:
+                self._tied_words.append(self._tied.enter_context(_header_of(SHM_DIR / name)))
+            except FileNotFoundError as error:
+                raise StaleEpoch(f"shared-memory region {SHM_DIR / name} does not exist") from error
+        number = secrets.randbits(64) | 1
+        for words in (self.words, *self._tied_words):
+            words[_TIE] = number
 
     def add_errors(self, count: int) -> None:
         """Adds `count` to the error counter. Only the attention worker may call it: the sum is not atomic."""
@@ -104,15 +128,16 @@ class SharedRegion:
 
     @property
     def num_errors(self) -> int:
-        return self.words[_NUM_ERRORS]
+        """The error counter; the largest one of all regions that this end is tied to."""
+        return max(words[_NUM_ERRORS] for words in (self.words, *self._tied_words))
 
     def abort(self) -> None:
-        """Sets the abort mark, which is never cleared: the next attachment gets a new region.
+        """Dooms all tied regions and sets the abort mark. Both stay: the next attachment gets a new region.
 
         May be called from any thread, also after `close`: then it does nothing, since nobody waits any more.
         """
         with contextlib.suppress(ValueError):  # released
-            self.words[ABORT_WORD] = 1
+            _abort(self.words)
 
     def close(self) -> None:
         """Unmaps the memory at once, even if an exception still refers to it. The owner also removes the file.
@@ -120,6 +145,7 @@ class SharedRegion:
         Tensors over it must not be used afterwards.
         """
         self.words.release()
+        self._tied.close()
         if self._is_owner:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
@@ -134,15 +160,34 @@ def abort_regions_of(pid: int) -> None:
     GPU.
     """
     process = _process_word(pid)
+    for words in _headers():
+        if process in (words[_OWNER], words[_PEER]):
+            _abort(words)
+
+
+def _abort(words: memoryview) -> None:
+    if number := words[_TIE]:
+        for each in _headers():
+            if each[_TIE] == number:
+                each[_DOOMED] = 1
+    words[ABORT_WORD] = 1
+
+
+def _headers() -> Iterator[memoryview]:
+    """Those of all regions of this user, each mapped until the next one is asked for."""
     for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError):  # another user's, not a region, or just removed
-            file = os.open(path, os.O_RDWR)
-            try:
-                with mmap.mmap(file, HEADER_BYTES) as memory, memoryview(memory) as view, view.cast("Q") as words:
-                    if process in (words[_OWNER], words[_PEER]):
-                        words[ABORT_WORD] = 1
-            finally:
-                os.close(file)
+        with contextlib.suppress(OSError, ValueError), _header_of(path) as words:  # not a region, or just removed
+            yield words
+
+
+@contextlib.contextmanager
+def _header_of(path: Path) -> Iterator[memoryview]:
+    file = os.open(path, os.O_RDWR)
+    try:
+        with mmap.mmap(file, HEADER_BYTES) as memory, memoryview(memory) as view, view.cast("Q") as words:
+            yield words
+    finally:
+        os.close(file)
 
 
 def _process_word(pid: int) -> int:

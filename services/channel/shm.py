@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Iterable
 from typing import Self
 
 import torch
@@ -106,6 +107,10 @@ class ShmChannel:
     def num_errors(self) -> int:
         """The error counter in the region's header."""
         return self._region.num_errors
+
+    def tie(self, handles: Iterable[bytes]) -> None:
+        """Ties the region to those of other ranks."""
+        self._region.tie(handle.decode() for handle in handles)
 
     def abort(self) -> None:
         """Sets the abort mark, which waits on both sides poll."""

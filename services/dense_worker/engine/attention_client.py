@@ -37,7 +37,7 @@ log = structlog.get_logger()
 _RETRY_S = 0.02  # short, because all streams wait
 _REASON_S = 0.5  # how long the stream of plans may take to give the reason of an aborted handoff
 # A retry may succeed after these; any other status is a refusal. An attention worker that stops cancels its calls.
-_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 _Message: TypeAlias = StepPlan | AttachmentEnd | Literal["ready"]  # from the engine
@@ -136,7 +136,7 @@ class AttentionClient:
             except (ConfigError, DeviceError):
                 raise  # a retry cannot succeed
             except (grpc.aio.AioRpcError, TwostrokeError) as error:
-                if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _TRANSIENT:
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() not in TRANSIENT:
                     raise ConfigError(f"attention worker at {self._address} refused: {error.details()}") from error
                 if time.monotonic() > deadline:
                     reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -98,8 +98,10 @@ class GlooGroup:
 
 @contextmanager
 def naming_ranks() -> Iterator[None]:
-    """A context in which torch's errors of a collective operation become `PeerError`."""
+    """A context in which errors of a collective operation, of NCCL or gloo, become `PeerError`; no others do."""
     try:
         yield
     except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
+            raise  # of this rank's device, or a bug
         raise PeerError(f"another rank is gone, or does not answer: {str(error).splitlines()[0]}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -10,10 +11,13 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from services.common.errors import PeerError
 from services.common.rank import Rank
 from services.dense_worker.ranks.group import LOOPBACK, GlooGroup, RankGroup, naming_ranks
 
 STORE_TIMEOUT = timedelta(seconds=30)
+_POLL_S = 0.01
+_MET, _FAILED = "met", "failed"  # keys that the first rank sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,47 @@ class RankStore:
         with naming_ranks():
             return cls(dist.TCPStore(LOOPBACK, port, is_master=False, timeout=STORE_TIMEOUT), port)
 
+    def meet(self, rank: Rank, timeout_s: float) -> None:
+        """Returns on all ranks when all have come, or raises `PeerError` on all.
+
+        The first rank decides: it waits for at most `timeout_s`, and the others for it, twice as long. Libraries that
+        connect the ranks wait without a bound for one that does not come, so this comes before them.
+        """
+        store = self.store
+        with naming_ranks():
+            store.set(_here(rank.index), "")
+            if rank.index:
+                self._wait([_MET], 2 * timeout_s, "the first rank")
+                return
+            try:
+                for index in range(1, rank.count):
+                    self._wait([_here(index)], timeout_s, f"rank {index}")
+            except PeerError as error:
+                self.fail(str(error))
+                raise
+            store.set(_MET, "")
+
+    def fail(self, reason: str) -> None:
+        """Ends the meeting on all ranks, if they have not met: one cannot come. For the first rank, from any thread."""
+        self.store.set(_FAILED, reason)
+
+    def _wait(self, keys: list[str], timeout_s: float, who: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.store.check(keys):
+            if self.store.check([_FAILED]):
+                raise PeerError(f"the ranks do not meet: {self.store.get(_FAILED).decode()}")
+            if time.monotonic() > deadline:
+                raise PeerError(f"{who} has not come within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+
+def _here(index: int) -> str:
+    return f"here-{index}"
+
 
 def join_group(device: torch.device, store: RankStore, rank: Rank, timeout_s: float) -> RankGroup:
     """Meets the other ranks, which do the same. Raises `PeerError` if they do not come within the bound."""
+    store.meet(rank, timeout_s)
     if device.type == "cpu":
         return GlooGroup(store.store, rank, timeout_s)
     from services.dense_worker.ranks.nccl_group import NcclGroup

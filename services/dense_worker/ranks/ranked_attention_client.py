@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import PeerSection
-from services.common.errors import PeerError
+from services.common.errors import ConfigError, PeerError
 from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import (
+    TRANSIENT,
     AttachmentWatcher,
     AttachOptions,
     AttentionClient,
@@ -40,6 +41,8 @@ from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.server import run_together
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import encode_plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,11 @@ class RankedAttentionClient(AttentionClient):
         self._others = (*attention, *shards)
         self._attention_stubs = [self._stub, *map(attn_pb2_grpc.AttentionWorkerStub, attention)]
         self._shard_stubs = [shard_pb2_grpc.DenseShardStub(channel) for channel in shards]
-        self._health_stubs = [health_pb2_grpc.HealthStub(channel) for channel in shards]
+        self._shard_addresses = [each.shard_address for each in others]
+        named = {"the attention worker of rank 0": self._grpc}
+        named |= {f"the attention worker of rank {rank}": each for rank, each in enumerate(attention, 1)}
+        named |= {f"the dense shard of rank {rank}": each for rank, each in enumerate(shards, 1)}
+        self._health_stubs = {who: health_pb2_grpc.HealthStub(channel) for who, channel in named.items()}
         self._serving: _Serving | None = None
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
@@ -92,45 +99,81 @@ class RankedAttentionClient(AttentionClient):
                 await channel.close()
 
     async def _attach_once(self) -> Attachment:
-        for rank, health in enumerate(self._health_stubs, start=1):
-            reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=self._rpc_timeout_s)
-            if reply.status != health_pb2.HealthCheckResponse.SERVING:
-                raise PeerError(f"the dense shard of rank {rank} has not loaded its weights")
+        await self._check_health()
         asked = zip(self._attention_stubs, self._all_options, strict=True)
-        calls = [stub.Attach(attach_request(each), timeout=self._connect_timeout_s) for stub, each in asked]
-        replies = await asyncio.gather(*calls)
-        first = replies[0]
+        replies = await _all_or_none(
+            stub.Attach(attach_request(each), timeout=self._connect_timeout_s) for stub, each in asked
+        )
         _check_alike(replies)
-        attachment_id = secrets.randbits(64)
-        store = RankStore.create()
-        joins = [
-            stub.Join(
-                shard_pb2.JoinRequest(
-                    weights_hash=self._options.weights_hash,
-                    rank=rank,
-                    num_ranks=self._rank.count,
-                    attachment_id=attachment_id,
-                    seam=replies[rank],
-                    store_port=store.port,
-                ),
-                timeout=self._connect_timeout_s,
-            )
-            for rank, stub in enumerate(self._shard_stubs, start=1)
-        ]
-        device, timeout_s = self._options.device, self._options.wait_timeout_s
-        own = asyncio.to_thread(join_group, device, store, self._rank, timeout_s)
-        group, *_ = await asyncio.gather(own, *joins)
+        attachment = self._map(replies[0])
+        try:
+            _tie(attachment, replies)
+            attachment_id = secrets.randbits(64)
+            group = await self._meet(attachment_id, replies)
+            try:
+                for channel in attachment.channels.values():
+                    channel.check()  # what has died before the seams were tied is found here
+            except PeerError:
+                group.abort()
+                raise
+        except BaseException:
+            attachment.abort()
+            attachment.close()
+            raise
         open_blocks = [dict(zip(each.open_seq_ids, each.open_num_blocks, strict=True)) for each in replies]
         orphaned = {seq_id: max(each.get(seq_id, 0) for each in open_blocks) for seq_id in set().union(*open_blocks)}
         self._serving = _Serving(replies, attachment_id, RankAnswers([each.num_free_blocks for each in replies]))
         return replace(
-            self._map(first),
+            attachment,
             num_blocks=min(each.num_blocks for each in replies),
             num_free_blocks=self._serving.answers.num_free_blocks,
             orphaned_blocks=orphaned,
             max_model_len=min(each.max_model_len for each in replies),
             ranks=self._lead(group),
         )
+
+    async def _check_health(self) -> None:
+        """Raises `PeerError` if a process of a rank is not ready, before anything is asked of the others."""
+        request, timeout_s = health_pb2.HealthCheckRequest(), self._rpc_timeout_s
+        stubs = self._health_stubs
+        replies = await _all_or_none(stub.Check(request, timeout=timeout_s) for stub in stubs.values())
+        for who, reply in zip(stubs, replies, strict=True):
+            if reply.status != health_pb2.HealthCheckResponse.SERVING:
+                raise PeerError(f"{who} is not ready")
+
+    async def _meet(self, attachment_id: int, replies: Sequence[attn_pb2.AttachReply]) -> RankGroup:
+        """Lets all shards join, and meets them. Raises `PeerError`, or `ConfigError` if one refuses."""
+        store = RankStore.create()
+        device, timeout_s = self._options.device, self._options.wait_timeout_s
+        meeting = asyncio.ensure_future(asyncio.to_thread(join_group, device, store, self._rank, timeout_s))
+        joins = [
+            self._join(rank, attachment_id, replies[rank], store.port) for rank in range(1, len(self._shard_stubs) + 1)
+        ]
+        try:
+            group, *_ = await _all_or_none([asyncio.shield(meeting), *joins])
+        except BaseException as error:
+            store.fail(str(error) or "the first rank stops")
+            meeting.add_done_callback(_abort_group)
+            raise
+        return group
+
+    async def _join(self, rank: int, attachment_id: int, seam: attn_pb2.AttachReply, store_port: int) -> None:
+        request = shard_pb2.JoinRequest(
+            weights_hash=self._options.weights_hash,
+            rank=rank,
+            num_ranks=self._rank.count,
+            attachment_id=attachment_id,
+            seam=seam,
+            store_port=store_port,
+        )
+        try:
+            await self._shard_stubs[rank - 1].Join(request, timeout=self._connect_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            # A shard finds its seam gone (FAILED_PRECONDITION) when its attention worker has been started again.
+            may_succeed = error.code() in (*TRANSIENT, grpc.StatusCode.FAILED_PRECONDITION)
+            address = self._shard_addresses[rank - 1]
+            reason = f"the dense shard of rank {rank} at {address}: {error.code().name}: {error.details()}"
+            raise (PeerError if may_succeed else ConfigError)(reason) from error
 
     def _lead(self, group: RankGroup) -> LeadingRanks:
         """What the backend gets. Its commands go the way of plans, in the order in which they are given."""
@@ -197,6 +240,33 @@ def _merge(
     if isinstance(answer, PlanAccepted):
         return answers.accepted(rank, answer)
     return answers.opened(rank, answer)
+
+
+async def _all_or_none(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """What all calls return. If one fails, cancels the others, waits for their ends and raises its error."""
+    tasks = [asyncio.ensure_future(_awaited(call)) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _awaited(call: Awaitable[T]) -> T:
+    return await call
+
+
+def _abort_group(meeting: asyncio.Future[RankGroup]) -> None:
+    """Nobody wants the group that the first rank may still have got."""
+    if not meeting.cancelled() and meeting.exception() is None:
+        meeting.result().abort()
+
+
+def _tie(attachment: Attachment, replies: Sequence[attn_pb2.AttachReply]) -> None:
+    """Lets all ranks' seams share their fate. Raises `StaleEpoch` if one is gone."""
+    for lane, channel in attachment.channels.items():
+        channel.tie(each.handle for reply in replies[1:] for each in reply.lanes if each.lane == lane)
 
 
 def _check_alike(replies: Sequence[attn_pb2.AttachReply]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from services.channel import Channel, ChannelSpec
 from services.common.engine_thread import EngineThread
-from services.common.errors import ConfigError, PeerError, StaleEpoch, TwostrokeError
+from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch, TwostrokeError
 from services.common.rank import Rank
 from services.dense_worker.engine.attention_client import map_channels
 from services.dense_worker.ranks.group import RankGroup
@@ -167,7 +167,8 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             raise
 
     def _note_failure(self, error: BaseException) -> None:
-        if not isinstance(error, TwostrokeError) and not self._failure.done():
+        is_fatal = isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)
+        if is_fatal and not self._failure.done():
             self._failure.set_exception(error)
 
     def _check(self, request: shard_pb2.JoinRequest) -> None:

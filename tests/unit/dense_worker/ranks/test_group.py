@@ -11,7 +11,7 @@ import torch
 
 from services.common.errors import PeerError
 from services.common.rank import Rank
-from services.dense_worker.ranks.group import GlooGroup
+from services.dense_worker.ranks.group import GlooGroup, naming_ranks
 from services.dense_worker.ranks.join_group import RankStore, join_group
 from tests.support.dense.thread_ranks import run_ranks
 
@@ -67,6 +67,38 @@ def test_a_rank_that_does_not_come_is_found() -> None:
     waiting, _other = groups(2, timeout_s=0.5)
     with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting 500ms"):
         waiting.add(torch.ones(3))
+
+
+def test_ranks_meet_only_if_all_of_them_come() -> None:
+    store = RankStore.create()
+
+    def meet(index: int) -> None:
+        found = store if index == 0 else RankStore.find(store.port)
+        with pytest.raises(PeerError, match=r"rank 2 has not come within 0\.3 s"):
+            found.meet(Rank(index, 3), 0.3)
+
+    run_ranks(2, lambda group: meet(group.rank.index))
+
+
+def test_a_rank_that_cannot_come_ends_the_meeting_of_the_others() -> None:
+    store = RankStore.create()
+    timer = threading.Timer(0.1, store.fail, ["no such device"])
+    timer.start()
+
+    def meet(index: int) -> None:
+        found = store if index == 0 else RankStore.find(store.port)
+        with pytest.raises(PeerError, match="no such device"):
+            found.meet(Rank(index, 3), 60.0)
+
+    run_ranks(2, lambda group: meet(group.rank.index))
+    timer.join()
+
+
+def test_only_errors_of_ranks_are_named_so() -> None:
+    with pytest.raises(RuntimeError, match=r"^CUDA error: unspecified launch failure"), naming_ranks():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    with pytest.raises(PeerError, match="another rank is gone"), naming_ranks():
+        raise torch.distributed.DistBackendError("NCCL error: remote process exited")
 
 
 def test_who_waits_is_released_by_the_abort_of_another_rank() -> None:
