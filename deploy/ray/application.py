@@ -31,6 +31,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from .bodies import Bodies, Refused  # the package has another name in a checkout than where it is installed
+
 log = logging.getLogger("ray.serve")
 
 # The public name of this class, in `ray.serve.llm`, cannot be imported without vLLM.
@@ -157,12 +159,17 @@ class Ingress:
     def __init__(self, server: DeploymentHandle, max_body_bytes: int) -> None:
         """`max_body_bytes`: of one request; the servers of a larger limit have it from `Options.settings`."""
         self._server = server.options(stream=True, method_name="forward")
-        self._max_body_bytes = max_body_bytes
+        self._bodies = Bodies(max_body_bytes)
 
     async def __call__(self, request: Request) -> Response:
-        body = await read_body(request, self._max_body_bytes)
-        if body is None:
-            return JSONResponse(_too_large(self._max_body_bytes), 413, {"connection": "close"})
+        try:
+            async with self._bodies.read(request) as body:
+                return await self._forward(request, body)
+        except Refused as error:
+            return _refusal(error)
+
+    async def _forward(self, request: Request, body: bytes) -> Response:
+        """Returns when the answer has begun."""
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         call = Call(request.method, target, _passed_on(request.headers.items()), body, prompt_of(body) or target)
         chunks = aiter(self._server.remote(call))
@@ -187,23 +194,11 @@ async def _rest(chunks: AsyncIterator[Any], headers: dict[str, str]) -> AsyncIte
         yield b"event: error\ndata: " + json.dumps({"type": "error"} | _lost()).encode() + b"\n\n"
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes | None:
-    """The body of a request; None, without reading on, if it has more than `max_bytes`."""
-    stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > max_bytes:
-        return None
-    pieces, num_bytes = [], 0
-    async for piece in request.stream():
-        num_bytes += len(piece)
-        if num_bytes > max_bytes:
-            return None
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
-def _too_large(max_bytes: int) -> dict[str, Any]:
-    message = f"the body has more than {max_bytes} bytes, the limit (gateway.max_body_bytes)"
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "body_too_large"}}
+def _refusal(error: Refused) -> Response:
+    kind = "server_error" if error.status == 503 else "invalid_request_error"
+    content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+    retry = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
+    return JSONResponse(content, error.status, {"connection": "close"} | retry)
 
 
 def _lost() -> dict[str, Any]:
