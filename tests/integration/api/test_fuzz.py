@@ -34,7 +34,7 @@ MAX_MODEL_LEN = 64  # so that valid requests are short
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # `derandomize` gives the same requests in every run, so that failures can be repeated.
 FEW = hypothesis.settings(
-    max_examples=examples(30, 4),  # of each operation of the document
+    max_examples=examples(30, 3),  # of each operation of the document
     derandomize=True,
     database=None,
     deadline=None,
@@ -42,7 +42,7 @@ FEW = hypothesis.settings(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
 )
 # For requests with many options, each of which can be wrong alone.
-MANY = hypothesis.settings(FEW, max_examples=examples(80, 25))
+MANY = hypothesis.settings(FEW, max_examples=examples(80, 15))
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,

@@ -217,7 +217,7 @@ def test_one_request_id_is_logged_by_all_three_services(cluster: Cluster) -> Non
 @pytest.mark.timeout(600)
 def test_many_requests_with_random_cancels_leak_nothing(cluster: Cluster) -> None:
     """Ten thousand in `make chaos`, where the limit is 2 KiB for each."""
-    num_first, num_more = examples(2000, 150), examples(8000, 350)
+    num_first, num_more = examples(2000, 100), examples(8000, 250)
     rng = random.Random(3)
     prompts = [f"Request {i} of many" for i in range(200)]
 
