@@ -89,9 +89,7 @@ def plan_memory(config: Config) -> list[Place]:
     has_dense, has_attention = DENSE_ROLE in services, ATTENTION_ROLE in services
     is_dense_on_gpu, is_attention_on_gpu = is_on_gpu(config.dense.device), is_on_gpu(config.attention.device)
     weights = list(_weights(config, on_gpu=is_dense_on_gpu)) if has_dense else []
-    if is_dense_on_gpu:
-        count = config.dense.tensor_parallel_size
-        weights = [Need(each.what, each.num_bytes // count, each.mend) for each in weights]  # of one rank's GPU
+    drafts = list(_drafts(config, on_gpu=is_dense_on_gpu)) if has_dense else []
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
     has_tier = has_attention and tier_bytes > 0
@@ -102,8 +100,8 @@ def plan_memory(config: Config) -> list[Place]:
         mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)
         host.append(Need("the KV cache", num_bytes, mend))
     if not is_dense_on_gpu:
-        host += weights
-        host += [_workspaces(config)] if has_dense else []
+        host += weights + drafts
+        host += [_workspaces(config, rank=0, num_parts=1)] if has_dense else []
     num_processes = (has_dense + has_attention) * num_ranks + num_gateways(config)
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
     host += _standbys(config)
@@ -117,14 +115,23 @@ def plan_memory(config: Config) -> list[Place]:
         if directory.is_dir():
             free, last = shutil.disk_usage(directory).free, "set attention.host_kv_path to another disk"
             places.append(Place(f"the disk of {directory}", free, (tier,), last))
-    return places + _gpus(config, weights if has_dense and is_dense_on_gpu else None)
+    for rank in range(num_ranks):
+        of_rank = [*weights, *(drafts if rank == 0 else [])]
+        places += _gpus(config, rank, of_rank if has_dense and is_dense_on_gpu else None)
+    return places
 
 
-def _gpus(config: Config, weights: list[Need] | None) -> list[Place]:
-    """The GPUs of the workers. `weights`: None if the dense worker has no GPU."""
-    has_attention = ATTENTION_ROLE in config.launch.services and is_on_gpu(config.attention.device)
-    is_shared = weights is not None and has_attention and share_gpu(config.dense.device, config.attention.device)
-    of_dense: list[Need] = [] if weights is None else [*weights, *_adapters(config), _workspaces(config)]
+def _gpus(config: Config, rank: int, weights: list[Need] | None) -> list[Place]:
+    """The GPUs of a rank's workers. `weights`: None if the dense worker has no GPU."""
+    num_ranks = config.dense.tensor_parallel_size
+    dense_device, attention_device = config.dense.device, config.attention.device
+    has_attention = ATTENTION_ROLE in config.launch.services and is_on_gpu(attention_device)
+    if num_ranks > 1:
+        dense_device = attention_device = f"cuda:{rank}"
+    is_shared = weights is not None and has_attention and share_gpu(dense_device, attention_device)
+    of_dense: list[Need] = []
+    if weights is not None:
+        of_dense = [*weights, *_adapters(config), _workspaces(config, rank=rank, num_parts=num_ranks)]
     of_attention = [Need("copies of the host tier", COPY_BYTES)] if config.attention.host_kv_bytes else []
     places = []
     if weights is not None:
@@ -132,10 +139,10 @@ def _gpus(config: Config, weights: list[Need] | None) -> list[Place]:
         if is_shared:
             later += [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
         needs = [*of_dense, *(of_attention if is_shared else [])]
-        places.append(_gpu(config, config.dense.device, needs, later, 1 + is_shared, has_cache=is_shared))
+        places.append(_gpu(config, dense_device, needs, later, 1 + is_shared, has_cache=is_shared))
     if has_attention and not is_shared:
         later = [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
-        places.append(_gpu(config, config.attention.device, of_attention, later, 1, has_cache=True))
+        places.append(_gpu(config, attention_device, of_attention, later, 1, has_cache=True))
     return [place for place in places if place is not None]
 
 
@@ -188,11 +195,12 @@ class _Tensor(NamedTuple):
 
 
 def _weights(config: Config, *, on_gpu: bool) -> Iterator[Need]:
-    section, scheduler = config.model, config.scheduler
+    """Those of the model in one place: on the GPU of each rank its part of them."""
+    section, num_parts = config.model, config.dense.tensor_parallel_size if on_gpu else 1
     if section.load_format != "safetensors":
         return
     options = {
-        "dtype": section.dtype if on_gpu or section.dtype != "auto" else "float32",
+        "dtype": _weights_dtype(config, on_gpu=on_gpu),
         "num_layers": section.num_layers,
         "to_fp8": config.dense.quantization == "fp8",
     }
@@ -204,12 +212,21 @@ def _weights(config: Config, *, on_gpu: bool) -> Iterator[Need]:
         if on_gpu:
             setting, smaller = "dense.quantization to fp8", {"to_fp8": not is_quantized}
         saved = num_bytes - weight_bytes(section.path, **(options | smaller))
-        return setting if saved >= excess else None
+        return setting if saved // num_parts >= excess else None
 
-    yield Need(f"the weights of {section.path.name}", num_bytes, mend)
-    if scheduler.draft_model is not None:
-        drafts = weight_bytes(scheduler.draft_model, options["dtype"])
-        yield Need(f"the draft model {scheduler.draft_model.name}", drafts, _off("scheduler.speculation", drafts))
+    yield Need(f"the weights of {section.path.name}", num_bytes // num_parts, mend)
+
+
+def _drafts(config: Config, *, on_gpu: bool) -> Iterator[Need]:
+    """The draft model, which the first rank has as a whole."""
+    path = config.scheduler.draft_model
+    if path is not None and config.model.load_format == "safetensors":
+        num_bytes = weight_bytes(path, _weights_dtype(config, on_gpu=on_gpu))
+        yield Need(f"the draft model {path.name}", num_bytes, _off("scheduler.speculation", num_bytes))
+
+
+def _weights_dtype(config: Config, *, on_gpu: bool) -> str:
+    return config.model.dtype if on_gpu or config.model.dtype != "auto" else "float32"
 
 
 def _standbys(config: Config) -> Iterator[Need]:
@@ -229,15 +246,18 @@ def _gpu_standbys(config: Config, section: str) -> Iterator[Need]:
         yield Need(f"a standby of the {section} worker", num_bytes, _off(key, num_bytes))
 
 
-def _workspaces(config: Config) -> Need:
-    """The buffers of the largest step in the dense worker: logits, and what lives within a layer."""
+def _workspaces(config: Config, *, rank: int, num_parts: int) -> Need:
+    """The buffers of the largest step in a rank's dense worker: logits, and what lives within a layer.
+
+    Logits are those of the first rank, and the activations of an MLP are cut into `num_parts`.
+    """
     raw, scheduler = _text_config(config.model.path), config.scheduler
-    width = _size(raw, "hidden_size") + 2 * _size(raw, "intermediate_size")
+    width = _size(raw, "hidden_size") + 2 * _size(raw, "intermediate_size") // num_parts
     item_bytes = _ITEM_BYTES.get(config.model.dtype, 2)
     token_bytes = width * item_bytes
     # As the model gives them, and as they are edited.
     logits = scheduler.max_num_seqs * _size(raw, "vocab_size") * (item_bytes + _ITEM_BYTES["float32"])
-    num_bytes = logits + scheduler.max_num_batched_tokens * token_bytes
+    num_bytes = (logits if rank == 0 else 0) + scheduler.max_num_batched_tokens * token_bytes
 
     def mend(excess: int) -> str | None:
         fitting = scheduler.max_num_batched_tokens - -(-excess // token_bytes) if token_bytes else 0

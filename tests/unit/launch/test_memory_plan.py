@@ -147,6 +147,45 @@ def test_what_a_gpu_has_no_room_for_is_named_with_a_setting_that_fits(
     check_memory(load_config(None, [*whole, f"{named}={value}"]))
 
 
+RANKS = ("model.dtype=bfloat16", "scheduler.max_num_batched_tokens=64", "dense.tensor_parallel_size=2", *LAZY)
+
+
+def with_two_gpus(monkeypatch: pytest.MonkeyPatch, *free_bytes: int) -> None:
+    with_gpu(monkeypatch, 0)
+    gpus = [Gpu(f"GPU-{number}", "NVIDIA H100", each) for number, each in enumerate(free_bytes, 1)]
+    monkeypatch.setattr(memory_plan, "list_gpus", lambda: gpus)
+
+
+def test_each_rank_has_its_part_and_the_first_one_the_draft_model_and_the_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_two_gpus(monkeypatch, GIB, GIB)
+    drafts = ("scheduler.speculation=draft_model", f"scheduler.draft_model={EMBEDDED_MODEL}")
+    first, second = plan_memory(load_config(None, [*RANKS, *drafts]))[-2:]
+    assert "GPU-1" in first.name and "GPU-2" in second.name
+    whole = weight_bytes(EMBEDDED_MODEL, "bfloat16")
+    buffers = 2 * 64 * (256 + 2 * 704 // 2)
+    of_first, of_second = [
+        {re.match(r"the (weights|draft model|buffers)", need.what)[0]: need.num_bytes for need in place.needs[:count]}
+        for place, count in ((first, 3), (second, 2))
+    ]
+    logits = (2 + 4) * 64 * 1024
+    assert of_first == {"the weights": whole // 2, "the draft model": whole, "the buffers": buffers + logits}
+    assert of_second == {"the weights": whole // 2, "the buffers": buffers}
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_gpu_of_each_rank_is_checked_against_its_part_of_what_a_setting_saves(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = weight_bytes(EMBEDDED_MODEL, "bfloat16") // 2 + 2 * 64 * (256 + 704) + 2 * memory_plan.CONTEXT_BYTES
+    saved = (weight_bytes(EMBEDDED_MODEL, "bfloat16") - weight_bytes(EMBEDDED_MODEL, "bfloat16", to_fp8=True)) // 2
+    with_two_gpus(monkeypatch, GIB, need - saved - more)
+    mend = "a smaller or a quantized model" if more else "set dense.quantization to fp8$"
+    with pytest.raises(CapacityError, match=f"NVIDIA H100, GPU-2, has .* {saved + more} too many: {mend}"):
+        check_memory(load_config(None, RANKS))
+
+
 def test_slots_for_adapters_have_two_matrices_of_each_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = [
         each
