@@ -98,20 +98,26 @@ def random_weights(
     Unquantized weights are normally distributed; for the others see `fill_random` of their format.
 
     The same seed, shapes, dtype and kind of device give the same weights, and another number of ranks gives others.
-    `empty` and `rank` as in `empty_weights`.
+    What is not cut is the same on all ranks. `empty` and `rank` as in `empty_weights`.
     """
     weights = empty_weights(config, dtype, device, empty, rank)
-    generator = torch.Generator(device).manual_seed(seed + rank.index)
+    common = own = torch.Generator(device).manual_seed(seed)
+    uncut = set[int]()
+    if rank.count > 1:
+        own = torch.Generator(device).manual_seed(seed + 1 + rank.index)
+        whole = dict(empty_weights(config, dtype, torch.device("meta")).named_tensors())
+        uncut = {id(each) for name, each in weights.named_tensors() if each.shape == whole[name].shape}
     linears = [*parts_of_type(Linear, weights), *parts_of_type(ExpertLinear, weights)]
     quantized = [each.weight for each in linears if not isinstance(each.weight, PlainWeight)]
     for weight in quantized:
-        weight.fill_random(RANDOM_STD, generator)
+        is_uncut = all(id(each) in uncut for each in tensors_by_name(weight).values())
+        weight.fill_random(RANDOM_STD, common if is_uncut else own)
     filled = {id(tensor) for weight in quantized for tensor in tensors_by_name(weight).values()}
     for name, tensor in weights.named_tensors():
         if name.endswith(("norm", "layer_scalar")):
             tensor.fill_(1.0)
         elif id(tensor) not in filled:
-            tensor.normal_(std=RANDOM_STD, generator=generator)
+            tensor.normal_(std=RANDOM_STD, generator=common if id(tensor) in uncut else own)
     return weights
 
 

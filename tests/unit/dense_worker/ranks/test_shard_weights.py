@@ -16,7 +16,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.weights import load_weights
+from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.ranks.shard_backend import shard_sizes
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
@@ -182,3 +182,17 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
     for name in ("layers.0.o_weight", "layers.1.down_weight"):
         assert torch.equal(torch.cat([first[name], second[name]], dim=1), whole[name])
     assert torch.equal(torch.cat([first["embed"], second["embed"]]), whole["embed"])
+
+
+def test_random_weights_are_the_same_on_all_ranks_where_they_are_not_cut(tmp_path: Path) -> None:
+    """Else the ranks would choose different experts, and add up what does not belong together."""
+    config = load_model_config(make_family_model(tmp_path / "model", "qwen2_moe"))
+    first, second = (
+        dict(random_weights(config, torch.float32, CPU, 3, rank=Rank(index, 2)).named_tensors()) for index in range(2)
+    )
+    whole = dict(random_weights(config, torch.float32, CPU, 3).named_tensors())
+    uncut = {name for name in whole if first[name].shape == whole[name].shape}
+    assert "layers.1.router" in uncut and "layers.1.o_weight" not in uncut
+    for name in whole:
+        has_other_values = not name.endswith("norm")
+        assert torch.equal(first[name], second[name]) == (name in uncut or not has_other_values), name
