@@ -24,6 +24,7 @@ class RankGroup(Protocol):
     """
 
     rank: Rank
+    is_waiting: bool  # whether a thread is in an operation now; always False on CUDA, where the host does not wait
 
     def add(self, tensor: torch.Tensor) -> None:
         """Makes each rank's tensor the sum of all, in place. All ranks get the same bits."""
@@ -58,6 +59,11 @@ class GlooGroup:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         with naming_ranks():
             self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank.index, rank.count, options)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread is in an operation."""
+        return self._in_use.locked()
 
     def add(self, tensor: torch.Tensor) -> None:
         """The engine thread waits for it."""

@@ -1,4 +1,4 @@
-"""How the ranks of an attachment meet: `RankStore`, where they find one another, and `join_group`."""
+"""How the ranks of an attachment meet: `RankStore`, where they find one another and meet, and `join_group`."""
 
 from __future__ import annotations
 
@@ -90,6 +90,11 @@ def _here(index: int) -> str:
 def join_group(device: torch.device, store: RankStore, rank: Rank, timeout_s: float) -> RankGroup:
     """Meets the other ranks, which do the same. Raises `PeerError` if they do not come within the bound."""
     store.meet(rank, timeout_s)
+    return connect_group(device, store, rank, timeout_s)
+
+
+def connect_group(device: torch.device, store: RankStore, rank: Rank, timeout_s: float) -> RankGroup:
+    """Connects this rank with the others, which it has met. Raises `PeerError` if one of them goes."""
     if device.type == "cpu":
         return GlooGroup(store.store, rank, timeout_s)
     from services.dense_worker.ranks.nccl_group import NcclGroup

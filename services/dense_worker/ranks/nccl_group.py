@@ -27,6 +27,8 @@ SETTINGS = {
 class NcclGroup:
     """Operations are enqueued and may be captured; no method but the constructor waits."""
 
+    is_waiting = False
+
     def __init__(self, store: dist.Store, rank: Rank, device: torch.device, timeout_s: float) -> None:
         """Waits for all ranks, at most `timeout_s`. Raises `PeerError`."""
         os.environ.update(SETTINGS)

@@ -20,7 +20,7 @@ from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.shard_servicer import ShardServicer
 from services.pb import shard_pb2_grpc
 from services.rpc.client import read_peer_tls
-from services.rpc.server import GrpcServer
+from services.rpc.server import GrpcServer, run_together
 
 log = structlog.get_logger()
 
@@ -50,7 +50,8 @@ class ShardService:
             tls and tls.files,
             setting="dense.address",
         )
-        self._servicer = ShardServicer(rank, channel_spec(config, model), model.device, config.channel.wait_timeout_s)
+        bounds_s = config.channel.wait_timeout_s, config.watchdog.stall_timeout_s
+        self._servicer = ShardServicer(rank, channel_spec(config, model), model.device, *bounds_s)
         shard_pb2_grpc.add_DenseShardServicer_to_server(self._servicer, server.server)
         address = await server.start()
         self._opened.push_async_callback(server.stop, STOP_GRACE_S)
@@ -62,7 +63,7 @@ class ShardService:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises errors that another attachment cannot cure."""
-        await self._servicer.wait_failure()
+        await run_together(self._servicer.wait_failure(), self._servicer.watchdog.run())
 
     async def stop(self) -> None:
         """Closes everything that `start` opened, in reverse order."""

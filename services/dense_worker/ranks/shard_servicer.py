@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -18,10 +18,11 @@ from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpo
 from services.common.rank import Rank
 from services.dense_worker.engine.attention_client import map_channels
 from services.dense_worker.ranks.group import RankGroup
-from services.dense_worker.ranks.join_group import RankStore, join_group
+from services.dense_worker.ranks.join_group import RankStore, connect_group
 from services.dense_worker.ranks.shard_runner import ShardRunner
-from services.pb import shard_pb2, shard_pb2_grpc
+from services.pb import shard_pb2, shard_pb2_grpc, stall_pb2
 from services.rpc.server import until_over
+from services.rpc.watchdog import Progress, Watchdog, describe_stall
 from services.step.codec import decode_plan
 
 log = structlog.get_logger()
@@ -48,10 +49,15 @@ class _Attachment:
 class ShardServicer(shard_pb2_grpc.DenseShardServicer):
     """Has one attachment at a time, and no state beside it."""
 
-    def __init__(self, rank: Rank, spec: ChannelSpec, device: torch.device, wait_timeout_s: float) -> None:
+    def __init__(
+        self, rank: Rank, spec: ChannelSpec, device: torch.device, wait_timeout_s: float, stall_timeout_s: float
+    ) -> None:
         self._rank, self._spec, self._device = rank, spec, device
         self._wait_timeout_s = wait_timeout_s
+        self.watchdog = Watchdog("dense_worker", self._progress, self._on_stall, stall_timeout_s)
         self._engine = EngineThread()
+        self._num_asked = self._num_done = 0  # calls of the engine thread
+        self._is_meeting = False
         self._runner: ShardRunner | None = None
         self._weights_hash = ""
         self._attachment: _Attachment | None = None
@@ -124,7 +130,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
 
         try:
             async for command in until_over(requests):
-                self._engine.submit(self._obey, attachment, command).add_done_callback(report)
+                self._submit(self._obey, attachment, command).add_done_callback(report)
         except Exception as error:  # no one awaits the reader
             fail(error)
         else:
@@ -136,13 +142,22 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         assert self._runner is not None, "it is loaded"
         channels = map_channels(request.seam, self._spec, self._device, self._wait_timeout_s)
         try:
-            group = join_group(self._device, RankStore.find(request.store_port), self._rank, self._wait_timeout_s)
+            group = self._join_group(request.store_port)
         except BaseException:
             for channel in channels.values():
                 channel.close()
             raise
         self._runner.attach(channels, group)
         return _Attachment(request.attachment_id, channels, group)
+
+    def _join_group(self, store_port: int) -> RankGroup:
+        store = RankStore.find(store_port)
+        self._is_meeting = True
+        try:
+            store.meet(self._rank, self._wait_timeout_s)
+        finally:
+            self._is_meeting = False
+        return connect_group(self._device, store, self._rank, self._wait_timeout_s)
 
     def _detach(self) -> None:
         attachment, self._attachment = self._attachment, None
@@ -161,10 +176,37 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         try:
-            return await asyncio.shield(asyncio.wrap_future(self._engine.submit(function, *arguments)))
+            return await asyncio.shield(asyncio.wrap_future(self._submit(function, *arguments)))
         except Exception as error:
             self._note_failure(error)
             raise
+
+    def _submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        self._num_asked += 1
+        call = self._engine.submit(function, *arguments)
+        call.add_done_callback(self._note_done)
+        return call
+
+    def _note_done(self, call: Future[Any]) -> None:
+        self._num_done += 1
+
+    def _progress(self) -> Progress | None:
+        """The progress of the engine thread, or None without work. Work that it has left on a GPU is not seen."""
+        if self._num_done == self._num_asked:
+            return None
+        attachment = self._attachment
+        channels = () if attachment is None else attachment.channels.values()
+        waits_for_rank = self._is_meeting or (attachment is not None and attachment.group.is_waiting)
+        waits_for = "attn_worker" if any(each.is_waiting for each in channels) else ""
+        return Progress(
+            counter=(self._num_done, *(each.num_waits or 0 for each in channels)),
+            waits_for="dense_worker" if waits_for_rank else waits_for,
+        )
+
+    async def _on_stall(self, stall: stall_pb2.Stall | None) -> None:
+        """Ends the process if it waits for nobody: no other attachment could release its engine thread."""
+        if stall is not None and not stall.waits_for:
+            self._note_failure(DeviceError(describe_stall(stall)))
 
     def _note_failure(self, error: BaseException) -> None:
         is_fatal = isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)

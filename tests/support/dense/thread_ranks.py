@@ -20,7 +20,7 @@ class ThreadGroup:
 
     def __init__(self, rank: Rank, tensors: list[torch.Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
-        self.num_calls = 0
+        self.num_calls, self.is_waiting = 0, False
         self._tensors, self._barrier = tensors, barrier
 
     def add(self, tensor: torch.Tensor) -> None:

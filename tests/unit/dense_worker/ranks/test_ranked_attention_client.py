@@ -13,13 +13,11 @@ from grpc_health.v1 import health_pb2
 
 from services.channel import ChannelSpec
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
-from services.common.rank import Rank
+from services.common.errors import ConfigError, PeerError, TwostrokeError
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.session import NO_ATTACHMENT
 from services.dense_worker.ranks.ranked_attention_client import OtherRank, RankedAttentionClient
-from services.dense_worker.ranks.shard_servicer import ShardServicer
 from services.pb import attn_pb2
 
 CPU = torch.device("cpu")
@@ -103,29 +101,3 @@ def test_a_join_that_fails_is_named_and_retried_where_that_may_help(
     """And the first rank's thread does not go on waiting for it: the test would take its 10 s."""
     with pytest.raises(kind, match=f"the dense shard of rank 1 at 127.0.0.1:10: {code.name}: its reason"):
         attach([Process(), Process()], Process(error=error_of_rpc(code)))
-
-
-@pytest.mark.parametrize(
-    ("error", "is_end"),
-    [(DeviceError("its device has failed"), True), (ValueError("a bug"), True), (PeerError("gone"), False)],
-)
-def test_a_shard_ends_when_its_device_has_failed(error: Exception, is_end: bool) -> None:
-    async def run() -> bool:
-        servicer = ShardServicer(Rank(1, 2), SPEC, CPU, LIMIT_S)
-
-        def fail() -> None:
-            raise error
-
-        servicer._engine.start()
-        with pytest.raises(type(error)):
-            await servicer._run(fail)
-        servicer._engine.stop(LIMIT_S)
-        ends = asyncio.ensure_future(servicer.wait_failure())
-        done, _ = await asyncio.wait([ends], timeout=0.01)
-        if done:
-            with pytest.raises(type(error)):
-                ends.result()
-        ends.cancel()
-        return bool(done)
-
-    assert asyncio.run(run()) == is_end
