@@ -12,7 +12,7 @@ from setuptools import find_namespace_packages, setup
 ROOT = Path(__file__).parent
 RUNTIME = "requirements.txt"
 MODEL = "models/tiny-llama"
-EXTRAS = ("tensorrt", "bench", "kv-events", "ray", "gguf", "docs")  # each has a file of requirements
+EXTRAS = ("tensorrt", "bench", "kv-events", "ray", "gguf", "modelscope", "docs")  # each has a file of requirements
 
 
 def requirements(file: str) -> list[str]:

@@ -11,20 +11,25 @@ from pathlib import Path
 from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.shorten import shorten
 
+_INSTALL = "pip install 'twostroke[modelscope]'"
+
 
 def fetch_from_modelscope(
     name: str, revision: str | None, cache_dir: Path | None, wanted: list[str], unwanted: list[str]
 ) -> Path:
     """The directory of the model; downloads what is missing there of the files that match `wanted` and not `unwanted`.
 
-    Raises `ConfigError` without the package or for a model that is not there or has no safetensors, `PeerError` if
-    ModelScope fails, `CapacityError` without room.
+    Raises `ConfigError` without the package, with an older one, or for a model that is not there or has no safetensors,
+    `PeerError` if ModelScope fails, `CapacityError` without room.
     """
     if importlib.util.find_spec("modelscope") is None:
-        raise ConfigError(f"model {name!r} is to come from ModelScope: pip install modelscope")
-    from modelscope import snapshot_download
-    from modelscope_hub.errors import HubError, NotExistError
-
+        raise ConfigError(f"model {name!r} is to come from ModelScope: {_INSTALL}")
+    try:
+        from modelscope import snapshot_download
+        from modelscope_hub.errors import HubError, NotExistError
+    except ImportError as error:
+        said = f"the package modelscope cannot be used ({_short(error)}), perhaps it is old: {_INSTALL}"
+        raise ConfigError(said) from error
     try:
         path = Path(
             snapshot_download(

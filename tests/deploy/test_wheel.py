@@ -88,7 +88,8 @@ def test_the_wheel_adds_one_name_and_needs_what_the_requirements_say(wheel: Path
     lines = [line.partition("#")[0].strip() for line in (REPOSITORY / "requirements.txt").read_text().splitlines()]
     needed = metadata.get_all("Requires-Dist") or []
     assert [each for each in needed if "extra ==" not in each] == [line for line in lines if line]
-    assert set(metadata.get_all("Provides-Extra") or []) == {"bench", "docs", "gguf", "kv-events", "ray", "tensorrt"}
+    extras = {"bench", "docs", "gguf", "kv-events", "modelscope", "ray", "tensorrt"}
+    assert set(metadata.get_all("Provides-Extra") or []) == extras
     assert 'httpx2==2.16.2; extra == "bench"' in needed
     assert any(each.startswith("tensorrt") for each in needed) and any(each.startswith("onnx==") for each in needed)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -81,7 +83,17 @@ def test_what_is_not_there_or_no_safetensors_is_refused(
         fetch_model(name, None, tmp_path, "modelscope")
 
 
+def test_an_older_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = types.ModuleType("modelscope")
+    older.snapshot_download = None
+    monkeypatch.setattr(modelscope.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "modelscope", older)
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    with pytest.raises(ConfigError, match=r"modelscope_hub.* perhaps it is old: pip install 'twostroke\[modelscope\]'"):
+        fetch_model("org/tiny", None, None, "modelscope")
+
+
 def test_without_the_package_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modelscope.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="is to come from ModelScope: pip install modelscope"):
+    with pytest.raises(ConfigError, match=r"is to come from ModelScope: pip install 'twostroke\[modelscope\]'"):
         fetch_model("org/tiny", None, None, "modelscope")
