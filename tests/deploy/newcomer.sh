@@ -2,10 +2,10 @@
 # What a newcomer does, in a clean container without a checkout and without a network:
 #
 #   docker run --rm --tty --network none --shm-size=1g --volume DIR:/wheels:ro --volume tests:/opt/hub/tests:ro \
-#     --entrypoint sh python:3.12.11-slim-bookworm /opt/hub/tests/deploy/newcomer.sh
+#     --entrypoint sh IMAGE /opt/hub/tests/deploy/newcomer.sh
 #
-# DIR has the wheel, and those of all its dependencies that the image lacks. A Hub on loopback, which is a test's, has the
-# model. bench/results/newcomer.md has what was seen.
+# IMAGE has Python, at least 3.11, with venv. DIR has the wheel, and those of all its dependencies for that Python. A Hub
+# on loopback, which is a test's, has the model. bench/results/newcomer.md has what was seen, and in which image.
 set -eu
 cd /tmp
 begun=$(date +%s)
@@ -14,7 +14,7 @@ run() { say "$@"; "$@"; }
 
 run python3 -m venv twostroke
 . twostroke/bin/activate
-run pip install --quiet --no-index --find-links /opt/wheels --find-links /wheels "$(ls /wheels/twostroke-*.whl)"
+run pip install --quiet --no-index --find-links /wheels "$(ls /wheels/twostroke-*.whl)"
 run du -sh twostroke
 run twostroke --version
 run twostroke doctor
