@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, PeerError
+from services.common.errors import ConfigError, PeerError, StaleEpoch
 from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import (
@@ -38,6 +38,7 @@ from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.ranks.rank_answers import RankAnswers, Reopening
 from services.pb import attn_pb2, attn_pb2_grpc, shard_pb2, shard_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
+from services.rpc.error_details import error_of
 from services.rpc.server import run_together
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import encode_plan
@@ -169,8 +170,8 @@ class RankedAttentionClient(AttentionClient):
         try:
             await self._shard_stubs[rank - 1].Join(request, timeout=self._connect_timeout_s)
         except grpc.aio.AioRpcError as error:
-            # A shard finds its seam gone (FAILED_PRECONDITION) when its attention worker has been started again.
-            may_succeed = error.code() in (*TRANSIENT, grpc.StatusCode.FAILED_PRECONDITION)
+            # A shard finds its seam stale when its attention worker has been started again.
+            may_succeed = error.code() in TRANSIENT or isinstance(error_of(error), StaleEpoch)
             address = self._shard_addresses[rank - 1]
             reason = f"the dense shard of rank {rank} at {address}: {error.code().name}: {error.details()}"
             raise (PeerError if may_succeed else ConfigError)(reason) from error

@@ -13,12 +13,13 @@ from grpc_health.v1 import health_pb2
 
 from services.channel import ChannelSpec
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, PeerError, TwostrokeError
+from services.common.errors import ConfigError, PeerError, StaleEpoch, TwostrokeError
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.session import NO_ATTACHMENT
 from services.dense_worker.ranks.ranked_attention_client import OtherRank, RankedAttentionClient
 from services.pb import attn_pb2
+from services.rpc.error_details import rich_status
 
 CPU = torch.device("cpu")
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
@@ -54,8 +55,12 @@ class Process:
         return await self._call()
 
 
-def error_of_rpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "its reason")
+def as_call_fails(error: TwostrokeError) -> grpc.aio.AioRpcError:
+    """What a client gets from a server that raises `error`."""
+    status = rich_status(error)
+    return grpc.aio.AioRpcError(
+        status.code, grpc.aio.Metadata(), grpc.aio.Metadata(*status.trailing_metadata), status.details
+    )
 
 
 def attach(attention: list[Process], shard: Process) -> Attachment:
@@ -81,23 +86,23 @@ def test_nobody_is_asked_to_attach_before_all_are_ready() -> None:
 
 
 def test_an_attach_that_fails_ends_the_others() -> None:
-    attention = [Process(takes_s=60.0), Process(error=error_of_rpc(grpc.StatusCode.UNAVAILABLE))]
+    attention = [Process(takes_s=60.0), Process(error=as_call_fails(PeerError("it stops")))]
     with pytest.raises(grpc.aio.AioRpcError):
         attach(attention, Process())
     assert attention[0].num_calls == attention[0].num_cancelled == 1
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"),
+    ("error", "kind"),
     [
-        (grpc.StatusCode.FAILED_PRECONDITION, PeerError),  # the region of its seam is gone
-        (grpc.StatusCode.UNAVAILABLE, PeerError),
-        (grpc.StatusCode.INVALID_ARGUMENT, ConfigError),
+        (StaleEpoch("its region does not exist"), PeerError),
+        (PeerError("it has not loaded its weights"), PeerError),
+        (ConfigError("it has other weights"), ConfigError),
     ],
 )
 def test_a_join_that_fails_is_named_and_retried_where_that_may_help(
-    code: grpc.StatusCode, kind: type[TwostrokeError]
+    error: TwostrokeError, kind: type[TwostrokeError]
 ) -> None:
     """And the first rank's thread does not go on waiting for it: the test would take its 10 s."""
-    with pytest.raises(kind, match=f"the dense shard of rank 1 at 127.0.0.1:10: {code.name}: its reason"):
-        attach([Process(), Process()], Process(error=error_of_rpc(code)))
+    with pytest.raises(kind, match=f"the dense shard of rank 1 at 127.0.0.1:10: .*: {error}"):
+        attach([Process(), Process()], Process(error=as_call_fails(error)))
