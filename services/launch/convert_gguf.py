@@ -145,6 +145,14 @@ def read_config(file: Path, reader: gguf.GGUFReader) -> dict[str, Any]:
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file} lacks the tensor token_embd.weight, a matrix")
+    layers = range(config["num_hidden_layers"])
+    absent = next((each for each in layers if f"blk.{each}.attn_norm.weight" not in tensors), None)
+    if absent is not None:
+        raise ModelError(f"{file} has {len(layers)} layers by its keys, and lacks blk.{absent}.attn_norm.weight")
+    ids = {f"{name}_token_id": _value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    for name, value in ids.items():
+        if value is not None and type(value) is not int:
+            raise ModelError(f"{file} has tokenizer.ggml.{name} = {shorten(str(value))}, which is not an integer")
     rope = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", DEFAULT_ROPE_THETA)}
     return config | {
         "architectures": [ARCHITECTURES[architecture]],
@@ -153,8 +161,7 @@ def read_config(file: Path, reader: gguf.GGUFReader) -> dict[str, Any]:
         "vocab_size": int(embedding.shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_parameters": rope,
-        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
+        **ids,
     }
 
 
@@ -249,6 +256,9 @@ def _tensor(file: Path, tensor: gguf.ReaderTensor, config: dict[str, Any]) -> to
 
 
 def _write_tokenizer(file: Path, reader: gguf.GGUFReader, directory: Path) -> None:
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        raise ModelError(f"{file} lacks tokenizer.ggml.tokens, an array")
     with tempfile.TemporaryDirectory() as alone:  # files beside the model's would replace what it has itself
         (Path(alone) / "model.gguf").symlink_to(file.absolute())
         try:
@@ -256,7 +266,6 @@ def _write_tokenizer(file: Path, reader: gguf.GGUFReader, directory: Path) -> No
         except Exception as error:  # of many kinds, for a tokenizer that the library cannot read
             said = shorten(str(error))
             raise ModelError(f"{file} has a tokenizer that transformers does not read: {said}") from error
-    tokens = _value(reader, "tokenizer.ggml.tokens")
     made = tokenizer.convert_ids_to_tokens(range(len(tokens)))
     number = next((number for number, token in enumerate(tokens) if made[number] != token), None)
     if number is not None:

@@ -56,7 +56,7 @@ class _Walk:
             kind, length = self._number("I"), self._number("Q")
             if kind == _STRING:
                 for _ in range(length):
-                    self._skip(self._number("Q"), key)
+                    self._text(key)
             else:
                 self._skip(length * self._scalar_bytes(key, kind), key)
         else:

@@ -123,7 +123,9 @@ def text(content: bytes) -> bytes:
         (struct.pack("<Q", 2**63), "a key takes 9223372036854775808 bytes where"),
         (text(b"general.x") + struct.pack("<IQ", 8, 2) + b"\xff\xff", "'utf-8' codec can't decode"),
         (text(b"\xff") + struct.pack("<II", 4, 1), "'utf-8' codec can't decode"),
+        (text(b"general.x") + struct.pack("<IIQQ", 9, 8, 1, 1) + b"\xff", "'utf-8' codec can't decode"),
     ],
+    ids=lambda value: "" if isinstance(value, bytes) else value,
 )
 def test_a_length_beyond_the_file_is_refused_before_the_package_reads_it(
     entry: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +157,9 @@ def test_the_package_reads_with_bounded_memory(tmp_path: Path, monkeypatch: pyte
         ({"token_embd": (64,)}, r"lacks the tensor token_embd\.weight, a matrix"),
         ({"attn_q": (7, 64)}, r"has blk\.0\.attn_q\.weight in the shape \(7, 64\), its keys ask for \(64, 64\)"),
         ({"attn_norm": (64, 1)}, r"attn_norm\.weight in the shape \(64, 1\), its keys ask for \(64,\)"),
+        ({"layers": 2**31}, r"has 2147483648 layers by its keys, and lacks blk\.1\.attn_norm\.weight"),
+        ({"bos": [1]}, r"has tokenizer\.ggml\.bos_token_id = \[1\], which is not an integer"),
+        ({}, r"lacks tokenizer\.ggml\.tokens, an array"),
         ({"architecture": ["llama"]}, r"has the architecture \['llama'\], GGUF is read of"),
     ],
 )
@@ -165,7 +170,9 @@ def test_values_that_are_none_of_a_model_are_named(values: dict[str, Any], said:
         writer.add_array("general.architecture", values["architecture"])
     for add in (writer.add_context_length, writer.add_embedding_length, writer.add_feed_forward_length):
         add(64)
-    writer.add_block_count(1)
+    writer.add_block_count(values.get("layers", 1))
+    if "bos" in values:
+        writer.add_array("tokenizer.ggml.bos_token_id", values["bos"])
     heads = values.get("heads", 4)
     if isinstance(heads, int):
         writer.add_head_count(heads)
