@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 QUICK = "quick"  # hypothesis' profile of `make test`
-MAX_QUICK_EXAMPLES = 15
+MAX_QUICK_EXAMPLES = 25
 
 
 def examples(number: int, most: int = MAX_QUICK_EXAMPLES) -> int:
