@@ -117,7 +117,7 @@ def test_errors_are_counted_for_the_lane_of_their_step(monkeypatch: pytest.Monke
     """A wrong count would end the attachment: the engine waits until its count equals the channel's."""
     attention = TwoLaneAttention(bad_step)
     engine, reports = start_engine(monkeypatch, attention, FakeRunner())
-    ends = run_to_end(engine, reports, (GOOD, BAD))
+    ends = run_to_end(engine, reports, (BAD, GOOD))  # the first is in each step, also if the other one comes later
     assert ends == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
     assert {lane: channel.num_errors for lane, channel in attention.channels.items()} == {
         bad_step % 2: 1,
