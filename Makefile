@@ -41,7 +41,7 @@ test: setup
 	$(PYTEST) $(LANES) $(ALONE)
 
 # For daily work: no clusters, and no files of tests that took longer than so many seconds beside others.
-FAST_FILE_S := 6
+FAST_FILE_S := 5
 test-fast: setup
 	$(RUN) -m ruff check .
 	$(COMPILE)
