@@ -1,4 +1,4 @@
-# make setup | run | test | test-fast | durations | clients | ray | containers | chaos | bench | protos | docs | site | clean
+# make setup | run | test | test-long | test-fast | durations | clients | ray | containers | chaos | bench | protos | docs | site | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # Without compiled modules each of a hundred processes would compile them again, and pytest would rewrite all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast durations clients ray containers chaos bench protos docs site clean
+.PHONY: setup run test test-long test-fast durations clients ray containers chaos bench protos docs site clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,10 @@ test: setup
 	$(COMPILE)
 	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests
 	$(PYTEST) $(LANES) $(ALONE)
+
+# What `make test` leaves out, because shorter tests beside these show most of it; continuous integration runs both.
+test-long: setup
+	$(PYTEST) $(LANES) --only-long tests
 
 # For daily work: no clusters, and no files of tests that took longer than so many seconds beside others.
 FAST_FILE_S := 5

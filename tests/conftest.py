@@ -31,7 +31,7 @@ gc.disable()
 
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds, by file; `make durations` writes it
-LONG_TESTS = Path(__file__).with_name("long_tests.txt")  # `make test` has shorter ones like them, `make chaos` all
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")  # `make test-long` runs them
 _seconds = Counter[str]()  # of this run, by file
 
 
