@@ -72,11 +72,9 @@ class ShardedCudaOperations(CudaOperations):
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Those that cover all heads are operators of torch."""
-        if not (isinstance(norms, SharedHeadNorms) and self._group is not None):
-            return super().norm_heads(qkv, norms, is_in_place)
-        qkv = qkv if is_in_place else qkv.clone()
-        norms.normalize_over(self._group, qkv)
-        return qkv
+        if isinstance(norms, SharedHeadNorms) and self._group is not None:
+            return norms.normalize_over(self._group, qkv, is_in_place)
+        return super().norm_heads(qkv, norms, is_in_place)
 
     def mix_experts(
         self,

@@ -51,11 +51,9 @@ class ShardedOperations(TorchOperations):
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Those that cover all heads need the squares of all ranks."""
-        if not isinstance(norms, SharedHeadNorms):
-            return super().norm_heads(qkv, norms, is_in_place)
-        qkv = qkv if is_in_place else qkv.clone()
-        norms.normalize_over(self.group, qkv)
-        return qkv
+        if isinstance(norms, SharedHeadNorms):
+            return norms.normalize_over(self.group, qkv, is_in_place)
+        return super().norm_heads(qkv, norms, is_in_place)
 
     def mix_experts(
         self,

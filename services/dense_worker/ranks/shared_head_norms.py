@@ -17,8 +17,9 @@ class SharedHeadNorms(HeadNorms):
     whole_sizes: tuple[int, int] = (0, 0)  # the widths of q and of k, with the heads of all ranks
     num_kv_copies: int = 1  # ranks that hold the same heads of keys
 
-    def normalize_over(self, group: RankGroup, qkv: torch.Tensor) -> None:
-        """Normalises q and k within qkv [n, qkv_size] of the rank, in place."""
+    def normalize_over(self, group: RankGroup, qkv: torch.Tensor, is_in_place: bool) -> torch.Tensor:
+        """qkv [n, qkv_size] of the rank with q and k normalised, itself or a copy. Raises as `RankGroup.add` does."""
+        qkv = qkv if is_in_place else qkv.clone()
         q, k, *_ = qkv.split(self.sizes, dim=1)
         squares = torch.stack([q.float().square().sum(1), k.float().square().sum(1) / self.num_kv_copies])
         group.add(squares)
@@ -26,3 +27,4 @@ class SharedHeadNorms(HeadNorms):
             assert type(norm) is RmsNorm, "no family has another one over all heads"
             normed = part.float() * torch.rsqrt(total / size + norm.eps)[:, None]
             part.copy_(norm.weight.data * normed.to(part.dtype))
+        return qkv
