@@ -1,0 +1,236 @@
+"""`EncoderRuns`: runs an encoder between steps, and keeps its outputs. Engine thread.
+
+A sequence can only be opened while the outputs of all its inputs are in memory; until then it is parked in the waiting
+queue, and others go on. One run computes inputs of several sequences, in their order, up to a budget of rows. There is
+at most one run between two steps, so running streams are delayed no more than by a long prompt. Outputs are kept by the
+hash of their input, up to a number of bytes; those that were not used for the longest time go first. What a sequence in
+the cache still reads stays, and so does what a sequence reads that is to be opened earlier.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
+
+import torch
+
+from services.common.errors import CapacityError, TwostrokeError
+from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, Input
+from services.dense_worker.features.sequence_feature import SequenceFeature
+
+if TYPE_CHECKING:
+    from services.dense_worker.engine.sequence import Sequence
+    from services.dense_worker.engine.waiting_queue import WaitingQueue
+    from services.dense_worker.features.feature import Event
+
+
+@dataclass(slots=True, eq=False)
+class _Output:
+    encoded: Encoded
+    num_bytes: int
+    num_users: int = 0  # sequences in the cache that may still read it
+
+
+@dataclass(slots=True)
+class EncoderCounts:
+    """What an encoder has done. Written on the engine thread; any thread may read it."""
+
+    num_hits: int = 0  # inputs of sequences that entered the cache whose output was there
+    num_encoded: int = 0  # inputs that were computed
+    num_rows: int = 0  # that were computed
+    num_bytes: int = 0  # of outputs that are kept now
+
+
+class EncoderRuns(Generic[Input]):
+    """The runs of one encoder, for the sequences with its feature."""
+
+    def __init__(self, name: str, encoder: Encoder[Input], max_rows: int, max_bytes: int) -> None:
+        """name: of the feature. max_rows: of one run, which has one input at least. max_bytes: of kept outputs."""
+        self.name = name
+        self.counts = EncoderCounts()
+        self._encoder = encoder
+        self._max_rows = max_rows
+        self._max_bytes = max_bytes
+        self._outputs: OrderedDict[str, _Output] = OrderedDict()  # by hash, the least recently used first
+        self._last_run_before: int | None = None  # the oldest step under way at the last run
+        self._post: Callable[[Event], None] | None = None
+
+    def start(self, post: Callable[[Event], None]) -> None:
+        """Called when the engine exists; see `Feature.start`."""
+        self._post = post
+
+    def has(self, key: EncodedKey) -> bool:
+        """Whether all outputs are in memory."""
+        return all(each in self._outputs for each in key.hashes)
+
+    def pin(self, key: EncodedKey) -> Pin:
+        """The outputs for a sequence that enters the cache; they stay in memory until the pin is released."""
+        for each in dict.fromkeys(key.hashes):
+            self._outputs[each].num_users += 1
+            self._outputs.move_to_end(each)
+        self.counts.num_hits += len(key.hashes)
+        return Pin(self, key, {each: self._outputs[each].encoded for each in key.hashes})
+
+    def unpin(self, key: EncodedKey) -> None:
+        """A sequence reads them no more."""
+        for each in dict.fromkeys(key.hashes):
+            self._outputs[each].num_users -= 1
+
+    def run(self, waiting: WaitingQueue, oldest_step_id: int | None) -> list[Sequence]:
+        """Computes what parked sequences lack, up to the budget; see `Feature.provide`.
+
+        Returns the sequences that are newly parked, because what they wait for has made room.
+        """
+        if oldest_step_id is not None and oldest_step_id == self._last_run_before:
+            return []
+        missing = [(key, sequence) for key, sequence in waiting.missing() if self._is_own(key)]
+        if not missing:
+            return []
+        if self._encoder.is_busy():
+            if oldest_step_id is not None:
+                return []
+            self._encoder.wait()  # nothing else runs
+        self._last_run_before = oldest_step_id
+        inputs, parked = self._choose(missing, waiting)
+        if inputs:
+            self._compute(inputs)
+        for key, _ in missing:
+            if self.has(key):
+                waiting.unpark(key)
+        if oldest_step_id is None and inputs and not all(self.has(key) for key, _ in missing):
+            self._call_again()
+        return parked
+
+    def _compute(self, inputs: Mapping[str, Input]) -> None:
+        try:
+            found = self._encoder.encode(list(inputs.values()))
+        except torch.OutOfMemoryError as error:
+            reason = CapacityError(f"the device has no memory left to encode {len(inputs)} inputs: {error}")
+            self._fail(set(inputs), reason)
+            return
+        for (each, read), encoded in zip(inputs.items(), found, strict=True):
+            self._outputs[each] = _Output(encoded, encoded.rows.nbytes)
+            self.counts.num_encoded += 1
+            self.counts.num_rows += self._encoder.size(read)
+            self.counts.num_bytes += encoded.rows.nbytes
+
+    def _choose(
+        self, missing: list[tuple[EncodedKey, Sequence]], waiting: WaitingQueue
+    ) -> tuple[dict[str, Input], list[Sequence]]:
+        """The inputs of the next run, by hash, in the order of their sequences; and whom making room has parked."""
+        chosen: dict[str, Input] = {}
+        parked: list[Sequence] = []
+        num_rows = num_bytes = 0
+        for _, sequence in missing:
+            for each in self._inputs_of(sequence):
+                if each.hash in self._outputs or each.hash in chosen:
+                    continue
+                size = self._encoder.size(each)
+                if chosen and num_rows + size > self._max_rows:
+                    return chosen, parked
+                num_bytes += self._encoder.output_bytes(each)
+                newly_parked = self._make_room(num_bytes, sequence, waiting, is_first=not chosen)
+                if newly_parked is None:
+                    return chosen, parked
+                parked += newly_parked
+                num_rows += size
+                chosen[each.hash] = each
+        return chosen, parked
+
+    def _make_room(
+        self, num_bytes: int, sequence: Sequence, waiting: WaitingQueue, *, is_first: bool
+    ) -> list[Sequence] | None:
+        """Drops outputs until there is room for so many bytes more. None: there is none, and nothing was dropped.
+
+        If no other sequence needs any of them, there is room for one of any size.
+        """
+        excess = self.counts.num_bytes + num_bytes - self._max_bytes
+        if excess <= 0:
+            return []
+        own = {each.hash for each in self._inputs_of(sequence)}
+        earlier = {each.hash for other in waiting if other.order < sequence.order for each in self._inputs_of(other)}
+        must_stay = {name for name, output in self._outputs.items() if output.num_users or name in earlier}
+        free = {name: each.num_bytes for name, each in self._outputs.items() if name not in must_stay | own}
+        if sum(free.values()) < excess and (must_stay or not is_first):
+            return None
+        dropped = set[str]()
+        for name, size in free.items():
+            if excess <= 0:
+                break
+            del self._outputs[name]
+            dropped.add(name)
+            self.counts.num_bytes -= size
+            excess -= size
+        keys = {each.resource for other in waiting for each in other.features if self._is_own(each.resource)}
+        lacking = [key for key in keys if not dropped.isdisjoint(key.hashes)]
+        return list(itertools.chain.from_iterable(waiting.park(key) for key in lacking))
+
+    def _inputs_of(self, sequence: Sequence) -> Iterable[Input]:
+        for feature in sequence.features:
+            if isinstance(feature, EncodedSequence) and feature.resource.encoder == self.name:
+                yield from feature.inputs
+
+    def _is_own(self, key: object) -> bool:
+        return isinstance(key, EncodedKey) and key.encoder == self.name
+
+    def _call_again(self) -> None:
+        """Has the engine look for work again at once: it may have nothing else to do."""
+        assert self._post is not None, "the engine exists when a sequence waits"
+        self._post(lambda waiting: ())
+
+    def _fail(self, hashes: set[str], error: TwostrokeError) -> None:
+        """Ends the waiting sequences that need one of these."""
+        assert self._post is not None, "the engine exists when a sequence waits"
+
+        def failed(waiting: WaitingQueue) -> list[tuple[Sequence, TwostrokeError]]:
+            lacking = [each for each in waiting if any(one.hash in hashes for one in self._inputs_of(each))]
+            return [(each, error) for each in lacking]
+
+        self._post(failed)
+
+
+class Pin(Generic[Input]):
+    """Keeps outputs in memory for one sequence, until it is released."""
+
+    def __init__(self, runs: EncoderRuns[Input], key: EncodedKey, outputs: Mapping[str, Encoded]) -> None:
+        self.outputs = outputs  # by hash
+        self._runs: EncoderRuns[Input] | None = runs
+        self._key = key
+
+    def release(self) -> None:
+        """The outputs may be dropped; steps under way still have them. Nothing happens the second time."""
+        if self._runs is not None:
+            self._runs.unpin(self._key)
+            self._runs = None
+
+
+class EncodedSequence(SequenceFeature, Generic[Input]):
+    """What one sequence has of an encoder: its inputs, and their outputs while it is in the cache."""
+
+    def __init__(self, inputs: tuple[Input, ...], runs: EncoderRuns[Input]) -> None:
+        self.inputs = inputs
+        self.resource = EncodedKey(runs.name, tuple(each.hash for each in inputs))
+        self.pin: Pin[Input] | None = None  # while the sequence is in the cache; steps may read it later
+        self._runs = runs
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all outputs are in memory."""
+        return self._runs.has(self.resource)
+
+    def enter(self) -> None:
+        """Keeps the outputs in memory."""
+        self.pin = self._runs.pin(self.resource)
+
+    def at_opening(self) -> EncodedSequence[Input]:
+        """With the outputs of now: steps under way read them when the sequence has left."""
+        return copy.copy(self)
+
+    def leave(self, last_step_id: int) -> None:
+        """They may be dropped; steps under way have their own references."""
+        assert self.pin is not None, "it has entered"
+        self.pin.release()

@@ -1,0 +1,206 @@
+"""Encoders in the real scheduler: what is computed when, what is kept, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import CapacityError
+from services.dense_worker.encoders.encoder import Encoded
+from services.dense_worker.encoders.encoder_runs import EncodedSequence, EncoderRuns
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import InFlight
+from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.feature import Feature
+from tests.support.examples import examples
+from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
+
+ROW_BYTES = 8  # of an output: a row of two float32
+
+
+@dataclass(frozen=True)
+class Picture:
+    hash: str
+    num_rows: int
+
+
+class EncodeNames:
+    """An encoder on a CPU that writes down what it computes."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[str]] = []
+        self.error: Exception | None = None
+
+    def size(self, each: Picture) -> int:
+        return each.num_rows
+
+    def output_bytes(self, each: Picture) -> int:
+        return each.num_rows * ROW_BYTES
+
+    def encode(self, inputs: Iterable[Picture]) -> list[Encoded]:
+        if self.error is not None:
+            raise self.error
+        self.runs.append([each.hash for each in inputs])
+        return [Encoded(torch.full((each.num_rows, 2), float(ord(each.hash)))) for each in inputs]
+
+    def is_busy(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("it is never busy")
+
+
+class EncodedFeature(Feature):
+    sequence_type = EncodedSequence
+
+    def __init__(self, runs: EncoderRuns[Picture]) -> None:
+        self.runs = runs
+
+    def provide(self, waiting: WaitingQueue, oldest_step_id: int | None) -> Iterable[Sequence]:
+        return self.runs.run(waiting, oldest_step_id)
+
+
+class EncoderCluster(Cluster):
+    def __init__(self, max_rows: int, max_rows_kept: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.encoder = EncodeNames()
+        self.runs = EncoderRuns("pictures", self.encoder, max_rows, max_rows_kept * ROW_BYTES)
+        self.runs.start(lambda event: self.outputs.extend(self.scheduler.handle(event)))
+        self.scheduler = Scheduler(self.limits, features=[EncodedFeature(self.runs)])
+        self.scheduler.begin(new_session(self.cache))
+        self.sequences: dict[int, Sequence] = {}
+
+    def add(self, seq_id: int, pictures: Iterable[Picture], prompt_len: int = 3, max_tokens: int = 4) -> Sequence:
+        sequence = self.sequences[seq_id] = make_sequence(seq_id, prompt_len, max_tokens)
+        if pictures := tuple(pictures):
+            sequence.features = (EncodedSequence(pictures, self.runs),)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self, *, answer_opens: bool = True) -> None:
+        flying = () if self.in_flight is None else (InFlight(self.in_flight, None, 0.0),)  # type: ignore[arg-type]
+        self.scheduler.session.in_flight = flying
+        super().step(answer_opens=answer_opens)
+
+    def check(self, plan: Any) -> None:
+        super().check(plan)
+        for entry in plan.entries:
+            for each in self.sequences[entry.seq_id].features:
+                assert each.pin is not None
+                for picture in each.inputs:
+                    rows = each.pin.outputs[picture.hash].rows
+                    assert rows.shape == (picture.num_rows, 2) and (rows == ord(picture.hash)).all()
+
+
+PICTURES = [Picture(name, 1 + i) for i, name in enumerate("abcde")]
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(PICTURES), max_size=3),
+            st.integers(1, 20),  # prompt
+            st.integers(1, 12),  # max_tokens
+            st.integers(0, 3),  # steps before the next request
+            st.none() | st.integers(1, 10),  # steps after which it is cancelled
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_every_sequence_gets_its_tokens_and_its_outputs(
+    arrivals: list[tuple[list[Picture], int, int, int, int | None]],
+    max_rows: int,
+    max_rows_kept: int,
+    max_num_seqs: int,
+    attaches_again: bool,
+) -> None:
+    options = {"policy": "max_utilization", "num_blocks": 16, "max_num_seqs": max_num_seqs}
+    cluster = EncoderCluster(max_rows, max_rows_kept, **options)
+    cancels: list[list[int]] = []
+    for seq_id, (pictures, prompt_len, max_tokens, gap, cancel_after) in enumerate(arrivals, start=1):
+        cluster.add(seq_id, pictures, prompt_len, max_tokens)
+        if cancel_after is not None:
+            cancels.append([cancel_after, seq_id])
+        for _ in range(gap):
+            for cancel in cancels:
+                cancel[0] -= 1
+                if cancel[0] == 0:
+                    cluster.scheduler.cancel(cancel[1])
+            cluster.step()
+    if attaches_again:
+        cluster.attach_again()
+    cluster.run_until_idle()
+    cancelled = {seq_id for left, seq_id in cancels if left <= 0}
+    for sequence in cluster.sequences.values():
+        if sequence.seq_id not in cancelled:
+            assert sequence.output_token_ids == expected_output(sequence)
+    for run in cluster.encoder.runs:
+        sizes = [picture.num_rows for name in run for picture in PICTURES if picture.hash == name]
+        assert len(run) == len(set(run)) and (len(run) == 1 or sum(sizes) <= max_rows)
+    kept = cluster.runs.counts.num_bytes
+    assert kept <= max_rows_kept * ROW_BYTES or kept > 0, "one sequence may need more"
+    assert not any(output.num_users for output in cluster.runs._outputs.values()), "nobody is left"
+
+
+def test_equal_inputs_are_computed_once_and_several_sequences_in_one_run() -> None:
+    cluster = EncoderCluster(max_rows=10, max_rows_kept=100)
+    a, b, c, *_ = PICTURES
+    cluster.add(1, [a, b])
+    cluster.add(2, [b, a, b])
+    cluster.add(3, [c])
+    cluster.run_until_idle()
+    cluster.add(4, [c, a])
+    cluster.run_until_idle()
+    assert cluster.encoder.runs == [["a", "b", "c"]]
+    assert (cluster.runs.counts.num_encoded, cluster.runs.counts.num_rows) == (3, 6)
+    assert cluster.runs.counts.num_hits == 8
+
+
+def test_there_is_one_run_between_two_steps_and_streams_go_on_meanwhile() -> None:
+    cluster = EncoderCluster(max_rows=3, max_rows_kept=100, max_num_seqs=8)
+    stream = cluster.add(1, [], max_tokens=30)
+    for _ in range(3):
+        cluster.step()
+    for seq_id, picture in enumerate(PICTURES, start=2):
+        cluster.add(seq_id, [picture])
+    num_runs, num_tokens = 0, len(stream.output_token_ids)
+    while len(cluster.encoder.runs) < 4:
+        cluster.step()
+        oldest = cluster.scheduler.session.in_flight[0].published.plan.step_id
+        assert not cluster.runs.run(cluster.scheduler._waiting, oldest), "as when a call comes while the step runs"
+        assert len(cluster.encoder.runs) <= num_runs + 1
+        assert len(stream.output_token_ids) > num_tokens
+        num_runs, num_tokens = len(cluster.encoder.runs), len(stream.output_token_ids)
+    assert cluster.encoder.runs == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_the_least_recently_used_output_makes_room() -> None:
+    cluster = EncoderCluster(max_rows=10, max_rows_kept=5)
+    a, b, c, *_ = PICTURES
+    for seq_id, picture in enumerate((a, b, a, c, a, b), start=1):
+        cluster.add(seq_id, [picture])
+        cluster.run_until_idle()
+    assert cluster.encoder.runs == [["a"], ["b"], ["c"], ["b"]]
+    assert cluster.runs.counts.num_bytes <= 5 * ROW_BYTES
+
+
+def test_a_device_without_memory_ends_only_those_that_need_it() -> None:
+    cluster = EncoderCluster(max_rows=10, max_rows_kept=5)
+    cluster.encoder.error = torch.OutOfMemoryError("no room")
+    failed, other = cluster.add(1, [PICTURES[0]]), cluster.add(2, [])
+    cluster.run_until_idle()
+    [error] = [output.error for output in cluster.outputs if output.sequence is failed]
+    assert isinstance(error, CapacityError) and "no room" in str(error)
+    assert other.output_token_ids == expected_output(other)
