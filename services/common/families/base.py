@@ -18,6 +18,7 @@ _ACTIVATIONS = {  # by transformers' names
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
 }
 
 

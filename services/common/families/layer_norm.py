@@ -1,4 +1,5 @@
-"""Families with rotary embeddings and LayerNorm: GPT-NeoX, Phi-1 and 2, StarCoder2, StableLM, Falcon."""
+"""Families with rotary embeddings and LayerNorm: GPT-J, CodeGen, GPT-NeoX, Phi-1 and 2, StarCoder2, StableLM, Nemotron,
+Falcon."""
 
 from __future__ import annotations
 
@@ -7,7 +8,34 @@ from dataclasses import replace
 from services.common.families.alibi import alibi_slopes, bfloat16
 from services.common.families.base import read_base, read_window
 from services.common.families.fields import ConfigFields
-from services.common.families.shape import AttentionOptions, ModelConfig, NormKind, ResidualKind
+from services.common.families.shape import AttentionOptions, ModelConfig, NormKind, ResidualKind, RopeConfig
+
+
+def read_gptj(fields: ConfigFields) -> ModelConfig:
+    """GPT-J and CodeGen: parallel residual with one norm, neighbouring pairs of a part of each head, a biased head."""
+    fields.ignore("n_ctx")  # an old name of n_positions
+    num_positions, hidden_size = fields.size("max_position_embeddings"), fields.size("hidden_size")
+    head_dim, rotary_dim = hidden_size // fields.size("num_attention_heads"), fields.size("rotary_dim")
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise fields.error("rotary_dim", rotary_dim, f"expected an even part of the head's {head_dim} dimensions")
+    config = read_base(
+        fields,
+        eps="layer_norm_epsilon",
+        activation="activation_function",
+        intermediate_size=4 * hidden_size if fields.get("n_inner") is None else fields.size("n_inner"),
+        num_kv_heads=fields.size("num_attention_heads"),
+        num_positions=num_positions,
+        rope=RopeConfig("default", 1e4, rotary_dim, num_positions),
+    )
+    parts = replace(
+        config.parts,
+        norm=NormKind.LAYER,
+        is_gated=False,
+        residual=ResidualKind.PARALLEL,
+        shares_norm=True,
+        head_bias=True,
+    )
+    return replace(config, parts=parts, mlp_bias=True, attention=AttentionOptions(rotates_pairs=True))
 
 
 def read_gpt_neox(fields: ConfigFields) -> ModelConfig:
@@ -57,6 +85,19 @@ def read_stablelm(fields: ConfigFields) -> ModelConfig:
     residual = ResidualKind.PARALLEL if is_parallel else ResidualKind.SEQUENTIAL
     parts = replace(config.parts, norm=NormKind.LAYER, residual=residual, shares_norm=is_parallel)
     return replace(config, parts=parts, qkv_bias=fields.flag("use_qkv_bias"))
+
+
+def read_nemotron(fields: ConfigFields) -> ModelConfig:
+    """Nemotron-3 and 4, Minitron (NeMo's GPT): norms with 1 + weight, a squared ReLU, half of each head rotated."""
+    config = read_base(fields, eps="norm_eps", allows_partial_rope=True)
+    has_bias = fields.flag("attention_bias")
+    return replace(
+        config,
+        parts=replace(config.parts, norm=NormKind.LAYER_PLUS_ONE, is_gated=False),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias"),
+    )
 
 
 def read_falcon(fields: ConfigFields) -> ModelConfig:

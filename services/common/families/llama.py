@@ -17,6 +17,12 @@ def read_llama(fields: ConfigFields) -> ModelConfig:
     return replace(read_base(fields), qkv_bias=has_bias, o_bias=has_bias, mlp_bias=fields.flag("mlp_bias"))
 
 
+def read_arcee(fields: ConfigFields) -> ModelConfig:
+    """Arcee's AFM: a Llama whose MLP has no gate."""
+    config = read_llama(fields)
+    return replace(config, parts=replace(config.parts, is_gated=False))
+
+
 def read_mistral(fields: ConfigFields) -> ModelConfig:
     """Mistral 7B to Mistral Small: one window for all layers, or none."""
     config = read_base(fields)

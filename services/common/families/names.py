@@ -25,6 +25,7 @@ class FusedHeads(enum.Enum):
 
     BY_KIND = "by_kind"  # all q heads, all k heads, all v heads
     BY_KV_HEAD = "by_kv_head"  # the q heads of a kv head, its k head, its v head; then the next kv head
+    BY_QUARTER = "by_quarter"  # a quarter of the q heads, of the v heads, of the k heads; then the next quarters
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,28 @@ _FALCON = CheckpointNames(
     final_norm="transformer.ln_f",
 )
 
+_GPT2 = CheckpointNames(
+    base="transformer",
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    layers="transformer.h",
+    attention_norm="ln_1",
+    qkv=("attn.c_attn",),
+    o="attn.c_proj",
+    mlp_norm="ln_2",
+    mlp_in=("mlp.c_fc",),
+    down="mlp.c_proj",
+    final_norm="transformer.ln_f",
+)
+_GPTJ = replace(
+    _GPT2,
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    o="attn.out_proj",
+    mlp_in=("mlp.fc_in",),
+    down="mlp.fc_out",
+)
+_WITHOUT_GATE = CheckpointNames(mlp_in=("mlp.up_proj",))
+
 NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -237,20 +260,17 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
         down="ffn.down_proj",
         final_norm="transformer.norm_f",
     ),
-    "gpt2": CheckpointNames(
-        base="transformer",
-        embedding="transformer.wte",
-        positions="transformer.wpe",
-        layers="transformer.h",
-        attention_norm="ln_1",
-        qkv=("attn.c_attn",),
-        o="attn.c_proj",
-        mlp_norm="ln_2",
-        mlp_in=("mlp.c_fc",),
-        down="mlp.c_proj",
-        final_norm="transformer.ln_f",
-        has_transposed_weights=True,
+    "gpt2": replace(_GPT2, has_transposed_weights=True),
+    "gpt_bigcode": replace(_GPT2, fused_heads=FusedHeads.BY_KV_HEAD),
+    "gpt_neo": replace(
+        _GPT2,
+        qkv=tuple(f"attn.attention.{each}_proj" for each in "qkv"),
+        o="attn.attention.out_proj",
     ),
+    "gptj": _GPTJ,
+    "codegen": replace(_GPTJ, qkv=("attn.qkv_proj",), fused_heads=FusedHeads.BY_QUARTER),
+    "arcee": _WITHOUT_GATE,
+    "nemotron": _WITHOUT_GATE,
     "opt": CheckpointNames(
         embedding="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",

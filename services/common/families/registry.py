@@ -23,11 +23,14 @@ from services.common.families.gemma4 import read_gemma4
 from services.common.families.layer_norm import (
     read_falcon,
     read_gpt_neox,
+    read_gptj,
+    read_nemotron,
     read_phi,
     read_stablelm,
     read_starcoder2,
 )
 from services.common.families.llama import (
+    read_arcee,
     read_ernie4_5,
     read_exaone4,
     read_glm,
@@ -44,7 +47,14 @@ from services.common.families.llama import (
     read_smollm3,
 )
 from services.common.families.shape import ModelConfig
-from services.common.families.without_rope import read_bloom, read_gpt2, read_mpt, read_opt
+from services.common.families.without_rope import (
+    read_bloom,
+    read_gpt2,
+    read_gpt_bigcode,
+    read_gpt_neo,
+    read_mpt,
+    read_opt,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +101,17 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "gemma2": Family("Gemma2ForCausalLM", read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3),
     "gemma4_text": Family("Gemma4ForCausalLM", read_gemma4),
+    "arcee": Family("ArceeForCausalLM", read_arcee),
+    "nemotron": Family("NemotronForCausalLM", read_nemotron),
+    "gptj": Family("GPTJForCausalLM", read_gptj),
+    "codegen": Family("CodeGenForCausalLM", read_gptj),
     "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox),
     "falcon": Family("FalconForCausalLM", read_falcon),
     "mpt": Family("MptForCausalLM", read_mpt),
     "bloom": Family("BloomForCausalLM", read_bloom),
     "gpt2": Family("GPT2LMHeadModel", read_gpt2),
+    "gpt_bigcode": Family("GPTBigCodeForCausalLM", read_gpt_bigcode),
+    "gpt_neo": Family("GPTNeoForCausalLM", read_gpt_neo),
     "opt": Family("OPTForCausalLM", read_opt),
 }
 

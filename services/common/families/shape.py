@@ -16,6 +16,7 @@ class NormKind(enum.StrEnum):
     RMS_PLUS_ONE = "rms_plus_one"  # x / rms(x) * (1 + weight), in float32
     LAYER = "layer"  # (x - mean(x)) / std(x) * weight + bias
     LAYER_NO_BIAS = "layer_no_bias"
+    LAYER_PLUS_ONE = "layer_plus_one"  # as LAYER with 1 + weight in place of the weight that files have
 
 
 class Activation(enum.StrEnum):
@@ -25,6 +26,7 @@ class Activation(enum.StrEnum):
     GELU = "gelu"  # by the error function
     GELU_TANH = "gelu_tanh"  # its approximation by tanh
     RELU = "relu"
+    RELU_SQUARED = "relu_squared"
 
 
 class ResidualKind(enum.StrEnum):

@@ -1,4 +1,7 @@
-"""Families without rotary embeddings: ALiBi (BLOOM, MPT) or learned positions (GPT-2, OPT). All have LayerNorm."""
+"""Families without rotary embeddings: ALiBi (BLOOM, MPT) or learned positions (GPT-2, GPT-Neo, StarCoder 1, OPT).
+
+All have LayerNorm.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,15 @@ def _read(
     intermediate_size: int,
     num_positions: int,
     has_bias: bool,
+    num_kv_heads: int | None = None,
 ) -> ModelConfig:
-    """A model with LayerNorm, an MLP without a gate, and no rotation."""
+    """A model with LayerNorm, an MLP without a gate, and no rotation. `num_kv_heads` None: as many as heads."""
     config = read_base(
         fields,
         eps=eps,
         activation=activation,
         intermediate_size=intermediate_size,
-        num_kv_heads=fields.size("num_attention_heads"),
+        num_kv_heads=num_kv_heads or fields.size("num_attention_heads"),
         num_positions=num_positions,
         rope=no_rope(read_head_dim(fields), num_positions),
     )
@@ -93,7 +97,7 @@ def read_mpt(fields: ConfigFields) -> ModelConfig:
     return replace(config, attention=attention, parts=replace(config.parts, norm=NormKind.LAYER_NO_BIAS))
 
 
-def read_gpt2(fields: ConfigFields) -> ModelConfig:
+def read_gpt2(fields: ConfigFields, num_kv_heads: int | None = None) -> ModelConfig:
     """GPT-2 and others in its name: learned positions."""
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
@@ -106,9 +110,41 @@ def read_gpt2(fields: ConfigFields) -> ModelConfig:
         intermediate_size=4 * fields.size("hidden_size") if fields.get("n_inner") is None else fields.size("n_inner"),
         num_positions=num_positions,
         has_bias=True,
+        num_kv_heads=num_kv_heads,
     )
     attention = config.attention if fields.flag("scale_attn_weights") else replace(config.attention, scale=1.0)
     return replace(config, attention=attention, parts=replace(config.parts, num_learned_positions=num_positions))
+
+
+def read_gpt_bigcode(fields: ConfigFields) -> ModelConfig:
+    """SantaCoder and StarCoder 1: a GPT-2 with one kv head, or as many as heads."""
+    return read_gpt2(fields, 1 if fields.flag("multi_query") else None)
+
+
+def read_gpt_neo(fields: ConfigFields) -> ModelConfig:
+    """GPT-Neo: scores without a scale, windows in some layers, no biases of q, k and v."""
+    fields.ignore("attention_types")  # transformers has made `attention_layers` of it
+    num_positions = fields.size("max_position_embeddings")
+    hidden_size, own_size = fields.size("hidden_size"), fields.get("intermediate_size")
+    config = _read(
+        fields,
+        eps="layer_norm_epsilon",
+        activation="activation_function",
+        intermediate_size=4 * hidden_size if own_size is None else fields.size("intermediate_size"),
+        num_positions=num_positions,
+        has_bias=True,
+    )
+    windows = {"global": None, "local": fields.size("window_size")}
+    kinds = fields["attention_layers"]
+    if len(kinds) != config.num_layers or set(kinds) - windows.keys():
+        raise fields.error("attention_layers", kinds, f"expected {config.num_layers} of {', '.join(windows)}")
+    return replace(
+        config,
+        qkv_bias=False,
+        sliding_windows=tuple(windows[kind] for kind in kinds),
+        attention=replace(config.attention, scale=1.0),
+        parts=replace(config.parts, num_learned_positions=num_positions),
+    )
 
 
 def read_opt(fields: ConfigFields) -> ModelConfig:

@@ -27,7 +27,7 @@ from services.dense_worker.kernels.linear.quantized.mxfp4_weight import create_m
 from services.dense_worker.kernels.linear.quantized.packed_sources import create_grouped_int
 from services.dense_worker.kernels.linear.quantized.scaled_weight import create_on_the_fly, create_scaled
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
-from services.dense_worker.model.stored_layout import StackedExperts
+from services.dense_worker.model.stored_layout import LessOne, StackedExperts
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
 
@@ -57,13 +57,14 @@ class WeightAllocator:
     ) -> Norm:
         """A norm. `checkpoint_name` is the name of the checkpoint's module, without ".weight"."""
         shape = size if isinstance(size, tuple) else (size,)
-        weight = self.parameter(name, *shape, sources=(Source(f"{checkpoint_name}.weight", shape[0]),))
+        layout = LessOne() if kind is NormKind.LAYER_PLUS_ONE else None
+        weight = self.parameter(name, *shape, sources=(_stored_source(f"{checkpoint_name}.weight", shape, layout),))
         if kind is NormKind.RMS:
             return RmsNorm(weight, eps)
         if kind is NormKind.RMS_PLUS_ONE:
             return RmsNormPlusOne(weight, eps)
         bias = None
-        if kind is NormKind.LAYER:
+        if kind is not NormKind.LAYER_NO_BIAS:
             bias = self.parameter(f"{name}_bias", *shape, sources=(Source(f"{checkpoint_name}.bias", shape[0]),))
         return LayerNorm(weight, bias, eps)
 

@@ -42,7 +42,7 @@ from services.dense_worker.model.layer import (
 )
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.stored_layout import GroupedHeads, StackedExperts, Transposed
+from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed
 from services.dense_worker.parameters import Parameter, Source, StoredLayout
 
 
@@ -152,8 +152,10 @@ def build_normed_qkv(
     sizes = (heads.attn_size, heads.kv_size, heads.kv_size)
     if len(names.qkv) == 1:
         layout: StoredLayout | None = _weight_layout(names)
-        if names.fused_heads is FusedHeads.BY_KV_HEAD:
+        if names.fused_heads is FusedHeads.BY_KV_HEAD and heads.num_kv_heads > 1:
             layout = GroupedHeads(heads.num_kv_heads, heads.head_dim)
+        elif names.fused_heads is FusedHeads.BY_QUARTER:
+            layout = PartsByHead(4, (heads.kv_size // 4,) * 3, (0, 2, 1))
         merged = (Projection(f"{layer}.{names.qkv[0]}", heads.qkv_size, layout),)
     else:
         by_name = zip(names.qkv, sizes, strict=True)

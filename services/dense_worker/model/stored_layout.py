@@ -21,6 +21,19 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
+class LessOne:
+    """A StoredLayout of the weights of norms that are stored as their difference to 1 (Nemotron)."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The same shape."""
+        return shape
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """The weights, in float32."""
+        return stored.float() + 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedHeads:
     """A StoredLayout of a fused projection: for each kv head its q heads, then its k head, then its v head.
 

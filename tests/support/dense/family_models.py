@@ -318,6 +318,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "arcee": ("arcee", {"mlp_bias": True}),
+    "nemotron": ("nemotron", {"hidden_act": "relu2"}),
+    "gptj": ("gptj", {"rotary_dim": 4, "activation_function": "gelu_new"}),
+    "codegen": ("codegen", {"rotary_dim": 4, "n_inner": 40}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon-7b": ("falcon", {"ffn_hidden_size": 48}),
@@ -337,6 +341,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt-6-heads": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 128}),
     "gpt2": ("gpt2", {"n_inner": None}),
     "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False, "n_inner": 40}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode-heads": ("gpt_bigcode", {"multi_query": False, "n_inner": 40}),
+    "gpt_neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 6}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
 }
 

@@ -16,6 +16,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU: F.relu,
+    Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
 }
 
 
