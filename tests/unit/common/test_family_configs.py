@@ -61,7 +61,7 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("gptj", {"rotary_dim": 10}, "rotary_dim 10, expected an even part of the head's 8 dimensions"),
         ("gptj", {"rotary_dim": 0}, "rotary_dim 0, expected a whole number from 1 to"),
         ("gpt_neo", {"window_size": 0}, "window_size 0, expected a whole number from 1 to"),
-        ("gpt_neo", {"attention_types": [[["global", "near"], 1]]}, "attention_layers .*'near'.*expected 2 of global"),
+        ("gpt_neo", {"attention_layers": ["global", "near"]}, "attention_layers .*'near'.*expected 2 of global"),
         ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention True, supported: False"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False, supported: True"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim 16, supported: 32"),
