@@ -66,8 +66,12 @@ def read_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     Raises `ModelError` as `load_model_config` does.
     """
     _check_supported(raw, path)
-    fields = ConfigFields(raw, _parse(raw, path), path)
-    config = FAMILIES[raw["model_type"]].read(fields)
+    name = raw["model_type"]
+    family = FAMILIES[name]
+    if family.translate is not None:
+        raw = family.translate(raw)
+    fields = ConfigFields(name, raw, _parse(raw, path), path)
+    config = family.read(fields)
     fields.check_all_understood()
     return config
 
@@ -81,7 +85,8 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
     if not isinstance(architectures, list):
         raise ModelError(f"{path} has architectures {architectures!r}, expected a list of names")
     spellings = {str(name).casefold() for name in architectures}  # MPT's files say MPTForCausalLM
-    if spellings and by_family[family].casefold() not in spellings:
+    others = FAMILIES[family].other_architectures if family in FAMILIES else ()
+    if spellings and not spellings & {each.casefold() for each in (by_family[family], *others)}:
         raise ModelError(f"{path} has architectures {architectures}, supported for {family!r}: {by_family[family]}")
     for name in _SIZES:
         size = raw.get(name)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from services.common.config import EMBEDDED_MODEL
+from tests.support.dense.family_models import load_true_model
 from tests.support.models import make_model_dir
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -38,7 +38,7 @@ def make_served_model(path: Path, family: str, **options: Any) -> Path:
 @lru_cache(maxsize=2)
 def reference_model(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The model as Hugging Face runs it."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    return load_true_model(path, dtype).to(device)
 
 
 def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str = "cpu") -> list[int]:

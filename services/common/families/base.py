@@ -53,7 +53,7 @@ def read_base(
         raise fields.error(str(eps), norm_eps, "expected a finite number of at least 0")
     num_layers = fields.size("num_hidden_layers", MAX_LAYERS)
     return ModelConfig(
-        family=fields["model_type"],
+        family=fields.family,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=intermediate_size or fields.size("intermediate_size"),

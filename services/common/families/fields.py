@@ -61,10 +61,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class ConfigFields(Fields):
     """The fields of one config.json. `path` is the model's directory, for messages and generation_config.json."""
 
-    def __init__(self, raw: Mapping[str, Any], hf: PretrainedConfig, path: Path) -> None:
+    def __init__(self, family: str, raw: Mapping[str, Any], hf: PretrainedConfig, path: Path) -> None:
         """`raw` is the JSON object, `hf` what transformers made of it, from which values are read."""
         super().__init__(raw, str(path))
-        self.path = path
+        self.family, self.path = family, path
         self._hf = hf
         self._read: set[str] = set()
 
@@ -117,8 +117,7 @@ class ConfigFields(Fields):
             else:
                 is_other = name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]
             if is_other:
-                family = self._hf.model_type
-                raise self.error(name, value, f"which changes the computation and is not supported for {family!r}")
+                raise self.error(name, value, f"which changes the computation and is not supported for {self.family!r}")
 
 
 def _has_no_effect(name: str) -> bool:

@@ -47,6 +47,14 @@ from services.common.families.llama import (
     read_smollm3,
 )
 from services.common.families.shape import ModelConfig
+from services.common.families.without_class import (
+    Translate,
+    read_as,
+    read_baichuan,
+    read_chatglm,
+    read_internlm,
+    read_qwen,
+)
 from services.common.families.without_rope import (
     read_bloom,
     read_gpt2,
@@ -54,6 +62,7 @@ from services.common.families.without_rope import (
     read_gpt_neo,
     read_mpt,
     read_opt,
+    translate_mpt,
 )
 
 
@@ -61,8 +70,10 @@ from services.common.families.without_rope import (
 class Family:
     """How a family is recognised and read."""
 
-    architecture: str  # transformers' class, named in config.json in any case
+    architecture: str  # the class, named in config.json in any case
     read: Callable[[ConfigFields], ModelConfig]  # raises ModelError for what the workers cannot compute
+    translate: Translate | None = None  # for another family's class of transformers; None: this one has a class
+    other_architectures: tuple[str, ...] = ()  # that some files name instead
 
 
 FAMILIES: dict[str, Family] = {  # by model_type
@@ -101,13 +112,39 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "gemma2": Family("Gemma2ForCausalLM", read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3),
     "gemma4_text": Family("Gemma4ForCausalLM", read_gemma4),
+    "baichuan": Family("BaichuanForCausalLM", read_baichuan, read_as("llama")),
+    "chatglm": Family(
+        "ChatGLMModel",
+        read_chatglm,
+        read_as(
+            "glm",
+            num_layers="num_hidden_layers",
+            ffn_hidden_size="intermediate_size",
+            kv_channels="head_dim",
+            multi_query_group_num="num_key_value_heads",
+            layernorm_epsilon="rms_norm_eps",
+            padded_vocab_size="vocab_size",
+            seq_length="max_position_embeddings",
+            add_qkv_bias="attention_bias",
+        ),
+        other_architectures=("ChatGLMForConditionalGeneration",),
+    ),
+    "internlm": Family("InternLMForCausalLM", read_internlm, read_as("llama", bias="attention_bias")),
+    "internlm2": Family("InternLM2ForCausalLM", read_llama, read_as("llama", bias="attention_bias")),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", read_deepseek_v3, read_as("deepseek_v3")),
+    "qwen": Family(
+        "QWenLMHeadModel",
+        read_qwen,
+        read_as("qwen2", layer_norm_epsilon="rms_norm_eps", rotary_emb_base="rope_theta", kv_channels="head_dim"),
+    ),
+    "skywork": Family("SkyworkForCausalLM", read_llama, read_as("llama")),
     "arcee": Family("ArceeForCausalLM", read_arcee),
     "nemotron": Family("NemotronForCausalLM", read_nemotron),
     "gptj": Family("GPTJForCausalLM", read_gptj),
     "codegen": Family("CodeGenForCausalLM", read_gptj),
     "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox),
     "falcon": Family("FalconForCausalLM", read_falcon),
-    "mpt": Family("MptForCausalLM", read_mpt),
+    "mpt": Family("MptForCausalLM", read_mpt, translate_mpt),
     "bloom": Family("BloomForCausalLM", read_bloom),
     "gpt2": Family("GPT2LMHeadModel", read_gpt2),
     "gpt_bigcode": Family("GPTBigCodeForCausalLM", read_gpt_bigcode),

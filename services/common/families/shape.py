@@ -243,6 +243,7 @@ class LayerParts:
     learned_position_offset: int = 0  # the row of position 0
     has_embedding_norm: bool = False  # the embedding is normalised before layer 0
     head_bias: bool = False
+    has_unit_head: bool = False  # each row of the head is divided by its length
     embedding_multiplier: float = 1.0  # rounded to the model's dtype
     is_multiplier_of_table: bool = False  # vectors that a client gives in place of rows are not multiplied
     residual_multiplier: float = 1.0  # of what attention and the MLP add to the residual

@@ -5,7 +5,9 @@ All have LayerNorm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from services.common.families.alibi import alibi_slopes, mpt_alibi_slopes
 from services.common.families.base import read_base, read_head_dim
@@ -65,6 +67,18 @@ def read_bloom(fields: ConfigFields) -> ModelConfig:
     return replace(config, attention=attention, parts=replace(config.parts, has_embedding_norm=True))
 
 
+def translate_mpt(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of MPT for transformers' class, which knows no kv heads (those of Replit Code 1.5)."""
+    options = raw.get("attn_config")
+    if not isinstance(options, dict):
+        return dict(raw)
+    num_kv_heads = {"grouped_query_attention": options.get("kv_n_heads"), "multiquery_attention": 1}
+    if (kind := options.get("attn_type")) not in num_kv_heads:
+        return dict(raw)
+    own = {name: value for name, value in options.items() if name not in ("attn_type", "kv_n_heads")}
+    return dict(raw) | {"attn_config": own, "kv_n_heads": num_kv_heads[kind]}
+
+
 def read_mpt(fields: ConfigFields) -> ModelConfig:
     """MPT: ALiBi, and no biases at all."""
     fields.only("no_bias", True)
@@ -91,6 +105,7 @@ def read_mpt(fields: ConfigFields) -> ModelConfig:
         intermediate_size=4 * fields.size("hidden_size"),
         num_positions=fields.size("max_seq_len"),
         has_bias=False,
+        num_kv_heads=fields.size("kv_n_heads") if "kv_n_heads" in fields.raw else None,
     )
     slopes = mpt_alibi_slopes(config.num_heads, numbers.number("alibi_bias_max", 8))
     attention = replace(config.attention, alibi_slopes=slopes, scale=numbers.number("softmax_scale"))

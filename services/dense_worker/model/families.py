@@ -42,7 +42,7 @@ from services.dense_worker.model.layer import (
 )
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed
+from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed, UnitRows
 from services.dense_worker.parameters import Parameter, Source, StoredLayout
 
 
@@ -343,7 +343,8 @@ def build_residual(
 
 def build_head(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter) -> Head:
     """The final norm and the lm_head, which is the embedding's tensor if the two are tied."""
-    parts, merged = config.parts, (Projection(names.head, config.vocab_size),)
+    parts = config.parts
+    merged = (Projection(names.head, config.vocab_size, UnitRows() if parts.has_unit_head else None),)
     norm = allocator.norm("final_norm", names.final_norm, config.hidden_size, config.norm_eps, parts.norm)
     if not config.tie_word_embeddings:
         weight = allocator.weight("lm_head", config.hidden_size, merged)

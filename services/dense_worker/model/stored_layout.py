@@ -34,6 +34,19 @@ class LessOne:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitRows:
+    """A StoredLayout of rows that are divided by their lengths (the head of Baichuan 2)."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The same shape."""
+        return shape
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """The rows, in float32."""
+        return torch.nn.functional.normalize(stored.float())
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedHeads:
     """A StoredLayout of a fused projection: for each kv head its q heads, then its k head, then its v head.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.dense.gated_variants import GATED_VARIANTS
+from tests.support.dense.renamed_variants import RENAMED, AlibiLlama
 
 _COMMON = {
     "vocab_size": 96,
@@ -19,6 +22,7 @@ _COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+_EQUAL = "equal"  # the directory of the model that transformers can load, beside one that it cannot
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 _LATENT = {
@@ -160,6 +164,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
             "rope_parameters": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "kimi_k2": (  # as DeepSeek-V3 without groups
+        "kimi_k2",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.8,
+            "rope_parameters": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
     "deepseek_v3-halves": (
@@ -318,6 +338,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "baichuan-7b": ("baichuan", {"num_key_value_heads": 4}),
+    "baichuan-13b": ("baichuan", {"num_key_value_heads": 4}),
+    "chatglm": (
+        "chatglm",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}},
+    ),
+    "internlm": (
+        "internlm",
+        {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    ),
+    "internlm2": ("internlm2", {}),
+    "qwen": ("qwen", {"num_key_value_heads": 4}),
+    "skywork": ("skywork", {}),
     "arcee": ("arcee", {"mlp_bias": True}),
     "nemotron": ("nemotron", {"hidden_act": "relu2"}),
     "gptj": ("gptj", {"rotary_dim": 4, "activation_function": "gelu_new"}),
@@ -338,6 +371,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-rw": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
     "bloom": ("bloom", {"n_head": 6, "hidden_size": 48}),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "mpt-grouped": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),  # as Replit Code 1.5
     "mpt-6-heads": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 128}),
     "gpt2": ("gpt2", {"n_inner": None}),
     "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False, "n_inner": 40}),
@@ -354,6 +388,9 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
     Norms and biases are random, too, so that a test notices a missing one.
     """
     family, fields = VARIANTS[variant]
+    other = RENAMED.get(variant)
+    if other is not None:
+        family = other.model_type
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(family, **(_COMMON | _TOKENS | {"initializer_range": 0.15} | fields | changes))
@@ -368,7 +405,15 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
                 torch.nn.init.normal_(buffer, std=0.3)
             elif name.endswith("layer_scalar"):
                 torch.nn.init.normal_(buffer, mean=0.8, std=0.2)
-    model.save_pretrained(path)
+    if other is None:
+        model.save_pretrained(path)
+        return path
+    other.prepare(model)
+    model.save_pretrained(path / _EQUAL)
+    tensors = other.tensors(load_file(path / _EQUAL / "model.safetensors"), config)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    own = {"model_type": VARIANTS[variant][0], "architectures": [other.architecture], **_TOKENS}
+    (path / "config.json").write_text(json.dumps(other.fields(config) | own))
     return path
 
 
@@ -378,7 +423,11 @@ def load_true_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTraine
     Version 5.17, which machines with a GPU may have, leaves the soft cap of attention out of `sdpa`, and gives the
     experts of gpt-oss the limit 7 whatever config.json says.
     """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    raw = json.loads((path / "config.json").read_text())
+    has_alibi = raw["model_type"] == "baichuan" and "max_position_embeddings" not in raw
+    model_class = AlibiLlama if has_alibi else AutoModelForCausalLM
+    own = path / _EQUAL if (path / _EQUAL).is_dir() else path
+    model = model_class.from_pretrained(own, dtype=dtype, experts_implementation="eager").eval()
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
     for module in model.modules():

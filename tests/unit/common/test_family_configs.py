@@ -58,6 +58,16 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("mpt", {"logit_scale": 0.5}, "logit_scale 0.5, supported: none"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, supported: False"),
         ("gpt2", {"activation_function": "mish"}, "activation_function 'mish', supported: silu"),
+        ("mpt-grouped", {"attn_config": {"attn_type": "grouped_query_attention"}}, "kv_n_heads None, expected a whole"),
+        ("baichuan-13b", {"model_max_length": None}, "model_max_length None, expected a whole number"),
+        ("chatglm", {"position_encoding_2d": True}, "position_encoding_2d True, supported: False"),
+        ("chatglm", {"add_bias_linear": True}, "add_bias_linear True, supported: False"),
+        ("chatglm", {"rope_ratio": -1}, "rope_ratio -1, expected a number above 0"),
+        ("internlm", {"rotary": {"type": "linear", "base": 1e4}}, "type 'linear', supported: origin, dynamic"),
+        ("internlm2", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type 'ntk', supported: default"),
+        ("qwen", {"no_bias": False}, "no_bias False, supported: True"),
+        ("qwen", {"rotary_pct": 0.5}, "rotary_pct 0.5, supported: 1.0"),
+        ("qwen", {"intermediate_size": 97}, "intermediate_size 97, expected an even number"),
         ("gptj", {"rotary_dim": 10}, "rotary_dim 10, expected an even part of the head's 8 dimensions"),
         ("gptj", {"rotary_dim": 0}, "rotary_dim 0, expected a whole number from 1 to"),
         ("gpt_neo", {"window_size": 0}, "window_size 0, expected a whole number from 1 to"),
@@ -221,6 +231,22 @@ def test_names_without_their_first_part_are_found(variant: str, tmp_path: Path) 
     save_file(tensors, file)
     for name, tensor in load_weights(path, config, torch.float32, CPU).named_tensors():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_head_of_baichuan_2_has_rows_of_length_1(tmp_path: Path) -> None:
+    """Its vocabulary says that it is Baichuan 2, whose published code normalises the head before the first product."""
+    path = make_family_model(tmp_path, "baichuan-7b", vocab_size=125_696, hidden_size=8, num_hidden_layers=1)
+    config = load_model_config(path)
+    stored = load_file(path / "model.safetensors")["lm_head.weight"]
+    found = dict(load_weights(path, config, torch.float32, CPU).named_tensors())["lm_head"]
+    torch.testing.assert_close(found, stored / stored.square().sum(1, keepdim=True).sqrt())
+
+
+def test_qwen_1_is_served_up_to_the_length_from_which_its_rotation_changes(tmp_path: Path) -> None:
+    path = make_family_model(tmp_path, "qwen")
+    assert load_model_config(path).max_position_embeddings == 128
+    plain = rewrite(path, use_dynamic_ntk=False, use_logn_attn=False)
+    assert load_model_config(plain).max_position_embeddings == 512
 
 
 def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:

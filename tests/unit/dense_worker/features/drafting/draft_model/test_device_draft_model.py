@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from services.common.model_config import load_model_config
 from services.common.sampling_params import ReasoningLimit, SamplingParams
@@ -30,7 +29,7 @@ from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry
-from tests.support.dense.family_models import VARIANTS, make_family_model
+from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
 from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs
 from tests.support.examples import examples
@@ -50,7 +49,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @lru_cache(maxsize=4)
 def truth_of(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return load_true_model(path)
 
 
 @torch.inference_mode()
@@ -214,7 +213,7 @@ def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeyp
     drafting.check(drafts, sequences)
 
 
-OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "gemma4", "qwen3_next", "qwen3_5")
+OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "kimi", "gemma4", "qwen3_next", "qwen3_5")
 SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(OTHERS)]
 
 
