@@ -65,6 +65,8 @@ def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield f"{family} has latent attention, whose matrices are not cut", alone
     if model.gated_delta_layers or parts.has_attention_gate:
         yield f"{family} has gated attention or gated delta layers, which are not cut", alone
+    if parts.embedding_size is not None:
+        yield f"{family} has projections beside its embedding, which are not cut", alone
     if parts.layer_inputs is not None:
         yield f"{family} has inputs of its own for each layer, which are not cut", alone
 

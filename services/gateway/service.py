@@ -218,7 +218,7 @@ class Gateway:
         )
         prompt_embeds = None
         if section.enable_prompt_embeds:
-            prompt_embeds = PromptEmbedsReader(model_config.hidden_size)
+            prompt_embeds = PromptEmbedsReader(model_config.embedding_size)
         shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
         return RequestService(
             names,
@@ -241,7 +241,7 @@ class Gateway:
             Adapters(
                 names,
                 shapes,
-                model_config.hidden_size,
+                model_config.embedding_size,
                 self._config.dense.max_lora_rank,
                 section.lora_directory,
                 peers,

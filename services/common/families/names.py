@@ -88,6 +88,8 @@ class CheckpointNames:
     base: str = "model"  # the first part of most names, which some files leave out
     embedding: str = "model.embed_tokens"
     embedding_norm: str = ""
+    embedding_projection: str = ""  # of an embedding that is narrower than the residual; the next, too
+    head_projection: str = ""
     positions: str = ""  # the table of learned positions
     layers: str = "model.layers"  # the number of the layer follows
     attention_norm: str = "input_layernorm"
@@ -300,6 +302,8 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "nemotron": _WITHOUT_GATE,
     "opt": CheckpointNames(
         embedding="model.decoder.embed_tokens",
+        embedding_projection="model.decoder.project_in",
+        head_projection="model.decoder.project_out",
         positions="model.decoder.embed_positions",
         layers="model.decoder.layers",
         attention_norm="self_attn_layer_norm",

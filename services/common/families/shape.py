@@ -34,6 +34,7 @@ class ResidualKind(enum.StrEnum):
 
     SEQUENTIAL = "sequential"  # the sum of the layer's input and attention's output
     PARALLEL = "parallel"  # the layer's input, as attention does
+    NORMED = "normed"  # the norm of that sum; its own sum is normalised, too, and so nothing is before the head
 
 
 class QkNormKind(enum.StrEnum):
@@ -242,6 +243,7 @@ class LayerParts:
     num_learned_positions: int = 0  # rows of a table that is added to the embedding; 0: none
     learned_position_offset: int = 0  # the row of position 0
     has_embedding_norm: bool = False  # the embedding is normalised before layer 0
+    embedding_size: int | None = None  # of the embedding's rows; projections lead from and to it; None: hidden_size
     head_bias: bool = False
     has_unit_head: bool = False  # each row of the head is divided by its length
     embedding_multiplier: float = 1.0  # rounded to the model's dtype
@@ -288,6 +290,11 @@ class ModelConfig:
     def heads(self) -> LayerHeads:
         """The heads of every layer, if the layers do not differ."""
         return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim, value_dim=self.attention.value_dim)
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the rows of the embedding, and of vectors that a client gives in their place."""
+        return self.parts.embedding_size or self.hidden_size
 
     @property
     def layer_heads(self) -> tuple[LayerHeads, ...]:

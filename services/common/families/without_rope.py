@@ -13,7 +13,7 @@ from services.common.families.alibi import alibi_slopes, mpt_alibi_slopes
 from services.common.families.base import read_base, read_head_dim
 from services.common.families.fields import MAX_SIZE, ConfigFields
 from services.common.families.rope import no_rope
-from services.common.families.shape import Activation, AttentionOptions, ModelConfig, NormKind
+from services.common.families.shape import Activation, AttentionOptions, ModelConfig, NormKind, ResidualKind
 from services.common.json_files.fields import Fields
 
 _BLOOM_POSITIONS = 2048  # ALiBi has no limit; its models were trained on this many
@@ -163,10 +163,8 @@ def read_gpt_neo(fields: ConfigFields) -> ModelConfig:
 
 
 def read_opt(fields: ConfigFields) -> ModelConfig:
-    """OPT: learned positions, the first in row 2. The 350M model has another structure and is refused."""
-    fields.only("do_layer_norm_before", True)
+    """OPT: learned positions, the first in row 2. The 350M model normalises sums, and its embedding is narrower."""
     fields.only("layer_norm_elementwise_affine", True)
-    fields.only("word_embed_proj_dim", fields.size("hidden_size"))
     if fields.raw.get("_remove_final_layer_norm"):
         raise fields.error("_remove_final_layer_norm", True, "supported: False")
     num_positions = fields.size("max_position_embeddings")
@@ -179,4 +177,9 @@ def read_opt(fields: ConfigFields) -> ModelConfig:
         has_bias=fields.flag("enable_bias"),
     )
     parts = replace(config.parts, num_learned_positions=num_positions, learned_position_offset=2)
+    if not fields.flag("do_layer_norm_before"):
+        parts = replace(parts, residual=ResidualKind.NORMED, has_norms_before=False)
+    embedding_size = fields.size("word_embed_proj_dim")
+    if embedding_size != config.hidden_size:
+        parts = replace(parts, embedding_size=embedding_size)
     return replace(config, parts=parts)

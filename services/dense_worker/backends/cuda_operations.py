@@ -159,6 +159,12 @@ class CudaOperations:
         self._normalize(residual, norm, normed)
         return Residual(residual.hidden), normed
 
+    def normalize_sum(self, residual: Residual, norm: Norm) -> Residual:
+        """In place."""
+        hidden = self.settle(residual)
+        add_norm(self.launcher, hidden, None, norm, hidden)
+        return Residual(hidden)
+
     def mix_experts(
         self,
         x: torch.Tensor,
@@ -231,14 +237,17 @@ class CudaOperations:
         return attn_out.index_select(0, rows), selected
 
     def logits(
-        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+        self, residual: Residual, norm: Norm | None, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Like `norm_linear`, into a new tensor. With `hidden_out` the norm has a kernel of its own."""
         hidden = residual.hidden
         out = torch.empty(len(hidden), lm_head.out_features, dtype=hidden.dtype, device=hidden.device)
         if hidden_out is None:
             return self.norm_linear(residual, norm, lm_head, out)[1]
-        self._normalize(residual, norm, hidden_out)
+        if norm is None:
+            hidden_out.copy_(self.settle(residual))
+        else:
+            self._normalize(residual, norm, hidden_out)
         return self.norm_linear(Residual(hidden_out), None, lm_head, out)[1]
 
     def settle(self, residual: Residual) -> torch.Tensor:

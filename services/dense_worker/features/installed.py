@@ -35,7 +35,7 @@ def make_features(
     config: Config, model: ResolvedModel, backend: DenseBackend, lora: LoraStore | None, grammars: Grammars
 ) -> tuple[Feature, ...]:
     """All features, which the caller closes. lora: the adapters of the backend; None: they are off."""
-    embeds = EmbedsLoader(model.dtype, model.config.hidden_size, backend.takes_input_embeds)
+    embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
         _make_adapters(config, lora),
         PromptEmbedsFeature(embeds),

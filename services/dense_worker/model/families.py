@@ -37,6 +37,7 @@ from services.dense_worker.model.layer import (
     DecoderLayer,
     Mlp,
     NormedQkv,
+    NormedResidual,
     ParallelResidual,
     SequentialResidual,
 )
@@ -58,9 +59,9 @@ def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeigh
 
 
 def build_embedding_table(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames) -> Parameter:
-    """The embedding table, [vocab, hidden]."""
+    """The embedding table, [vocab, embedding_size]."""
     sources = (Source(f"{names.embedding}.weight", config.vocab_size),)
-    return allocator.parameter("embed", config.vocab_size, config.hidden_size, sources=sources)
+    return allocator.parameter("embed", config.vocab_size, config.embedding_size, sources=sources)
 
 
 def build_embedding(
@@ -78,7 +79,11 @@ def build_embedding(
         norm = allocator.norm("embedding_norm", names.embedding_norm, hidden, config.norm_eps, parts.norm)
     multiplier = _rounded(parts.embedding_multiplier, allocator)
     inputs = None if parts.layer_inputs is None else build_layer_inputs(config, parts.layer_inputs, allocator, names)
-    return Embedding(table, multiplier, positions, norm, parts.is_multiplier_of_table, inputs)
+    projection = None
+    if parts.embedding_size is not None:
+        merged = (Projection(names.embedding_projection, hidden),)
+        projection = allocator.linear("embedding_projection", parts.embedding_size, merged, Cut.OUT, False)
+    return Embedding(table, multiplier, positions, norm, parts.is_multiplier_of_table, inputs, projection)
 
 
 def build_layer_inputs(
@@ -327,12 +332,15 @@ def build_residual(
     parts = config.parts
     if parts.residual is ResidualKind.PARALLEL:
         return ParallelResidual(o, mlp)
-    if not parts.has_norms_after:
+    if not parts.has_norms_after and parts.residual is ResidualKind.SEQUENTIAL:
         return SequentialResidual(o, mlp, multiplier=parts.residual_multiplier)
 
     def norm(name: str, checkpoint_name: str) -> Norm:
         return allocator.norm(name, f"{layer}.{checkpoint_name}", config.hidden_size, config.norm_eps, parts.norm)
 
+    if parts.residual is ResidualKind.NORMED:
+        attention_norm = norm("attention_out_norm", names.attention_norm)
+        return NormedResidual(o, attention_norm, mlp, norm("mlp_out_norm", names.mlp_norm))
     after_attention = norm("attention_out_norm", names.norm_after_attention)
     after_mlp = norm("mlp_out_norm", names.norm_after_mlp)
     scalar = None
@@ -345,17 +353,22 @@ def build_head(config: ModelConfig, allocator: WeightAllocator, names: Checkpoin
     """The final norm and the lm_head, which is the embedding's tensor if the two are tied."""
     parts = config.parts
     merged = (Projection(names.head, config.vocab_size, UnitRows() if parts.has_unit_head else None),)
-    norm = allocator.norm("final_norm", names.final_norm, config.hidden_size, config.norm_eps, parts.norm)
+    norm = projection = None
+    if parts.residual is not ResidualKind.NORMED:
+        norm = allocator.norm("final_norm", names.final_norm, config.hidden_size, config.norm_eps, parts.norm)
+    if parts.embedding_size is not None:
+        narrowing = (Projection(names.head_projection, parts.embedding_size),)
+        projection = allocator.linear("head_projection", config.hidden_size, narrowing, Cut.OUT, False)
     if not config.tie_word_embeddings:
-        weight = allocator.weight("lm_head", config.hidden_size, merged)
+        weight = allocator.weight("lm_head", config.embedding_size, merged)
     else:
         weight = PlainWeight(Parameter("lm_head", table.data))
     bias = None
     if parts.head_bias:
         sources = (Source(f"{names.head}.bias", config.vocab_size),)
         bias = allocator.parameter("lm_head_bias", config.vocab_size, sources=sources)
-    lm_head = Linear("lm_head", config.hidden_size, config.vocab_size, merged, Cut.OUT, weight, bias)
-    return Head(norm, lm_head, parts.logit_multiplier, parts.logit_softcap)
+    lm_head = Linear("lm_head", config.embedding_size, config.vocab_size, merged, Cut.OUT, weight, bias)
+    return Head(norm, lm_head, parts.logit_multiplier, parts.logit_softcap, projection)
 
 
 def _rounded(number: float, allocator: WeightAllocator) -> float:

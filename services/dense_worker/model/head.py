@@ -48,12 +48,13 @@ class LayerInputs:
 class Embedding:
     """Looks up a row of the table for each token. Some families multiply it, add positions or normalise it."""
 
-    table: Parameter  # [vocab, hidden]
+    table: Parameter  # [vocab, embedding_size]
     multiplier: float = 1.0
     positions: LearnedPositions | None = None
     norm: Norm | None = None
     is_multiplier_of_table: bool = False  # vectors that are given in place of rows are not multiplied
     layer_inputs: LayerInputs | None = None
+    projection: Linear | None = None  # [embedding_size -> hidden]; None: the sizes are equal
 
     def forward(
         self, operations: Operations, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
@@ -67,6 +68,8 @@ class Embedding:
             hidden = hidden * self.multiplier
         if input_embeds is not None and self.is_multiplier_of_table:
             hidden.index_copy_(0, input_embeds.rows, input_embeds.vectors)
+        if self.projection is not None:
+            hidden = operations.linear(self.projection, hidden)
         if self.positions is not None:
             rows = operations.positions(len(token_ids)) + self.positions.offset
             hidden = hidden + F.embedding(rows, self.positions.table.data)
@@ -80,10 +83,11 @@ class Embedding:
 class Head:
     """The final norm and the projection to the vocabulary. Some families scale the logits and cap them softly."""
 
-    norm: Norm
+    norm: Norm | None  # None: it reads the residual itself
     lm_head: Linear
     multiplier: float = 1.0
     softcap: float | None = None
+    projection: Linear | None = None  # [hidden -> embedding_size], of what the norm gives
 
     @property
     def rescales(self) -> bool:
@@ -97,7 +101,13 @@ class Head:
 
         `hidden_out` [n, hidden] gets what the norm gives.
         """
-        logits = operations.logits(residual, self.norm, self.lm_head, hidden_out)
+        norm = self.norm
+        if self.projection is not None:
+            residual, hidden = operations.normalize(residual, norm)
+            if hidden_out is not None:
+                hidden_out.copy_(hidden)
+            residual, norm, hidden_out = Residual(operations.linear(self.projection, hidden)), None, None
+        logits = operations.logits(residual, norm, self.lm_head, hidden_out)
         if self.rescales:
             logits = logits.float()
         if self.multiplier != 1.0:

@@ -132,6 +132,27 @@ class SequentialResidual:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedResidual:
+    """Adds the output projection to the residual and normalises the sum, and then the same with the MLP of that."""
+
+    o: Linear
+    attention_norm: Norm
+    mlp: Mlp
+    mlp_norm: Norm
+
+    @property
+    def attn_size(self) -> int:
+        return self.o.in_features
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+        residual = operations.linear_add(residual, self.o, attn_out)
+        residual = operations.normalize_sum(residual, self.attention_norm)
+        residual, activation = self.mlp.activate(operations, residual)
+        return operations.normalize_sum(self.mlp.add(operations, residual, activation), self.mlp_norm)
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelResidual:
     """Adds the output projection and the MLP of the layer's input (arXiv:2204.02311, section 2)."""
 

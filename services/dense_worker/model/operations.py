@@ -73,6 +73,9 @@ class Operations(Protocol):
     def normalize(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
         """The residual, and its norm (None: itself) [n, hidden], which `mix_experts` may still read."""
 
+    def normalize_sum(self, residual: Residual, norm: Norm) -> Residual:
+        """A residual that is the norm of this one, with all additions done."""
+
     def mix_experts(
         self,
         x: torch.Tensor,
@@ -124,9 +127,9 @@ class Operations(Protocol):
         """Copies of rows (int64 [r]) of attn_out [n, attn_size] and of the residual [n, hidden]."""
 
     def logits(
-        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+        self, residual: Residual, norm: Norm | None, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Norm, then product, rounded to the model's dtype -> [n, vocab] in it or in float32; the caller owns it.
+        """Norm (None: none), then product, rounded to the model's dtype -> [n, vocab] in it or float32, a new tensor.
 
         What the norm gives, [n, hidden], is written to `hidden_out` if that is given.
         """

@@ -72,6 +72,10 @@ class TorchOperations:
         """The residual stays as it is."""
         return residual, _normalized(residual, norm)
 
+    def normalize_sum(self, residual: Residual, norm: Norm) -> Residual:
+        """A new tensor."""
+        return Residual(norm.normalize(residual.hidden))
+
     def mix_experts(
         self,
         x: torch.Tensor,
@@ -147,10 +151,10 @@ class TorchOperations:
         return attn_out.index_select(0, rows), Residual(residual.index_select(0, rows))
 
     def logits(
-        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+        self, residual: Residual, norm: Norm | None, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Norm, then product, then to float32."""
-        hidden = norm.normalize(residual.hidden)
+        hidden = _normalized(residual, norm)
         if hidden_out is not None:
             hidden_out.copy_(hidden)
         return self.linear(lm_head, hidden).float()

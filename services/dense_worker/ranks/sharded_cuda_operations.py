@@ -89,7 +89,7 @@ class ShardedCudaOperations(CudaOperations):
         return total if shared is None else total.add_(shared)
 
     def logits(
-        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+        self, residual: Residual, norm: Norm | None, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Those of all ranks, on the first one."""
         own = super().logits(residual, norm, lm_head, hidden_out)

@@ -68,7 +68,7 @@ class ShardedOperations(TorchOperations):
         return (total if shared is None else total.add_(shared)).to(x.dtype)
 
     def logits(
-        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+        self, residual: Residual, norm: Norm | None, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Those of all ranks, on the first one, contiguous: what edits them takes them as one row."""
         own = super().logits(residual, norm, lm_head, hidden_out)

@@ -379,6 +379,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode-heads": ("gpt_bigcode", {"multi_query": False, "n_inner": 40}),
     "gpt_neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 6}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt-350m": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
 }
 
 

@@ -160,7 +160,7 @@ def test_segments_by_onnx_and_tensorrt_rtx(exported: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "variant",
     [
-        *("olmo2", "gemma2", "gemma4-shared", "gemma4-moe", "cohere", "bloom", "granite", "gpt2"),
+        *("olmo2", "gemma2", "gemma4-shared", "gemma4-moe", "cohere", "bloom", "granite", "gpt2", "opt-350m"),
         *("deepseek_v2-groups", "deepseek_v3", "qwen3_next", "qwen3_5"),
     ],
 )
