@@ -26,6 +26,7 @@ MAX_MODEL_NAME_CHARACTERS = 256  # of a name that clients use for the model
 MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as expired
 MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
 MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
+MAX_INPUTS = 16_384  # the same of inputs for vectors
 SPECULATION_WITH_HEADS = ("medusa", "eagle3")
 SERVICES = ("attn_worker", "dense_worker", "gateway")
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
@@ -64,6 +65,11 @@ class ModelSection(Section):
     num_layers: Count | None = None  # run only this many first layers; none: all
     max_model_len: Count | None = None  # tokens of prompt and output together; none: the model's own limit
     dummy_seed: int = 0  # seed of the random weights
+    # pooling: makes vectors of inputs, also where the checkpoint is one that generates, which it then does, too;
+    # generate: makes none; auto: if the checkpoint is made for it
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    # two tokens, such as "no" and "yes": the model scores inputs by how much likelier the second is to follow
+    classifier_from_token: tuple[str, ...] = ()
 
 
 class GatewaySection(Section):
@@ -113,6 +119,8 @@ class GatewaySection(Section):
     max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; parsing this many takes 20 ms
     max_header_bytes: Count = 32 * 2**10  # size of the headers of one HTTP request
     max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # prompts in one HTTP request for completions
+    # inputs of one request for embeddings, scores or classes
+    max_inputs: Annotated[int, Field(ge=1, le=MAX_INPUTS)] = 2048
     max_connections: Count = 4096  # HTTP connections; lowered if the process may not open enough files
     max_grpc_connections: Count = 1024  # gRPC connections, lowered likewise; a further connection is closed at once
     max_grpc_streams: Count = 4096  # open calls of one gRPC connection; further calls wait in the client

@@ -7,6 +7,7 @@ weight is read. No object of transformers leaves these files.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from services.common.families.fields import MAX_SIZE, ConfigFields
 from services.common.families.registry import FAMILIES, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
 from services.common.json_files.read_json import read_json
+from services.common.pooling.architectures import has_language_head
 from services.common.quantization.read import MODELOPT_FILE, read_quantization
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+# The classes of a family's models that generate nothing, by what stands in the place of the language head.
+_BASE = re.compile("(ForCausalLM|LMHeadModel)$")
+_WITHOUT_HEAD = ("Model", "ForSequenceClassification")
 
 
 def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
@@ -66,6 +71,7 @@ def read_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     Raises `ModelError` as `load_model_config` does.
     """
     _check_supported(raw, path)
+    has_head = has_language_head(raw)
     name = raw["model_type"]
     family = FAMILIES[name]
     if family.translate is not None:
@@ -73,7 +79,8 @@ def read_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     fields = ConfigFields(name, raw, _parse(raw, path), path)
     config = family.read(fields)
     fields.check_all_understood()
-    return config
+    # Where there is no language head, the embedding stands in for it, and nobody sees what it gives.
+    return config if has_head else replace(config, tie_word_embeddings=True)
 
 
 def _check_supported(raw: dict[str, Any], path: Path) -> None:
@@ -86,8 +93,10 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
         raise ModelError(f"{path} has architectures {architectures!r}, expected a list of names")
     spellings = {str(name).casefold() for name in architectures}  # MPT's files say MPTForCausalLM
     others = FAMILIES[family].other_architectures if family in FAMILIES else ()
-    if spellings and not spellings & {each.casefold() for each in (by_family[family], *others)}:
-        raise ModelError(f"{path} has architectures {architectures}, supported for {family!r}: {by_family[family]}")
+    supported = [by_family[family], *(_BASE.sub(each, by_family[family]) for each in _WITHOUT_HEAD)]
+    if spellings and not spellings & {each.casefold() for each in (*supported, *others)}:
+        names = ", ".join(dict.fromkeys(supported))
+        raise ModelError(f"{path} has architectures {architectures}, supported for {family!r}: {names}")
     for name in _SIZES:
         size = raw.get(name)
         if size is not None and (type(size) is not int or not 1 <= size <= MAX_SIZE):

@@ -31,6 +31,7 @@ from services.dense_worker.features.installed import make_features
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
@@ -175,7 +176,9 @@ class PreparedModel:
         lora = make_lora(config, model, weights)
         with naming_what_needs_memory("the buffers of a step"):
             selected = self.backend.load(weights, lora)
-            features = make_features(config, model, selected.backend, lora, self.grammars)
+            head = weights.head.lm_head.weight
+            table = head.matrix.data if isinstance(head, PlainWeight) and model.rank.count == 1 else None
+            features = make_features(config, model, selected.backend, lora, self.grammars, table)
             editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
             logits_dtype = selected.backend.logits_dtype
             sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors, logits_dtype)

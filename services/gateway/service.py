@@ -12,7 +12,10 @@ from prometheus_client.registry import Collector
 from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
 from services.common.errors import PeerError
+from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig, load_model_config
+from services.common.pooling.architectures import has_language_head
+from services.common.pooling.pooling_config import read_pooling
 from services.common.shared_counts import Counts, SharedCounts
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
@@ -46,6 +49,7 @@ from services.gateway.resume.resumption import Resumption
 from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.grammar_trials import GrammarTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
+from services.gateway.vectors.vectors import Vectors
 from services.lora.shapes import adapted_shapes
 from services.pb import gateway_pb2_grpc, gateway_peers_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics
@@ -119,6 +123,7 @@ class Gateway:
         options = self._options
         peers = GatewayPeers(options.peer_addresses, section.max_message_bytes, options.change_lock)
         service = self._make_request_service(tokenizer, model_config, tracer, peers)
+        self._vectors = Vectors(service, read_pooling(config.model), section.max_inputs)
         triton = Triton(service, section.max_prompts, peers)
         resumption = self._resumption = self._make_resumption() if section.resume else None
         if options.peer_address is not None:
@@ -186,7 +191,9 @@ class Gateway:
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
-        app = build_app(service, section, self._registry, worker_load, triton, updates, resumption)
+        app = build_app(
+            service, section, self._registry, worker_load, triton, updates, self._vectors, resumption
+        )
         http_server = HttpServer(app, section, tls, DIALECTS, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
@@ -248,6 +255,7 @@ class Gateway:
                 section.adapter_admins,
             ),
             prompt_embeds,
+            generates=has_language_head(read_json(model.path / "config.json") or {}),
         )
 
     def _make_server(

@@ -77,6 +77,33 @@ FLAGS = (
         _same(["auto", "float32", "bfloat16", "float16"], float="float32", half="float16"),
     ),
     Flag("--max-model-len", ("model.max_model_len",), "tokens of prompt and output together", int, "N"),
+    Flag(
+        "--runner",
+        ("model.runner",),
+        "pooling: make vectors of inputs, too; auto: if the checkpoint is made for it",
+        _same(["auto", "generate", "pooling"]),
+    ),
+    Flag(
+        "--convert",
+        ("model.runner",),
+        "embed: the same as --runner pooling",
+        {"auto": "auto", "none": "auto", "embed": "pooling"},
+    ),
+    Flag(
+        "--task",
+        ("model.runner",),
+        "the same by vLLM's older names",
+        {"auto": "auto", "generate": "generate", "embed": "pooling", "embedding": "pooling"}
+        | dict.fromkeys(("classify", "score", "reward"), "auto"),
+    ),
+    Flag(
+        "--classifier-from-token",
+        ("model.classifier_from_token",),
+        "two tokens, such as no yes: inputs are scored by how much likelier the second is to follow",
+        str,
+        "TOKEN",
+        is_list=True,
+    ),
     Flag("--seed", ("model.dummy_seed",), "of random weights; for answers each request has its own", int, "N"),
     Flag(
         "--quantization",

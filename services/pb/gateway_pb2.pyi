@@ -113,7 +113,7 @@ class PromptEmbeds(_message.Message):
     def __init__(self, values: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "keep_first_tokens", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "return_hidden_states", "return_progress", "suffix", "middle", "resumable")
+    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "keep_first_tokens", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "return_hidden_states", "return_progress", "return_pooled", "second_segment", "suffix", "middle", "resumable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,8 @@ class GenerateRequest(_message.Message):
     PROMPT_EMBEDDING_TABLE_FIELD_NUMBER: _ClassVar[int]
     RETURN_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_POOLED_FIELD_NUMBER: _ClassVar[int]
+    SECOND_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     SUFFIX_FIELD_NUMBER: _ClassVar[int]
     MIDDLE_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
@@ -183,10 +185,12 @@ class GenerateRequest(_message.Message):
     prompt_embedding_table: PromptEmbeds
     return_hidden_states: bool
     return_progress: bool
+    return_pooled: bool
+    second_segment: int
     suffix: str
     middle: str
     resumable: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., keep_first_tokens: _Optional[bool] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., keep_first_tokens: _Optional[bool] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., return_pooled: _Optional[bool] = ..., second_segment: _Optional[int] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("request_id", "num_received", "digest")

@@ -14,7 +14,8 @@ from tests.support.observed import Observed, running_observed
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     http_address = f"gateway.http_address=127.0.0.1:{free_port()}"  # browsers know no Unix sockets
     directory = tmp_path_factory.mktemp("shared-cluster")
-    with running_cluster(directory, "log.level=debug", http_address, is_warm=True) as cluster:
+    settings = ("log.level=debug", "model.runner=pooling", http_address)
+    with running_cluster(directory, *settings, is_warm=True) as cluster:
         yield cluster
 
 

@@ -14,6 +14,15 @@ MAX_JSON_BYTES = 64 * 2**20  # the index of a model of 140,000 tensors has 16 MB
 
 def read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in `file`, or None if the file does not exist. Raises ModelError for anything else."""
+    return _read(file, dict, "an object")
+
+
+def read_json_list(file: Path) -> list[Any] | None:
+    """The same of a JSON list."""
+    return _read(file, list, "a list")
+
+
+def _read(file: Path, kind: type, what: str) -> Any:
     try:
         with file.open("rb") as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
@@ -24,6 +33,6 @@ def read_json(file: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} holds a JSON {type(value).__name__}, expected an object")
+    if not isinstance(value, kind):
+        raise ModelError(f"{file} holds a JSON {type(value).__name__}, expected {what}")
     return value

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
+import torch
+
 from services.common.config import Config
 from services.common.families.shape import ModelConfig
 from services.common.model_config import load_model_config
+from services.common.pooling.pooling_config import read_pooling
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.engine.sequence import Sequence
@@ -20,6 +23,12 @@ from services.dense_worker.features.grammar.grammar_feature import GrammarFeatur
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.hidden_states.hidden_states_feature import HiddenStatesFeature
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
+from services.dense_worker.features.pooling.pooling_feature import PoolingFeature
+from services.dense_worker.features.pooling.pooling_head import (
+    PoolingHead,
+    load_pooling_head,
+    random_pooling_head,
+)
 from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
 from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature import PromptLogprobsFeature
@@ -32,9 +41,17 @@ from services.pb import dense_pb2
 
 
 def make_features(
-    config: Config, model: ResolvedModel, backend: DenseBackend, lora: LoraStore | None, grammars: Grammars
+    config: Config,
+    model: ResolvedModel,
+    backend: DenseBackend,
+    lora: LoraStore | None,
+    grammars: Grammars,
+    language_head: torch.Tensor | None = None,
 ) -> tuple[Feature, ...]:
-    """All features, which the caller closes. lora: the adapters of the backend; None: they are off."""
+    """All features, which the caller closes. lora: the adapters of the backend; None: they are off.
+
+    language_head: the matrix [vocab, hidden]; None if it is quantized or cut
+    """
     embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
         _make_adapters(config, lora),
@@ -43,6 +60,7 @@ def make_features(
         ContextLogitsFeature(),
         GenerationLogitsFeature(),
         HiddenStatesFeature(),
+        _make_pooling(config, model, language_head),
         ProgressFeature(),
         GrammarFeature(grammars),
     )
@@ -66,6 +84,16 @@ def prepare_policy(sequence: Sequence, submit: dense_pb2.Submit, vocab_size: int
 def has_progress(submit: dense_pb2.Submit) -> bool:
     """Whether a sequence is submitted again, with tokens or with what its row policy had found."""
     return bool(submit.output_token_ids or submit.search.beams)
+
+
+def _make_pooling(config: Config, model: ResolvedModel, language_head: torch.Tensor | None) -> PoolingFeature:
+    section, size, device = config.model, model.config.hidden_size, model.device
+    pooling = read_pooling(section)
+    if pooling is None:
+        return PoolingFeature(None, PoolingHead())
+    if section.load_format == "dummy":
+        return PoolingFeature(pooling, random_pooling_head(pooling, size, device, section.dummy_seed))
+    return PoolingFeature(pooling, load_pooling_head(pooling, section.path, size, device, language_head))
 
 
 def _make_adapters(config: Config, lora: LoraStore | None) -> AdapterFeature:

@@ -33,12 +33,14 @@ from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
+from services.gateway.apis.vectors.routes import vector_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.resume.http_calls import HttpResumption
 from services.gateway.resume.resumption import Resumption
+from services.gateway.vectors.vectors import Vectors
 
 DIALECTS = (TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's
 
@@ -50,6 +52,7 @@ def build_app(
     worker_load: WorkerLoad,
     triton: Triton,
     weight_updates: WeightUpdates,
+    vectors: Vectors,
     resumption: Resumption | None = None,
 ) -> FastAPI:
     """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites.
@@ -71,6 +74,7 @@ def build_app(
     store = _response_store(section)
     app.include_router(responses_routes(service, section, store))
     app.include_router(stored_response_routes(service, section, store))
+    app.include_router(vector_routes(vectors, section))
     app.include_router(token_routes(service, section))
     app.include_router(model_routes(service))
     app.include_router(server_routes(service, registry))

@@ -76,7 +76,9 @@ class RequestService:
         memory: MemoryBudget,
         adapters: Adapters,
         prompt_embeds: PromptEmbedsReader | None,
+        generates: bool = True,
     ) -> None:
+        """`generates`: False if the model has no language head"""
         self.names = names
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
@@ -95,6 +97,7 @@ class RequestService:
         self._max_request_logprobs = max_request_logprobs
         self._grammar_trials = grammar_trials
         self.memory = memory
+        self._generates = generates
         self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
         metrics.watch(self._counts)
 
@@ -117,6 +120,7 @@ class RequestService:
             model.max_beam_width,
             self._strict_max_tokens,
             self.prompt_embeds,
+            self._generates,
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.gateway.features.feature import Feature
 from services.gateway.features.hidden_states import HiddenStates
+from services.gateway.features.pooling import Pooling
 from services.gateway.features.progress import PromptProgress
 from services.gateway.features.prompt_logprobs import PromptLogprobs
 from services.gateway.features.report import Report
@@ -11,12 +12,14 @@ from services.gateway.features.returned_logits import ContextLogits, GenerationL
 from services.step.sequence_spec import SequenceSpec
 
 PROMPT_LOGPROBS = PromptLogprobs()
+POOLING = Pooling()
 
 FEATURES: tuple[Feature, ...] = (
     PROMPT_LOGPROBS,
     ContextLogits(),
     GenerationLogits(),
     HiddenStates(),
+    POOLING,
     PromptProgress(),
 )
 REPORTS = {each.name: each for each in FEATURES if isinstance(each, Report)}

@@ -63,6 +63,7 @@ class ModelLimits:
     max_beam_width: int  # beams of a search
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
     prompt_embeds: PromptEmbedsReader | None = None  # None: prompts of embeddings are refused
+    generates: bool = True  # False: the model has no language head
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,8 @@ async def read_request(
     """
     check_counts(message)
     limits.names.check(message.model)
+    if not limits.generates and not message.return_pooled:
+        raise InvalidRequest("this model generates nothing: its checkpoint has no language head", "model")
     check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
     check_name("user", message.user, MAX_USER_CHARACTERS)
     _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARACTERS)

@@ -82,6 +82,15 @@ class Tokenizer:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
+    async def encode_input(
+        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int | None
+    ) -> tuple[list[int], int]:
+        """Token ids of a text, or of two that belong together, and how many of them are before the second one's part.
+
+        With `max_tokens` the longer text loses tokens at its end until all are so many; special tokens remain.
+        """
+        return await self.off_loop(sum(map(len, texts)), self._encode_input, texts, adds_special_tokens, max_tokens)
+
     async def encode_chat(
         self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0, num_bytes: int = 0
     ) -> list[int]:
@@ -213,6 +222,22 @@ class Tokenizer:
         # `encode_batch_fast` releases the interpreter lock, `encode` does not.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def _encode_input(
+        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int | None
+    ) -> tuple[list[int], int]:
+        pieces = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        if max_tokens is not None:
+            num_special = self._backend.num_special_tokens_to_add(len(texts) > 1) if adds_special_tokens else 0
+            room = max(0, max_tokens - num_special)
+            if sum(len(piece.ids) for piece in pieces) > room:
+                by_length = sorted(pieces, key=lambda piece: len(piece.ids))
+                shorter = min(len(by_length[0].ids), room // 2) if len(pieces) > 1 else 0
+                for piece, count in zip(reversed(by_length), (room - shorter, shorter), strict=False):
+                    piece.truncate(count)
+        encoding = self._backend.post_process(*pieces, add_special_tokens=adds_special_tokens)
+        first_of_second = next((i for i, each in enumerate(encoding.type_ids) if each), 0)
+        return encoding.ids, first_of_second
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encode(text, add_special_tokens=False) for text in texts]

@@ -13,10 +13,10 @@ FLOORS = [
     {"access", "metrics"},
     {"adapters", "http"},
     {"core"},
-    {"resume"},
+    {"resume", "vectors"},
     {"apis"},
 ]
-DIALECTS = {"anthropic", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke"}
+DIALECTS = {"anthropic", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke", "vectors"}
 GATEWAY, APIS = "services.gateway.", "services.gateway.apis."
 
 

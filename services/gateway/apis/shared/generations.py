@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.generation import Generation
 from services.gateway.core.request_service import RequestService
+from services.gateway.resources.gather import gather_or_cancel
 from services.pb import gateway_pb2
-
-T = TypeVar("T")
 
 
 class RepeatedPrompts:
@@ -153,16 +151,3 @@ class Generations:
         generation = self.running[prompt_index]
         if not generation.is_finished:
             self._readers[asyncio.ensure_future(generation.next_chunk())] = prompt_index
-
-
-async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results. If one fails, cancels the others and raises its error."""
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""How a checkpoint makes one vector of a whole input."""

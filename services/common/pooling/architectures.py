@@ -1,0 +1,36 @@
+"""What the architecture that a config.json names says of a model's head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.common.families.registry import FAMILIES
+
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def has_language_head(raw: dict[str, Any]) -> bool:
+    """Whether a model can generate: a decoder whose architecture is that of its family, or is not named."""
+    if is_encoder_type(raw):
+        return False
+    architecture, family = _architecture_of(raw), FAMILIES.get(str(raw.get("model_type")))
+    if not architecture or family is None:  # the latter are models of text and images
+        return True
+    names = (family.architecture, *family.other_architectures)
+    return architecture.casefold() in {name.casefold() for name in names}
+
+
+def is_classifier(raw: dict[str, Any]) -> bool:
+    """Whether it gives a value for each of some labels."""
+    return _architecture_of(raw).endswith(_CLASSIFIER)
+
+
+def is_encoder_type(raw: dict[str, Any]) -> bool:
+    """Whether the model sees whole inputs at once and generates nothing."""
+    return False
+
+
+def _architecture_of(raw: dict[str, Any]) -> str:
+    """The class of transformers; empty: the file names none."""
+    architectures = raw.get("architectures") or []
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else ""

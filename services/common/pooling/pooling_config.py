@@ -1,0 +1,200 @@
+"""`PoolingConfig`: what a checkpoint makes of the hidden states of an input. The dense worker and the gateway read it.
+
+It is in the files of sentence-transformers (modules.json and the folders that it names), or in the architecture that
+config.json names. What none of them can say is refused by name.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.config import ModelSection
+from services.common.errors import ConfigError, ModelError
+from services.common.json_files.fields import Fields
+from services.common.json_files.read_json import read_json, read_json_list
+from services.common.pooling.architectures import has_language_head, is_classifier, is_encoder_type
+
+MODULES_FILE = "modules.json"
+
+
+class PoolingMethod(enum.Enum):
+    """Which hidden states of an input, those after the final norm, become its vector."""
+
+    LAST = "last"  # that of the last token
+    MEAN = "mean"  # the mean of all
+    CLS = "cls"  # that of the first token
+
+
+class PooledActivation(enum.Enum):
+    """What follows a dense layer after pooling."""
+
+    NONE = "none"
+    TANH = "tanh"
+    RELU = "relu"
+    GELU = "gelu"
+
+
+class ClassifierHead(enum.Enum):
+    """The layers between the pooled vector and the values of the classes."""
+
+    SCORE = "score"  # one matrix, as decoders have it
+    TOKENS = "tokens"  # the rows of two tokens of the language head: the second minus the first
+    ENCODER = "encoder"  # as the encoder's family has it
+
+
+@dataclass(frozen=True, slots=True)
+class DenseStage:
+    """A dense layer after pooling: a folder with the tensors linear.weight [out, in] and perhaps linear.bias."""
+
+    path: Path
+    in_features: int
+    out_features: int
+    has_bias: bool
+    activation: PooledActivation
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """The vector of an input. A classifier's vector has a value, before any activation, for each of its labels."""
+
+    method: PoolingMethod
+    normalizes: bool  # to length 1
+    stages: tuple[DenseStage, ...] = ()
+    head: ClassifierHead | None = None  # None: vectors are embeddings
+    labels: tuple[str, ...] = ()  # of a classifier
+    is_multi_label: bool = False  # each label is true or false by itself
+    tokens: tuple[str, ...] = ()  # those of `ClassifierHead.TOKENS`
+    max_input_tokens: int | None = None  # which sentence-transformers keeps of longer inputs; None: it says nothing
+
+    @property
+    def is_classifier(self) -> bool:
+        return self.head is not None
+
+    @property
+    def is_scorer(self) -> bool:
+        """Whether its only value says how well two texts belong together."""
+        return self.is_classifier and len(self.labels) == 1
+
+
+def read_pooling(section: ModelSection) -> PoolingConfig | None:
+    """What the checkpoint of a section says, or `model.runner` asks for; None: it makes no vectors.
+
+    Raises `ModelError` for what is not supported, naming file and value, and `ConfigError` for contradictory keys.
+    """
+    path = section.path
+    if section.runner == "generate":
+        if section.classifier_from_token:
+            raise ConfigError("model.classifier_from_token is set, but model.runner is generate")
+        return None
+    raw = read_json(path / "config.json")
+    if raw is None:
+        raise ModelError(f"model directory {path} has no config.json")
+    if section.classifier_from_token:
+        if len(section.classifier_from_token) != 2:
+            raise ConfigError(
+                f"model.classifier_from_token has {len(section.classifier_from_token)} tokens, expected two: that of "
+                "no, then that of yes"
+            )
+        tokens = section.classifier_from_token
+        return PoolingConfig(PoolingMethod.LAST, False, head=ClassifierHead.TOKENS, labels=(tokens[1],), tokens=tokens)
+    is_encoder = is_encoder_type(raw)
+    if is_classifier(raw):
+        return _read_classifier(raw, path, is_encoder)
+    modules = read_json_list(path / MODULES_FILE)
+    if modules is not None:
+        return _read_modules(modules, path)
+    if section.runner == "pooling" or is_encoder or not has_language_head(raw):
+        return PoolingConfig(PoolingMethod.CLS if is_encoder else PoolingMethod.LAST, normalizes=True)
+    return None
+
+
+def _read_classifier(raw: dict[str, Any], path: Path, is_encoder: bool) -> PoolingConfig:
+    names = raw.get("id2label")
+    if names is None:
+        num_labels = raw.get("num_labels", 2)
+        names = {str(i): f"LABEL_{i}" for i in range(num_labels)} if type(num_labels) is int else None
+    if not isinstance(names, dict) or not names or {str(key) for key in names} != set(map(str, range(len(names)))):
+        raise ModelError(f"{path} has id2label {names!r}, expected a name for each number from 0")
+    labels = tuple(str(names[key]) for key in sorted(names, key=int))
+    problem = raw.get("problem_type")
+    if problem not in (None, "regression", "single_label_classification", "multi_label_classification"):
+        raise ModelError(f"{path} has problem_type {problem!r}, supported: those of transformers")
+    method = PoolingMethod.CLS if is_encoder else PoolingMethod.LAST
+    head = ClassifierHead.ENCODER if is_encoder else ClassifierHead.SCORE
+    is_multi_label = problem == "multi_label_classification"
+    return PoolingConfig(method, False, head=head, labels=labels, is_multi_label=is_multi_label)
+
+
+def _read_modules(modules: list[Any], path: Path) -> PoolingConfig:
+    """The parts of a model of sentence-transformers: a Transformer, a Pooling, then dense layers and a Normalize."""
+    where = str(path / MODULES_FILE)
+    parts = [Fields(each, where) for each in modules]
+    kinds = [str(part.get("type", "")).rpartition(".")[2] for part in parts]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ModelError(f"{where} has modules {kinds}, expected first Transformer, then Pooling")
+    method, normalizes, stages = _read_method(_folder(parts[1], path)), False, list[DenseStage]()
+    for kind, part in zip(kinds[2:], parts[2:], strict=True):
+        if kind == "Normalize":
+            normalizes = True
+        elif kind == "Dense" and not normalizes:
+            stages.append(_read_dense(_folder(part, path)))
+        else:
+            raise ModelError(f"{where} has module {kind!r} after {kinds[:2]}, supported: Dense, then Normalize")
+    settings = read_json(_folder(parts[0], path) / "sentence_bert_config.json") or {}
+    length = settings.get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ModelError(f"{path} has max_seq_length {length!r}, expected a whole number of at least 1")
+    if settings.get("do_lower_case"):
+        raise ModelError(f"{path} has do_lower_case in sentence_bert_config.json, supported: by its tokenizer only")
+    return PoolingConfig(method, normalizes, tuple(stages), max_input_tokens=length)
+
+
+def _folder(part: Fields, path: Path) -> Path:
+    """The folder of a module, which lies within the model's."""
+    name = part.get("path", "")
+    folder = path / str(name)
+    if not isinstance(name, str) or not folder.resolve().is_relative_to(path.resolve()):
+        raise part.error("path", name, "expected a folder of the model")
+    return folder
+
+
+def _read_method(folder: Path) -> PoolingMethod:
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    if (mode := fields.get("pooling_mode")) is not None:
+        modes = [mode] if isinstance(mode, str) else list(mode)
+    else:
+        prefix = "pooling_mode_"
+        modes = [name.removeprefix(prefix) for name in fields.names() if name.startswith(prefix) and fields.get(name)]
+    found = {
+        "cls": PoolingMethod.CLS,
+        "cls_token": PoolingMethod.CLS,
+        "mean": PoolingMethod.MEAN,
+        "mean_tokens": PoolingMethod.MEAN,
+        "lasttoken": PoolingMethod.LAST,
+    }
+    if len(modes) != 1 or modes[0] not in found:
+        raise ModelError(f"{fields.where} pools by {modes}, supported: one of cls, mean, lasttoken")
+    return found[modes[0]]
+
+
+def _read_dense(folder: Path) -> DenseStage:
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    sizes = []
+    for name in ("in_features", "out_features"):
+        size = fields.get(name)
+        if type(size) is not int or not 1 <= size <= 2**20:
+            raise fields.error(name, size, f"expected a whole number from 1 to {2**20}")
+        sizes.append(size)
+    activations = {
+        "Identity": PooledActivation.NONE,
+        "Tanh": PooledActivation.TANH,
+        "ReLU": PooledActivation.RELU,
+        "GELU": PooledActivation.GELU,
+    }
+    name = str(fields.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if name not in activations:
+        raise fields.unsupported("activation_function", name, ", ".join(activations))
+    return DenseStage(folder, sizes[0], sizes[1], bool(fields.get("bias", True)), activations[name])

@@ -1,0 +1,1 @@
+"""Sequences of which one vector is made, or the values of a classifier."""

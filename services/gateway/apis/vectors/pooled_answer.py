@@ -1,0 +1,89 @@
+"""The answer to a request for vectors as an ASGI response: computed when the server calls it, written in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import structlog
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import InvalidRequest
+from services.gateway.apis.shared.answer import send_pieces
+from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.resources.heavy_work import HeavyWork
+from services.gateway.resources.memory_budget import HeldMemory
+from services.gateway.resources.repeatable import current_run
+from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors
+
+log = structlog.get_logger()
+
+MAX_INLINE_VALUES = 4096  # numbers that the event loop writes at once: about a millisecond
+PIECE_VALUES = 1024
+
+# Of what all inputs have become: the JSON of the answer in pieces, each of which takes less than a millisecond.
+Write = Callable[[Sequence[PooledInput]], Iterator[bytes]]
+
+
+class PooledAnswer(Response):
+    """Cancels all inputs if the client disconnects."""
+
+    def __init__(
+        self,
+        vectors: Vectors,
+        inputs: Sequence[VectorInput],
+        options: InputOptions,
+        write: Write,
+        field: str = "input",
+    ) -> None:
+        """field: what the client calls the inputs"""
+        super().__init__()
+        self._vectors, self._inputs, self._options = vectors, inputs, options
+        self._write, self._field = write, field
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises a `TwostrokeError` before the status line is sent."""
+        if current_run() is not None:
+            raise InvalidRequest("only generated answers can be resumed: ask for the vectors again")
+        try:
+            await while_connected(receive, self._answer(scope, send))
+        except ClientGone:
+            log.debug("client is gone", request_id=scope["state"]["request_id"])
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        caller = scope["state"]["caller"]
+        service = self._vectors.service
+        held = HeldMemory(service.memory, caller.number)
+        try:
+            pooled = await self._vectors.pool(self._inputs, self._options, caller, held, self._field)
+            heavy_work: HeavyWork = service.heavy_work
+            if sum(len(each.values) for each in pooled) > MAX_INLINE_VALUES:
+                await send_pieces(send, heavy_work.pieces(self._write(pooled)))
+                return
+        finally:
+            held.release()
+        body = b"".join(self._write(pooled))
+        await Response(body, media_type="application/json")(scope, receive_nothing, send)
+
+
+async def receive_nothing() -> dict[str, str]:
+    """A response does not read."""
+    return {"type": "http.disconnect"}
+
+
+def list_pieces(objects: Iterator[Iterator[bytes]]) -> Iterator[bytes]:
+    """A JSON list of objects that come in pieces themselves."""
+    yield b"["
+    for index, pieces in enumerate(objects):
+        if index:
+            yield b","
+        yield from pieces
+    yield b"]"
+
+
+def number_pieces(values: Sequence[float]) -> Iterator[bytes]:
+    """A JSON list of numbers."""
+    for start in range(0, len(values), PIECE_VALUES):
+        yield (b"," if start else b"[") + to_json(values[start : start + PIECE_VALUES])[1:-1]
+    yield b"]" if values else b"[]"

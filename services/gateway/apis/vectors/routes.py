@@ -1,0 +1,71 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_pieces, number_pieces
+from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest, input_list
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.vectors.vectors import PooledInput, Vectors, normalized
+
+
+def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
+    """The routes for embeddings of one gateway."""
+    service = vectors.service
+    route_class = json_route(section.max_body_values, service.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
+
+    @router.post("/v1/embeddings", response_class=Response, responses={200: {"model": EmbeddingList}})
+    async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """The vector of each input."""
+        await next_turn(request)
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        embeds = vectors.embeds
+        normalizes = embeds.normalizes if body.normalize is None else body.normalize
+        size = vectors.size
+        if body.dimensions is not None and body.dimensions > size:
+            raise InvalidRequest(f"dimensions is {body.dimensions}, the model's vectors have {size}", "dimensions")
+
+        def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
+            head = {"id": request_id, "object": "list", "created": int(time.time()), "model": body.model or ""}
+            head["model"] = body.model or service.names.first
+            yield to_json(head)[:-1] + b',"data":'
+            yield from list_pieces(
+                _object_pieces(index, shaped(each.values, body.dimensions, normalizes), body.encoding_format)
+                for index, each in enumerate(pooled)
+            )
+            num_tokens = sum(each.num_tokens for each in pooled)
+            usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+            yield b',"usage":' + to_json(usage) + b"}"
+
+        options = body.options(request_id, request.headers.get("traceparent", ""))
+        return PooledAnswer(vectors, input_list(body.input), options, write)
+
+    return router
+
+
+def shaped(values: np.ndarray, dimensions: int | None, normalizes: bool) -> np.ndarray:
+    """float32 [n]: the first values of a vector, with length 1 if the model normalises."""
+    kept = values[:dimensions]
+    return normalized(kept) if normalizes else kept
+
+
+def _object_pieces(index: int, values: np.ndarray, encoding_format: str | None) -> Iterator[bytes]:
+    yield b'{"object":"embedding","index":%d,"embedding":' % index
+    if encoding_format == "base64":
+        yield b'"' + base64.b64encode(values.astype("<f4").tobytes()) + b'"}'
+    else:
+        yield from number_pieces(values.tolist())
+        yield b"}"

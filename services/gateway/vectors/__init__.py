@@ -1,0 +1,1 @@
+"""Vectors of inputs, and scores and classes that are made of them."""

@@ -1,0 +1,202 @@
+"""`Vectors`: the vectors of many inputs, for all APIs that give vectors or scores. Runs in the event loop.
+
+Each input is a request of its own to the dense worker, which batches it with all others. Those of one client's request
+are started one by one, so that thousands of them delay no stream, and only some of all requests are under way, by
+clients in turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.errors import InvalidRequest, PeerError, TwostrokeError
+from services.common.fairness.client_turns import ClientTurns
+from services.common.pooling.pooling_config import PoolingConfig
+from services.gateway.access.access import Caller
+from services.gateway.core.request_service import RequestService
+from services.gateway.features.installed import POOLING
+from services.gateway.features.pooling import PooledVector
+from services.gateway.request.context_length import too_long
+from services.gateway.request.generation_request import check_token_ids
+from services.gateway.resources.gather import gather_or_cancel
+from services.gateway.resources.memory_budget import HeldMemory
+from services.pb import gateway_pb2
+
+MAX_AT_ONCE = 256  # inputs of all requests that wait or run in the dense worker
+
+Text = str | Sequence[int]  # or its token ids, used as they are
+
+
+@dataclass(frozen=True, slots=True)
+class VectorInput:
+    """A text, or two that belong together."""
+
+    first: Text
+    second: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """What all inputs of a request have in common."""
+
+    model: str = ""
+    request_id: str = ""
+    user: str = ""
+    traceparent: str = ""
+    priority: int | None = None
+    adds_special_tokens: bool = True
+    max_tokens: int | None = None  # longer inputs are cut behind so many tokens; 0: the model's limit; None: refused
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledInput:
+    """An input, and what the model made of it."""
+
+    values: np.ndarray  # float32 [size]: of an embedding, or of a classifier's labels; before any activation
+    num_tokens: int
+
+
+class Vectors:
+    """There is one of a gateway."""
+
+    def __init__(self, service: RequestService, pooling: PoolingConfig | None, max_inputs: int) -> None:
+        """pooling: None if the model makes no vectors; max_inputs: of one request"""
+        self.service = service
+        self.max_inputs = max_inputs
+        self._pooling = pooling
+        self._turns = ClientTurns(MAX_AT_ONCE)
+
+    @property
+    def pooling(self) -> PoolingConfig:
+        """How the model makes vectors. Raises `InvalidRequest` if it makes none."""
+        if self._pooling is None:
+            raise InvalidRequest(
+                "this model makes no vectors: its checkpoint is one that generates, and model.runner is not pooling"
+            )
+        return self._pooling
+
+    @property
+    def embeds(self) -> PoolingConfig:
+        """The same of a model whose vectors are embeddings; otherwise raises `InvalidRequest`."""
+        if self.pooling.is_classifier:
+            raise InvalidRequest("this model makes no embeddings: it is a classifier")
+        return self.pooling
+
+    @property
+    def size(self) -> int:
+        """The number of values of an input."""
+        pooling = self.pooling
+        if pooling.is_classifier:
+            return len(pooling.labels)
+        return pooling.stages[-1].out_features if pooling.stages else self.service.model.hidden_size
+
+    async def pool(
+        self,
+        inputs: Sequence[VectorInput],
+        options: InputOptions,
+        caller: Caller,
+        held: HeldMemory,
+        field: str = "input",
+    ) -> list[PooledInput]:
+        """The vector of each input, in order. The caller releases `held`, which takes their memory.
+
+        field: the inputs in error messages. Raises the `TwostrokeError` of the first input that fails, and cancels the
+        others then.
+        """
+        service = self.service
+        try:
+            assert self.pooling is not None
+            if not 1 <= len(inputs) <= self.max_inputs:
+                raise InvalidRequest(
+                    f"{field} has {len(inputs)} elements, must have 1 to {self.max_inputs} (gateway.max_inputs)", field
+                )
+            caller.usage.check_prompts(len(inputs), 1)
+            num_bytes = 4 * service.model.hidden_size * len(inputs)
+            await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
+        except TwostrokeError as error:
+            service.metrics.on_rejected(error)
+            raise
+        results: list[PooledInput | None] = [None] * len(inputs)
+        waiting, starting = iter(enumerate(inputs)), asyncio.Lock()
+        num_readers = min(len(inputs), MAX_AT_ONCE, caller.usage.most_answers or MAX_AT_ONCE)
+        names = [f"{field}[{i}]" if len(inputs) > 1 else field for i in range(len(inputs))]
+        readers = [
+            self._read_some(waiting, names, options, caller, starting, results) for _ in range(num_readers)
+        ]
+        await gather_or_cancel(readers)
+        return [each for each in results if each is not None]
+
+    async def _read_some(
+        self,
+        waiting: Iterator[tuple[int, VectorInput]],
+        names: Sequence[str],
+        options: InputOptions,
+        caller: Caller,
+        starting: asyncio.Lock,
+        results: list[PooledInput | None],
+    ) -> None:
+        """Takes inputs until none is left."""
+        for index, each in waiting:
+            async with self._turns.turn(caller.number):
+                async with starting:
+                    await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
+                    request_id = f"{options.request_id}-{index}" if len(names) > 1 else options.request_id
+                    message = await self._message(each, options, names[index])
+                    message.request_id = request_id
+                    generation = await self.service.start(message, caller, prompt_name=names[index])
+                try:
+                    _, prompt = await generation.completions()
+                finally:
+                    generation.close()
+            vector = prompt and prompt.reports.get(POOLING.name)
+            if not isinstance(vector, PooledVector):  # it was aborted
+                raise PeerError(f"{names[index]} ended without its vector")
+            results[index] = PooledInput(vector.values, len(prompt.token_ids))
+
+    async def _message(self, each: VectorInput, options: InputOptions, name: str) -> gateway_pb2.GenerateRequest:
+        """The request for one input. Raises `InvalidRequest` if it is empty or too long."""
+        limit, tokenizer = self.service.model.max_model_len - 1, self.service.tokenizer
+        most = limit if not options.max_tokens else min(limit, options.max_tokens)
+        is_cut, second_segment = options.max_tokens is not None, 0
+        if isinstance(each.first, str):
+            texts = [each.first] if each.second is None else [each.first, each.second]
+            num_characters = sum(map(len, texts))
+            if num_characters > self.service.model.max_model_len * tokenizer.max_token_characters:
+                raise too_long(
+                    limit,
+                    f"{name} has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
+                    name,
+                )
+            token_ids, second_segment = await tokenizer.encode_input(
+                texts, options.adds_special_tokens, most if is_cut else None
+            )
+        else:
+            check_token_ids("input", each.first[: most + 1], self.service.model.vocab_size, name)
+            token_ids = list(each.first[:most]) if is_cut else each.first
+        if not token_ids:
+            raise InvalidRequest(f"{name} has no tokens, at least 1 is required", name)
+        if len(token_ids) > limit:
+            raise too_long(limit, f"{name} has {len(token_ids)}", name)
+        message = gateway_pb2.GenerateRequest(
+            model=options.model,
+            user=options.user,
+            traceparent=options.traceparent,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            max_tokens=0,
+            return_pooled=True,
+            second_segment=second_segment,
+        )
+        message.sampling.temperature = 0.0
+        message.prompt_token_ids.ids.extend(token_ids)
+        return message
+
+
+def normalized(values: np.ndarray) -> np.ndarray:
+    """float32 [n] -> the same direction with length 1, as torch's `normalize` gives it."""
+    return values / max(float(np.linalg.norm(values)), 1e-12)

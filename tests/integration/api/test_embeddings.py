@@ -1,0 +1,133 @@
+"""Embeddings by the last token of the embedded model, through three processes, beside Hugging Face's hidden states."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import time
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+import torch
+
+from services.common.config import EMBEDDED_MODEL
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster
+from tests.support.reference import VOCAB_SIZE, reference_model
+
+TOLERANCE = 2e-5  # of vectors of length 1; both sum in other orders
+
+
+def random_prompt(num_tokens: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(10, VOCAB_SIZE, num_tokens).tolist()
+
+
+@torch.inference_mode()
+def wanted(token_ids: list[int]) -> np.ndarray:
+    """The last hidden state of the last token, with length 1."""
+    states = reference_model(EMBEDDED_MODEL)(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[-1]
+    return torch.nn.functional.normalize(states[0, -1], dim=0).numpy()
+
+
+def post(cluster: Cluster, body: dict[str, Any], status: int = 200, path: str = "/v1/embeddings") -> Any:
+    response = httpx2.post(f"http://{cluster.http_address}{path}", json=body, timeout=REQUEST_TIMEOUT_S)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def vectors_of(answer: dict[str, Any]) -> np.ndarray:
+    assert [each["index"] for each in answer["data"]] == list(range(len(answer["data"])))
+    return np.array([each["embedding"] for each in answer["data"]])
+
+
+def test_token_ids_of_any_length_give_the_states_of_transformers(cluster: Cluster) -> None:
+    """The second time their beginnings are in the prefix cache."""
+    prompts = [random_prompt(count, seed=count) for count in (1, 2, 33, 150)]
+    for _ in range(2):
+        answer = post(cluster, {"input": prompts})
+        np.testing.assert_allclose(vectors_of(answer), [wanted(each) for each in prompts], atol=TOLERANCE)
+    assert answer["usage"] == {"prompt_tokens": 186, "total_tokens": 186}
+    np.testing.assert_allclose(vectors_of(post(cluster, {"input": prompts[2]})), [wanted(prompts[2])], atol=TOLERANCE)
+
+
+def test_the_client_of_openai_gets_texts_in_both_forms(cluster: Cluster) -> None:
+    texts = ["San Francisco is a", "What is the capital of France?", "a"]
+    lists = post(cluster, {"prompt": texts}, path="/tokenize")["tokens"]
+    with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none") as client:
+        for encoding_format in (openai.omit, "float", "base64"):  # the client asks for base64 by itself
+            answer = client.embeddings.create(model="tiny-llama", input=texts, encoding_format=encoding_format)
+            found = [each.embedding for each in answer.data]
+            if encoding_format == "base64":
+                found = [np.frombuffer(base64.b64decode(each), "<f4") for each in found]
+            np.testing.assert_allclose(found, [wanted(each) for each in lists], atol=TOLERANCE)
+        assert answer.model == "tiny-llama" and answer.usage.prompt_tokens == sum(map(len, lists))
+        one = client.embeddings.create(model="tiny-llama", input=texts[0], dimensions=5)
+    cut = wanted(lists[0])[:5]
+    np.testing.assert_allclose(one.data[0].embedding, cut / np.linalg.norm(cut), atol=TOLERANCE)
+
+
+def test_inputs_are_cut_only_if_asked(cluster: Cluster) -> None:
+    prompt = random_prompt(40, seed=1)
+    cut = vectors_of(post(cluster, {"input": prompt, "truncate_prompt_tokens": 30}))
+    np.testing.assert_allclose(cut, [wanted(prompt[:30])], atol=TOLERANCE)
+    raw = vectors_of(post(cluster, {"input": prompt, "normalize": False}))[0]
+    assert abs(np.linalg.norm(raw) - 1) > 0.1
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), wanted(prompt), atol=TOLERANCE)
+
+
+def test_many_inputs_of_one_request(cluster: Cluster) -> None:
+    """More than may be under way at once; they come back in order."""
+    prompts = [random_prompt(1 + i % 7, seed=i) for i in range(300)]
+    found = vectors_of(post(cluster, {"input": prompts}))
+    for index in (0, 5, 13, 255, 256, 299):
+        np.testing.assert_allclose(found[index], wanted(prompts[index]), atol=TOLERANCE)
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
+def test_a_killed_worker_changes_no_vector(cluster: Cluster, role: str) -> None:
+    prompts = [random_prompt(200 + i, seed=1000 * len(role) + i) for i in range(40)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        before = cluster.attention_status().num_computed_tokens
+        answer = pool.submit(post, cluster, {"input": prompts})
+        while cluster.attention_status().num_computed_tokens < before + 500:
+            assert not answer.done(), "the kill comes while it runs"
+            time.sleep(0.002)
+        cluster.kill(role)
+        found = vectors_of(answer.result())
+    for index in (0, 17, 39):
+        np.testing.assert_allclose(found[index], wanted(prompts[index]), atol=TOLERANCE)
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize(
+    "body, param, parts",
+    [
+        ({"input": []}, "input", ["0 elements"]),
+        ({"input": "", "add_special_tokens": False}, "input", ["no tokens"]),
+        ({"input": [[5], []]}, "input[1]", ["no tokens"]),
+        ({"input": [5, VOCAB_SIZE]}, "input", ["out of vocabulary"]),
+        ({"input": [5, "a"]}, "input[1]", []),
+        ({"input": {"text": "a"}}, "input", []),
+        ({}, "input", []),
+        ({"input": [5] * 2049}, "input", ["2047", "context length"]),
+        ({"input": "a " * 100_000}, "input", ["characters"]),
+        ({"input": [[5]] * 2049}, "input", ["2049 elements", "2048", "gateway.max_inputs"]),
+        ({"input": "a", "dimensions": 0}, "dimensions", []),
+        ({"input": "a", "dimensions": 10**6}, "dimensions", ["1000000"]),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", []),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", ["not supported"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    cluster: Cluster, body: dict[str, Any], param: str, parts: list[str]
+) -> None:
+    error = post(cluster, body, 400)["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error", error
+    assert all(part in error["message"] for part in parts), error
+
+
+def test_another_model_is_not_found(cluster: Cluster) -> None:
+    assert post(cluster, {"input": "a", "model": "other"}, 404)["error"]["code"] == "model_not_found"
