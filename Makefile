@@ -27,12 +27,12 @@ run: $(VENV)/.installed-runtime
 # Few examples of each property, the same in every run, and no long tests; `make chaos` tries all of them.
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
 # Processes that take files of tests from one queue, those that take long first: more than two per core, for tests wait.
-QUEUE := --numprocesses=5 --dist=loadfile --no-loadscope-reorder
+QUEUE := --processes=5
 # In a new clone all of these processes would compile the same modules at the same time.
 COMPILE := $(RUN) -m compileall -q --workers=0 services bench tests/support
 # These measure how long others wait during an attack: two processes of tests, whose servers run on a core each.
 ALONE := tests/integration/hostile/delays
-LANES := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+LANES := --processes=2
 
 test: setup
 	$(RUN) -m ruff check .

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from tests.support.examples import MAX_QUICK_EXAMPLES, QUICK
+from tests.support.file_queue import FileQueue
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,6 +34,11 @@ gc.disable()
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds, by file; `make durations` writes it
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")  # `make test-long` runs them
 _seconds = Counter[str]()  # of this run, by file
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if num_processes := config.getoption("--processes"):
+        config.pluginmanager.register(FileQueue(num_processes))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -93,7 +99,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Lets every test, and the fixtures made for it, draw the same numbers, whatever ran before in its process."""
-    import numpy as np  # not above: the process that only hands out tests, and imports this file too, needs neither
+    import numpy as np
     import torch
 
     random.seed(SEED)
@@ -104,6 +110,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, metavar="N", help="so many processes take files of tests from one queue")
     parser.addoption("--save-durations", metavar="FILE", help="write how long each file of tests took")
     parser.addoption("--files-up-to", type=float, metavar="SECONDS", help="no files of tests that took longer")
     parser.addoption("--only-long", action="store_true", help="only the tests that `make test` leaves out")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.file_queue import process_number
 from tests.support.warm_process import SPINS
 
 
@@ -20,8 +21,7 @@ def spinning() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def on_one_core(worker_id: str) -> tuple[str, ...]:
+def on_one_core(pytestconfig: pytest.Config) -> tuple[str, ...]:
     """The command that executes another one on one core: a different one in each process of tests, if there are any."""
     cores = sorted(os.sched_getaffinity(0))
-    number = int(worker_id.removeprefix("gw")) if worker_id != "master" else 0
-    return "taskset", "--cpu-list", str(cores[number % len(cores)])
+    return "taskset", "--cpu-list", str(cores[process_number(pytestconfig) % len(cores)])
