@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,7 +86,12 @@ class Channel(Protocol):
     attn_out: torch.Tensor  # [max_tokens, `ModelConfig.attn_size`]
     waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where the host does not see the waits
     num_waits: int | None  # calls of `wait` that have returned without an error; None on CUDA
+    # Attention workers that have gone in a step that goes on with others, by `cache_id`; none where there is one.
+    lost_caches: Collection[int]
     is_waiting: bool  # whether a thread is in `wait` now; always False on CUDA
+
+    def begin_step(self, step_id: int) -> None:
+        """The dense worker calls it before it runs or enqueues the first layer of a step."""
 
     def signal(self, flag: Flag) -> None:
         """Publishes everything written so far to the peer."""

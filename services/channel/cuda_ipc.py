@@ -60,6 +60,7 @@ class CudaIpcChannel:
     """
 
     waited_s = None
+    lost_caches = ()
 
     def __init__(
         self,
@@ -151,6 +152,9 @@ class CudaIpcChannel:
     def handle(self) -> bytes:
         """What the peer passes to `map`."""
         return self._region.name.encode()
+
+    def begin_step(self, step_id: int) -> None:
+        """Nothing: all rows are of one attention worker."""
 
     def signal(self, flag: Flag) -> None:
         """Enqueues setting the flag on torch's current stream."""

@@ -29,6 +29,7 @@ class ShmChannel:
     """A `Channel` in POSIX shared memory. The attention worker calls `create`, the dense worker `map`."""
 
     kind = "shm"
+    lost_caches = ()
 
     def __init__(self, region: SharedRegion, spec: ChannelSpec, wait_timeout_s: float) -> None:
         self._region = region
@@ -59,6 +60,9 @@ class ShmChannel:
     def handle(self) -> bytes:
         """What the peer passes to `map`."""
         return self._region.name.encode()
+
+    def begin_step(self, step_id: int) -> None:
+        """Nothing: all rows are of one attention worker."""
 
     def signal(self, flag: Flag) -> None:
         """Sets the flag. The peer has cleared it before, since both sides strictly alternate."""

@@ -25,6 +25,7 @@ class ChildOptions(pydantic.BaseModel):
     has_predecessor: bool = False  # of a worker: one that it replaces may still have the metrics' address
     is_restarted: bool = False  # of a worker: streams wait for it
     rank: int = 0  # of a worker, if there are several ranks: which one it is
+    attention_index: int = 0  # of an attention worker, if there are several: which one it is
     # of the first rank's dense worker: where the others' attention workers and dense shards are, in their order
     rank_attention_addresses: tuple[SocketAddress, ...] = ()
     shard_addresses: tuple[SocketAddress, ...] = ()

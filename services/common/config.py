@@ -230,6 +230,11 @@ class AttentionSection(Section):
     """The attention worker, which holds the KV cache."""
 
     address: Address = "127.0.0.1:50053"  # address of its gRPC API, which the dense worker calls
+    # attention workers that the launcher starts, for one dense worker; each has some of the sequences
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    # where several attention workers are that others than this launcher have started; in the dense worker's config.
+    # Empty: there is one, at address, or there are those that the launcher starts
+    addresses: tuple[Address, ...] = ()
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     block_size: Count = 16  # tokens of one KV cache block

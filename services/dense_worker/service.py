@@ -19,12 +19,16 @@ from services.common.lifeline import Lifeline
 from services.common.process import low_priority_thread
 from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel, use_device
+from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
+from services.dense_worker.attention_workers.joined_channel import LayerSizes
+from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
 from services.dense_worker.build import LoadedModel, load_model, prepare_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
+from services.dense_worker.engine.placement import OnlyPlacement
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
@@ -187,6 +191,7 @@ class DenseWorker:
             drafting=drafting,
             features=model.features,
             forks=make_fork_policy(model.resolved.config),
+            placement=SpreadPlacement() if config.attention.addresses else OnlyPlacement(),
         )
         self._metrics.watch(lambda: engine.counts)
         self._watchdog = Watchdog(
@@ -202,6 +207,10 @@ class DenseWorker:
     def _make_client(self) -> AttentionClient:
         config, model = self._config, self._model
         first = (config.attention.address, attach_options(config, model), config.peers, self._servicer.may_attach)
+        if config.attention.addresses:
+            heads = model.resolved.config.layer_heads
+            layers = [LayerSizes(each.qkv_size, each.attn_size) for each in heads]
+            return AttentionWorkersClient(config.attention.addresses, first[1], layers, *first[2:])
         if model.resolved.rank.count == 1:
             return AttentionClient(*first)
         addresses = zip(self._options.rank_attention_addresses, self._options.shard_addresses, strict=True)

@@ -19,8 +19,12 @@ class Children:
         return iter(list(self._watchers))
 
     def of_role(self, role: str) -> list[Child]:
-        """The services of one role; of several ranks the first one's."""
-        return [child for child in self if child.role == role and child.options.rank == 0]
+        """The services of one role; of several ranks, or of several attention workers, the first one's."""
+        return [
+            child
+            for child in self
+            if child.role == role and child.options.rank == child.options.attention_index == 0
+        ]
 
     def start(self, child: Child) -> None:
         """Starts and watches a service."""

@@ -18,6 +18,7 @@ import structlog
 
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key, service_manager_of_environment
+from services.common.several_attention_workers import check_attention_workers, has_several
 from services.launch.addresses import check_addresses, check_tls, place_sockets
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
@@ -65,6 +66,7 @@ class Launcher:
         run_dir = self._opened.enter_context(run_directory())
         config = self._config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
         check_addresses(config)
+        check_attention_workers(config)
         check_tls(config)
         for number, key in enumerate(self._arguments.api_key or (), start=1):
             add_api_key(f"flag-{number}", key)
@@ -101,6 +103,8 @@ class Launcher:
         modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
         if self._arguments.prompt is not None or config.dense.tensor_parallel_size > 1:  # then all ends with the answer
             modes = dict.fromkeys(modes, "off")
+        if has_several(config):
+            modes[ATTENTION_ROLE] = "off"
         self._standbys = {
             role: Standby(role, modes[role], self._children, address, make_child, config.launch)
             for role, address in addresses.items()

@@ -70,6 +70,8 @@ def service_configs(
     ]
     if config.dense.tensor_parallel_size > 1:
         starts = rank_starts(config, run_dir, starts)
+    if config.attention.workers > 1:
+        starts = attention_starts(config, run_dir, starts)
     if "gateway" in config.launch.services:
         gateways = gateway_configs(config, run_dir, counts_dir)
         names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
@@ -100,6 +102,45 @@ def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart])
             own = with_address(_of_rank(config, rank), start.role, address)
             starts.append(ServiceStart(f"{start.role}-{rank}", start.role, own, ChildOptions(rank=rank)))
     return starts
+
+
+def attention_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart]) -> list[ServiceStart]:
+    """The workers, with all attention workers; `of_first`: with the first one. The dense worker is told all addresses.
+
+    On a CPU they share its cores. On a GPU each gets its part of the memory for KV caches, in turn.
+    """
+    sockets = [f"unix:{run_dir}/{ATTENTION_ROLE}-{index}.sock" for index in range(1, config.attention.workers)]
+    starts = []
+    for start in of_first:
+        if start.role != ATTENTION_ROLE:
+            addresses = (config.attention.address, *sockets)
+            starts.append(start._replace(config=with_attention(start.config, addresses=addresses)))
+            continue
+        starts.append(start._replace(config=_of_attention_worker(start.config, 0)))
+        for index, address in enumerate(sockets, start=1):
+            own = with_address(_of_attention_worker(config, index), start.role, address)
+            name = f"{ATTENTION_ROLE}-{index}"
+            starts.append(ServiceStart(name, start.role, own, ChildOptions(attention_index=index)))
+    return starts
+
+
+def with_attention(config: Config, **changes: object) -> Config:
+    """The config with these values in its section attention."""
+    return config.model_copy(update={"attention": config.attention.model_copy(update=changes)})
+
+
+def _of_attention_worker(config: Config, index: int) -> Config:
+    """The config of one of several attention workers: its part of the cores and memory, and what it has alone."""
+    section, count = config.attention, config.attention.workers
+    changes: dict[str, object] = {"metrics_address": _metrics_address(section.metrics_address, index)}
+    if index and section.host_kv_path is not None:
+        changes["host_kv_path"] = section.host_kv_path.with_name(f"{section.host_kv_path.name}-{index}")
+    if is_on_gpu(section.device):
+        part = section.kv_cache_memory_fraction / count  # of the memory that is free before the first one attaches
+        changes["kv_cache_memory_fraction"] = part / (1 - index * part)
+    elif section.num_threads is None:
+        changes["num_threads"] = max(1, available_cores() // (1 + count))
+    return with_attention(config, **changes)
 
 
 def _of_rank(config: Config, rank: int) -> Config:

@@ -16,6 +16,7 @@ class SequenceOpened:
     num_held_blocks: int = 0  # blocks that the sequence holds now
     num_freed_blocks: int = 0  # blocks that the sequence held (left by a dead dense worker) and could not keep
     error: str | None = None  # why the sequence was refused; all counts are then 0
+    cache_id: int = 0  # which of several attention workers answers; not sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +29,5 @@ class PlanAccepted:
     num_freed_blocks: int = 0  # of the sequences that the plan closed, and of dropped blocks
     num_free_blocks: int = 0  # free blocks after the plan, cached prefixes included
     errors: Mapping[int, str] | None = None  # by seq_id: entries that could not take part; their rows are meaningless
+    cache_id: int = 0  # which of several attention workers answers; not sent
+    is_last: bool = True  # whether no other one will answer this plan; not sent

@@ -26,6 +26,7 @@ class NewSequence:
     ignores_prefix_cache: bool = False  # all its tokens are computed, because something is reported about each
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
     max_cached_tokens: int | None = None  # no more may count as cached, since another rank has no more; None: any
+    cache_id: int = 0  # which of several attention workers opens it; not sent
 
 
 class PlanEntry(NamedTuple):

@@ -72,7 +72,13 @@ class FakeAttention:
     def __init__(self, bad_step: int) -> None:
         self.bad_step = bad_step
         self.channel = SimpleNamespace(
-            num_errors=0, num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
+            num_errors=0,
+            lost_caches=(),
+            num_waits=None,
+            is_waiting=False,
+            waited_s=0.0,
+            abort=lambda: None,
+            close=lambda: None,
         )
         self.engine: Engine | None = None
         self.ready_for: queue.Queue[int] = queue.Queue()

@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachedCache:
+    """The KV cache of one of several attention workers, as it was when that worker attached."""
+
+    cache_id: int  # ascending; never used again in an attachment
+    num_blocks: int
+    num_free_blocks: int
+    orphaned_blocks: dict[int, int]  # as in `Attachment`
+
+
+@dataclass(frozen=True, slots=True)
 class Attachment:
     """The mapped data regions, which the engine closes, and the attention worker's description of its cache."""
 
@@ -28,6 +38,7 @@ class Attachment:
     window: int | None = None  # of the KV cache, see `SlidingWindow`
     num_sink_tokens: int = 0
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
+    others: tuple[AttachedCache, ...] = ()  # of further attention workers; the first one's cache has the id 0
     ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none
 
     def abort(self) -> None:

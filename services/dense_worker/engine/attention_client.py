@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import structlog
@@ -25,7 +25,7 @@ from services.common.errors import ConfigError, DeviceError, PeerError, Twostrok
 from services.common.gpu import gpu_uuid
 from services.common.kv_cache.format import KVCacheFormat
 from services.common.kv_cache.scales import KVScales
-from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.pb import attn_pb2, attn_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.server import run_together
@@ -40,7 +40,7 @@ _REASON_S = 0.5  # how long the stream of plans may take to give the reason of a
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
-_Message: TypeAlias = StepPlan | AttachmentEnd | Literal["ready"]  # from the engine
+_Message: TypeAlias = Any  # from the engine: plans as `_serve` sends them, `AttachmentEnd`, or "ready"
 
 
 class AttentionListener(Protocol):
@@ -49,6 +49,8 @@ class AttentionListener(Protocol):
     def on_attached(self, attachment: Attachment) -> None: ...
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
     def on_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None: ...
+    def on_cache_added(self, attachment: Attachment, cache: AttachedCache, add_seam: Callable[[], None]) -> None: ...
+    def on_cache_lost(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None: ...
 
 
 class AttachmentWatcher(Protocol):
@@ -231,9 +233,7 @@ def map_channels(
 ) -> dict[int, Channel]:
     """The channels of an attachment, by lane. Raises the errors of `map_channel`."""
     return {
-        lane.lane: map_channel(
-            device, lane.kind, lane.handle, spec, reply.epoch, reply.attachment_id, wait_timeout_s
-        )
+        lane.lane: map_channel(device, lane.kind, lane.handle, spec, reply.epoch, reply.attachment_id, wait_timeout_s)
         for lane in reply.lanes
     }
 

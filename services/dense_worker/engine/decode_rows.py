@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,7 +87,7 @@ class DecodeRows:
         self._in_order: list[Sequence] = []  # their sequences
         self._stop_counts = Counter[int]()  # how many rows a token ends
         self._free_slots: list[int] = []
-        self._counts = np.zeros((7, 0), np.int64)
+        self._counts = np.zeros((8, 0), np.int64)
         self.seq_ids, self.sequences, self._outputs = np.zeros(0, np.uint64), *np.empty((2, 0), object)
         self._add_slots(_INITIAL_NUM_SLOTS)
         self._planned = self._look_up(self._order)  # all rows, as of the version that it names
@@ -113,6 +113,7 @@ class DecodeRows:
             sequence.num_blocks,
             sequence.num_reserved_blocks,
             sequence.stream,
+            sequence.cache_id,
         )
         sequence.counts = RowCounts(self, slot)
         index = bisect.bisect(self._in_order, sequence.order, key=_order)
@@ -153,14 +154,21 @@ class DecodeRows:
         """How many of these rows have no block reserved."""
         return len(slots) - np.count_nonzero(self.num_reserved[slots])
 
-    def grow(self, slots: np.ndarray, ledger: BlockLedger) -> None:
-        """Takes a block for each of these rows, the reserved ones first. The ledger must have as many."""
-        if len(slots):
-            reserved = slots[self.num_reserved[slots] > 0]
+    def of_cache(self, slots: np.ndarray, cache_id: int, ledgers: Mapping[int, BlockLedger]) -> np.ndarray:
+        """Those of these rows that are in one of the KV caches: int64 [num_rows]."""
+        return slots if len(ledgers) == 1 else slots[self.cache_ids[slots] == cache_id]
+
+    def grow(self, slots: np.ndarray, ledgers: Mapping[int, BlockLedger]) -> None:
+        """Takes a block for each of these rows, the reserved ones first. The ledgers, by cache_id, have as many."""
+        if not len(slots):
+            return
+        for cache_id, ledger in ledgers.items():
+            own = self.of_cache(slots, cache_id, ledgers)
+            reserved = own[self.num_reserved[own] > 0]
             ledger.unreserve(len(reserved))
-            ledger.take(len(slots))
+            ledger.take(len(own))
             self.num_reserved[reserved] -= 1
-            self.num_blocks[slots] += 1
+            self.num_blocks[own] += 1
 
     def advance(self, slots: np.ndarray, has_grown: np.ndarray) -> Decodes:
         """Plans the next token of these rows, which have the blocks for it. has_grown: see `Decodes`"""
@@ -214,7 +222,7 @@ class DecodeRows:
         self._free_slots.extend(reversed(range(num_old, num_old + num_new)))
         self._counts = np.pad(self._counts, ((0, 0), (0, num_new)))
         self.serials, self.num_computed, self.num_known, self.ends, *rest = self._counts
-        self.num_blocks, self.num_reserved, self.streams = rest
+        self.num_blocks, self.num_reserved, self.streams, self.cache_ids = rest
         self.seq_ids = np.concatenate([self.seq_ids, np.zeros(num_new, np.uint64)])
         self.sequences, self._outputs = (
             np.concatenate([column, np.empty(num_new, object)]) for column in (self.sequences, self._outputs)

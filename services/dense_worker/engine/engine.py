@@ -20,9 +20,10 @@ import structlog
 from services.common.engine_thread import EngineThread
 from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
-from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineCounts, EngineObserver, StepStats
+from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.plan_timing import PlanTiming
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
@@ -64,9 +65,10 @@ class Engine:
         drafting: Drafting | None = None,
         features: SequenceOf[Feature] = (),
         forks: ForkPolicy | None = None,
+        placement: Placement | None = None,
     ) -> None:
         drafting = drafting or Drafting()
-        self._scheduler = Scheduler(limits, drafting, features, forks)
+        self._scheduler = Scheduler(limits, drafting, features, forks, placement)
         self._runner = runner
         self._attention = attention
         self._deliver = deliver
@@ -135,6 +137,14 @@ class Engine:
 
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None:
         self._thread.post(self._detach, attachment, end)
+
+    def on_cache_added(self, attachment: Attachment, cache: AttachedCache, add_seam: Callable[[], None]) -> None:
+        """One more attention worker has attached. `add_seam` adds its data regions to the attachment's channels."""
+        self._thread.post(self._add_cache, attachment, cache, add_seam)
+
+    def on_cache_lost(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
+        """One of several attention workers has gone."""
+        self._thread.post(self._lose_cache, attachment, cache_id, end)
 
     def on_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None:
         self._thread.post(self._handle_answer, attachment, answer)
@@ -261,7 +271,11 @@ class Engine:
                 raise PeerError(f"step {plan.step_id} has not ended after {timeout_s} s")
         result = step.running.collect()
         deadline = time.monotonic() + timeout_s
-        while session.num_errors[plan.lane] != channel.num_errors:  # they say whose rows have no meaning
+        for cache_id in channel.lost_caches:
+            self._lose_cache(session.attachment, cache_id, AttachmentEnd("it went away in a step", is_crash=True))
+        if session.has_ended:
+            raise PeerError("all attention workers went away")
+        while session.errors_of(plan.lane) != channel.num_errors:  # they say whose rows have no meaning
             left_s = deadline - time.monotonic()
             if left_s <= 0.0 or not self._make_call(session, left_s):
                 raise PeerError(f"errors up to step {plan.step_id} are not here after {timeout_s} s")
@@ -281,7 +295,7 @@ class Engine:
         self._timing.add(step.published.plan.num_tokens, session.last_step_s)
         step.follow_up_s = result.follow_up_s
         published = step.published
-        sequences = [entry.sequence for entry in published.entries]
+        sequences = [entry.sequence for entry in published.entries if entry.sequence not in published.lost]
         self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
         started = step_report.record_started(sequences, step.begin_s)
         reports = step_report.record_reports(sequences, result.reports)
@@ -350,6 +364,26 @@ class Engine:
                 observer.on_handoff_abort()
             (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
 
+    def _add_cache(self, attachment: Attachment, cache: AttachedCache, add_seam: Callable[[], None]) -> None:
+        session = self._session
+        if session is not None and session.attachment is attachment:
+            add_seam()
+            self._scheduler.add_cache(cache)
+            log.info("one more attention worker", cache_id=cache.cache_id, num_blocks=cache.num_blocks)
+
+    def _lose_cache(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
+        """Known already if a step found it first."""
+        session = self._session
+        if session is None or session.attachment is not attachment or cache_id not in session.ledgers:
+            return
+        if len(session.ledgers) == 1:
+            self._give_up(session, end)
+            return
+        outputs = self._scheduler.lose_cache(cache_id, is_crash=end.is_crash)
+        (log.warning if end.is_crash else log.info)("one attention worker less", cache_id=cache_id, reason=end.reason)
+        if outputs:
+            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
+
     def _handle_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None:
         session = self._session
         if session is None or session.attachment is not attachment:
@@ -357,8 +391,10 @@ class Engine:
         try:
             if isinstance(answer, PlanAccepted):
                 outputs = self._scheduler.accepted(answer)
-            else:
+            elif answer.cache_id in session.ledgers:
                 outputs = self._opened(session, answer)
+            else:  # its worker is known to be gone
+                outputs = []
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return
@@ -388,7 +424,7 @@ def _read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
 
 def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int) -> StepStats:
     """The figures of a step that has just run, and from which sequences got so many tokens."""
-    plan, ledger = step.published.plan, scheduler.session.ledger
+    plan, ledgers = step.published.plan, scheduler.session.ledgers.values()
     return StepStats(
         step_id=plan.step_id,
         num_seqs=len(plan.entries),
@@ -398,9 +434,9 @@ def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int)
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_preemptions=scheduler.num_preemptions,
-        num_blocks=ledger.num_blocks,
-        num_free_blocks=ledger.num_free_blocks,
-        num_reserved_blocks=ledger.num_reserved_blocks,
+        num_blocks=sum([each.num_blocks for each in ledgers]),
+        num_free_blocks=sum([each.num_free_blocks for each in ledgers]),
+        num_reserved_blocks=sum([each.num_reserved_blocks for each in ledgers]),
         gap_s=step.gap_s,
         launch_s=step.launch_s,
         duration_s=step.end_s - step.begin_s,

@@ -14,9 +14,11 @@ from itertools import compress
 import numpy as np
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
-from services.dense_worker.engine.decode_rows import PlannedRows
+from services.dense_worker.engine.attachment import AttachedCache
 from services.dense_worker.engine.fairness.admission import Admission
 from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.moves import Moves
+from services.dense_worker.engine.placement import OnlyPlacement, Placement
 from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
@@ -27,7 +29,7 @@ from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
 from services.dense_worker.features.row_policy import RowPolicy
-from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns
+from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns, spans_of
 
 GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id
 
@@ -50,6 +52,7 @@ class Scheduler:
         drafting: Drafting | None = None,
         features: SequenceOf[Feature] = (),
         forks: ForkPolicy | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.limits = limits
         self.session = Session(NO_ATTACHMENT)  # until the first attachment
@@ -59,6 +62,7 @@ class Scheduler:
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self._suspects = _Suspects()
         self._forks = forks or NoForks()
+        self._placement = placement or OnlyPlacement()
         self._next_step_id = 1
         self._num_past_preemptions = 0  # in earlier attachments
         self._begin_parts()
@@ -114,6 +118,79 @@ class Scheduler:
             sequence.num_pending_tokens = 0
             self._residency.wait(sequence)
 
+    def add_cache(self, cache: AttachedCache) -> None:
+        """One more attention worker has attached, and may have sequences from now on."""
+        self.session.add_cache(cache)
+
+    def give_up_cache(self, cache_id: int) -> None:
+        """The sequences of an attention worker move to the others, and no further one is opened there."""
+        self.session.draining.add(cache_id)
+
+    def empty_caches(self) -> list[int]:
+        """Those that are given up and have no sequence any more."""
+        return [each for each in self.session.draining if self._moves.is_empty(each)]
+
+    def lose_cache(self, cache_id: int, *, is_crash: bool) -> list[SequenceOutput]:
+        """An attention worker has gone, and others are left: its sequences wait again, in their order.
+
+        What steps in flight compute of them is void. Ends those that were alone in a step when several workers crashed.
+        """
+        session, lost = self.session, list[Sequence]()
+        for opening in [each for each in session.openings.values() if each.sequence.cache_id == cache_id]:
+            lost.append(opening.sequence)
+            del session.openings[opening.sequence.seq_id]
+            session.closing.discard(opening.sequence.seq_id)
+            session.release_reservation(opening.sequence)
+            for feature in opening.sequence.features:
+                feature.leave(self.num_steps)
+        session.to_open = [each for each in session.to_open if each.cache_id != cache_id]
+        for sequence in [each for each in session.running if each.cache_id == cache_id]:
+            lost.append(sequence)
+            self._residency.leave(sequence)
+        session.remove_cache(cache_id)
+        self._placement.forget(cache_id)
+        outputs = []
+        under_way = spans_of(step.published.plan for step in session.in_flight)
+        for step in session.in_flight:
+            step.published.lost.update(lost)
+        for sequence in lost:
+            if sequence.status is SequenceStatus.FINISHED:  # cancelled while it was being opened
+                continue
+            if is_crash and not under_way.keys().isdisjoint({sequence.seq_id, *sequence.open_seq_ids}):
+                if sequence.is_suspect:
+                    outputs.append(self._fail(sequence))
+                    continue
+                sequence.num_crashes += 1
+            self._residency.wait(sequence)
+            self._suspects.add(sequence)
+        return outputs + self._refuse_too_large()
+
+    def _refuse_too_large(self) -> list[SequenceOutput]:
+        """Ends waiting sequences for which no KV cache that is left has room."""
+        outputs, ledger = list[SequenceOutput](), self.session.ledger
+        for sequence in list(self._waiting):
+            num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
+            if num_blocks > ledger.num_blocks:
+                self._finish(sequence)
+                error = CapacityError(
+                    f"the request needs {num_blocks} KV cache blocks, the largest cache that is left has"
+                    f" {ledger.num_blocks}"
+                )
+                outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
+        return outputs
+
+    def _fail(self, sequence: Sequence) -> SequenceOutput:
+        """A sequence that is nowhere ends, since attention workers died whenever they computed it."""
+        sequence.status = SequenceStatus.FINISHED
+        del self._sequences[sequence.seq_id]
+        self._forks.remove(sequence)
+        self._drafting.finish(sequence)
+        self._waiting.forget(sequence)
+        self._admission.forget(sequence)
+        error = RequestAborted(f"{sequence.num_crashes + 1} attention workers died while they computed this request")
+        self._suspects.clear(sequence)
+        return SequenceOutput(sequence, (), FinishReason.ERROR, error)
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises `InvalidRequest` or `CapacityError` if it can never run or the queue is full."""
         if sequence.seq_id in self._sequences:
@@ -168,6 +245,8 @@ class Scheduler:
         blocks, and the others may need the space. Suspects come before all, one at a time.
         """
         session, chosen = self.session, list[Sequence]()
+        if session.draining:
+            self._moves.go_on()
         if self._waiting.has_parked:
             oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
             for feature in self._features:
@@ -180,7 +259,7 @@ class Scheduler:
             for feature in sequence.features:
                 feature.enter()
             sequence.num_reserved_blocks = self._admission.blocks_to_reserve(sequence)
-            session.ledger.reserve(sequence.num_reserved_blocks)
+            session.ledger_of(sequence).reserve(sequence.num_reserved_blocks)
             chosen.append(sequence)
             if self._forks.takes(sequence, session):
                 self._waiting.note_opened(sequence)
@@ -210,14 +289,15 @@ class Scheduler:
         self.session.release_reservation(sequence)
         if answer.error is not None:
             return self._refused(sequence, answer.error)
+        ledger = session.ledger_of(sequence)
         session.orphaned_blocks.pop(sequence.seq_id, None)
-        session.ledger.give_back(answer.num_freed_blocks)
-        session.ledger.take(answer.num_pinned_blocks)  # may include blocks that it has just freed
+        ledger.give_back(answer.num_freed_blocks)
+        ledger.take(answer.num_pinned_blocks)  # may include blocks that it has just freed
         num_missing = self._admission.blocks_to_reserve(sequence, answer.num_held_blocks)
-        sequence.num_reserved_blocks = min(num_missing, session.ledger.num_available_blocks)
-        session.ledger.reserve(sequence.num_reserved_blocks)
+        sequence.num_reserved_blocks = min(num_missing, ledger.num_available_blocks)
+        ledger.reserve(sequence.num_reserved_blocks)
         sequence.num_blocks = answer.num_held_blocks
-        sequence.num_evicted_blocks = session.ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
+        sequence.num_evicted_blocks = ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
         sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = answer.num_cached_tokens
@@ -265,7 +345,9 @@ class Scheduler:
                     self._admission.reserve_again(sequence)
         for seq_id, error in errors.items():
             for sequence, num_taken_blocks in published.taken_blocks(seq_id):
-                session.ledger.give_back(num_taken_blocks)
+                if sequence in published.lost:
+                    continue
+                session.ledgers[answer.cache_id].give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:
                     self._finish(sequence)
                     outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error)))
@@ -277,12 +359,15 @@ class Scheduler:
             self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
         outputs: list[SequenceOutput] = []
         sampled: list[tuple[int, int]] = []  # of sequences without a row
-        decoded = self._append_rows(published.decodes.rows, result, outputs, sampled)
+        decoded = self._append_rows(published, result, outputs, sampled)
         previous = None  # the sequence of the entry before, which has several if it has a row policy
         rows = result.token_ids.rows(len(published.decodes.positions)) if published.entries else ()
         for (sequence, _, _), token_ids in zip(published.entries, rows, strict=True):
             if token_ids and sequence is not previous:
-                if sequence.policy is None:
+                output = None
+                if sequence in published.lost:
+                    self._ignore(sequence)
+                elif sequence.policy is None:
                     output = self._append(sequence, token_ids, result, sampled)
                 else:
                     output = self._advance(sequence, sequence.policy, result)
@@ -295,13 +380,14 @@ class Scheduler:
 
     def _append_rows(
         self,
-        planned: PlannedRows,
+        published: PublishedPlan,
         result: StepResult,
         outputs: list[SequenceOutput],
         sampled: list[tuple[int, int]],
     ) -> DecodedTokens:
         """Appends the tokens of a step's rows, and returns those of rows that go on. The others become `outputs`."""
-        num_rows, rows = len(planned.slots), self.session.rows
+        planned, rows = published.decodes.rows, self.session.rows
+        num_rows = len(planned.slots)
         if not num_rows:
             return NO_DECODED
         token_ids = result.token_ids.token_ids[:num_rows]
@@ -314,8 +400,10 @@ class Scheduler:
             rows.append(planned.slots, planned.outputs, tokens)
         else:
             for index in np.flatnonzero(may_end).tolist():
-                output = self._append(planned.sequences[index], (tokens[index],), result, sampled)
-                if output is not None:
+                sequence = planned.sequences[index]
+                if sequence in published.lost:
+                    self._ignore(sequence)
+                elif (output := self._append(sequence, (tokens[index],), result, sampled)) is not None:
                     outputs.append(output)
             goes_on = ~may_end
             decoded = DecodedTokens(*(column[goes_on] for column in decoded))
@@ -323,6 +411,10 @@ class Scheduler:
         if len(decoded.token_ids):
             self.session.sampled.append(TokenColumns(decoded.seq_ids, decoded.token_ids))
         return decoded
+
+    def _ignore(self, sequence: Sequence) -> None:
+        """Forgets the token that a step in flight had for a sequence which its attention worker has lost."""
+        sequence.num_pending_tokens -= 1
 
     def _append(
         self,
@@ -391,8 +483,10 @@ class Scheduler:
             limits.max_num_batched_tokens,
             self._forks,
             self._residency,
+            self._placement,
             is_guaranteed=limits.policy == "guaranteed_no_evict",
         )
+        self._moves = Moves(session, self._admission, self._residency)
         self._planner = StepPlanner(session, self._waiting, limits, self._drafting, self._forks, self._residency)
         # Whether plain sequences have rows: not where each is looked at in each step.
         self._has_rows = not self._drafting.looks_at_each and session.ledger.sliding_window.window is None

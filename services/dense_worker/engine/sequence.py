@@ -65,6 +65,7 @@ class Sequence:
     num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
     counts: SequenceCounts = field(default_factory=SequenceCounts)  # or those of its row of `DecodeRows`
+    cache_id: int = 0  # the KV cache, of several attention workers', in which it is or was, or will be opened
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
     num_evicted_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
     num_opened_tokens: int = 0  # that were in the cache when it was opened
@@ -204,6 +205,7 @@ class Sequence:
             prefix_key=self.spec.prefix_key,
             ignores_prefix_cache=any([each.ignores_prefix_cache for each in self.features]),
             traceparent=self.traceparent,
+            cache_id=self.cache_id,
         )
 
     def describe_to_runner(self) -> RequestState:

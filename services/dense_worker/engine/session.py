@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from services.common.errors import PeerError
 from services.common.kv_cache.sliding_window import SlidingWindow
-from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
 from services.dense_worker.engine.sequence import Sequence
@@ -55,6 +55,7 @@ class PublishedPlan:
     entries: tuple[PlannedEntry, ...]  # aligned with the rest
     closes_rows: bool = False  # dead ones
     frees_blocks: bool = False  # for others, by more than dead rows
+    lost: set[Sequence] = field(default_factory=set)  # whose attention worker went away before the step had ended
 
     def taken_blocks(self, seq_id: int) -> Iterator[tuple[Sequence, int]]:
         """The sequence of an entry, and how many blocks it has taken; nothing if the plan has no such entry."""
@@ -102,7 +103,9 @@ class Session:
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
         sliding_window = SlidingWindow(attachment.block_size, attachment.window, attachment.num_sink_tokens)
-        self.ledger = BlockLedger(sliding_window, attachment.num_blocks, attachment.num_free_blocks)
+        ledger = BlockLedger(sliding_window, attachment.num_blocks, attachment.num_free_blocks)
+        self.ledgers = {0: ledger}  # by cache_id
+        self.ledger = ledger  # of the largest KV cache; blocks have the same size in all
         self.layer_sliding_window = SlidingWindow(attachment.block_size, attachment.layer_window)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.rows = DecodeRows()  # of those that need one token in each step and nothing else
@@ -121,11 +124,12 @@ class Session:
         self.last_step_s = 0.0  # how long that step took
         self.is_leaving = False  # ends when no step is in flight; no new step begins
         self.has_ended = False
-        self.num_errors = Counter[int]()  # errors in the answers so far, by lane
+        self.num_errors = Counter[tuple[int, int]]()  # errors in the answers so far, by lane and cache_id
         self.request_ids: dict[int, str] = {}  # by seq_id, of running sequences; for messages, from any thread
 
         # Blocks of sequences of an earlier dense worker, and the time until which gateways may claim them.
         self.orphaned_blocks = dict(attachment.orphaned_blocks)  # by seq_id
+        self.orphan_caches: dict[int, int] = {}  # the cache_ids of those that are not in the first KV cache
         self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.orphaned_blocks else None
 
         self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead rows
@@ -134,7 +138,10 @@ class Session:
         self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out; without dead rows
         self.num_burying_plans = 0  # the same for those that close dead rows
         self.sampled: list[TokenColumns] = []  # tokens for the next plan, in order
-        self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
+        self.draining: set[int] = set()  # cache_ids whose sequences move to others
+        self.short_caches: set[int] = set()  # where a running sequence could not grow: admit nobody
+        for cache in attachment.others:
+            self.add_cache(cache)
 
     @property
     def awaits_blocks(self) -> bool:
@@ -145,6 +152,42 @@ class Session:
     def awaits_dead_rows(self) -> bool:
         """Whether dead rows are being closed. Their sequences need about as many blocks again, others get none."""
         return bool(self.num_burying_plans or self.dead_rows)
+
+    def add_cache(self, cache: AttachedCache) -> None:
+        """A further attention worker has sequences from now on."""
+        self.ledgers[cache.cache_id] = BlockLedger(self.ledger.sliding_window, cache.num_blocks, cache.num_free_blocks)
+        self.ledger = self._largest_ledger()
+        for seq_id, num_blocks in cache.orphaned_blocks.items():
+            if num_blocks > self.orphaned_blocks.get(seq_id, 0):
+                self.orphaned_blocks[seq_id], self.orphan_caches[seq_id] = num_blocks, cache.cache_id
+        if cache.orphaned_blocks:
+            self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S
+
+    def remove_cache(self, cache_id: int) -> None:
+        """An attention worker is gone, and so is what it had. No sequence is there any more."""
+        del self.ledgers[cache_id]
+        self.ledger = self._largest_ledger()
+        self.short_caches.discard(cache_id)
+        self.draining.discard(cache_id)
+        for seq_id in [each for each in self.orphaned_blocks if self.cache_of_orphan(each) == cache_id]:
+            del self.orphaned_blocks[seq_id]
+        for key in [key for key in self.num_errors if key[1] == cache_id]:
+            del self.num_errors[key]
+
+    def _largest_ledger(self) -> BlockLedger:
+        return max(self.ledgers.values(), key=lambda each: each.num_blocks)
+
+    def ledger_of(self, sequence: Sequence) -> BlockLedger:
+        """The blocks of the KV cache in which a sequence is, or will be opened."""
+        return self.ledgers[sequence.cache_id]
+
+    def cache_of_orphan(self, seq_id: int) -> int:
+        """The KV cache that has the blocks of a sequence of an earlier dense worker."""
+        return self.orphan_caches.get(seq_id, 0)
+
+    def errors_of(self, lane: int) -> int:
+        """Errors in the answers of all present attention workers so far."""
+        return sum([num_errors for (each, _), num_errors in self.num_errors.items() if each == lane])
 
     def ends_claims(self, now_s: float) -> bool:
         """Whether the time to claim sequences has passed; true once."""
@@ -239,12 +282,19 @@ class Session:
 
     def accept(self, answer: PlanAccepted) -> PublishedPlan:
         """Counts what the answer to a plan says. Raises `PeerError` for a plan that does not wait for one."""
-        published = self.published.pop(answer.step_id, None)
+        published = self.published.get(answer.step_id)
+        if published is None and not answer.is_last:  # another attention worker has given the last answer already
+            steps = (step.published for step in self.in_flight)
+            published = next((each for each in steps if each.plan.step_id == answer.step_id), None)
         if published is None:
             raise PeerError(f"step {answer.step_id} was not published, or has been answered")
         plan = published.plan
-        self.num_errors[plan.lane] += len(answer.errors or ())
-        self.ledger.give_back(answer.num_freed_blocks)
+        if answer.cache_id in self.ledgers:
+            self.num_errors[plan.lane, answer.cache_id] += len(answer.errors or ())
+            self.ledgers[answer.cache_id].give_back(answer.num_freed_blocks)
+        if not answer.is_last:
+            return published
+        del self.published[answer.step_id]
         self.closing.difference_update(plan.close_seq_ids)
         self.num_freeing_plans -= published.frees_blocks
         self.num_burying_plans -= published.closes_rows
@@ -255,7 +305,7 @@ class Session:
 
         Returns how many; None: there are too few.
         """
-        ledger, num_present = self.ledger, sequence.num_evicted_blocks + sequence.num_blocks
+        ledger, num_present = self.ledger_of(sequence), sequence.num_evicted_blocks + sequence.num_blocks
         num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - num_present)
         if not ledger.take_for(sequence.counts, num_blocks):
             return None
@@ -280,7 +330,7 @@ class Session:
 
     def release_reservation(self, sequence: Sequence) -> None:
         """Takes back what is reserved for a sequence."""
-        self.ledger.unreserve(sequence.num_reserved_blocks)
+        self.ledger_of(sequence).unreserve(sequence.num_reserved_blocks)
         sequence.num_reserved_blocks = 0
 
     def close(self, sequence: Sequence) -> None:

@@ -25,6 +25,9 @@ class ForkPolicy(Protocol):
     def num_shared_blocks(self, sequence: Sequence, session: Session) -> int:
         """The blocks that a waiting sequence need not be promised, because it would share them."""
 
+    def source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
+        """The sequence from which a waiting one would be forked, in the same KV cache; None: it would be opened."""
+
     def takes(self, sequence: Sequence, session: Session) -> bool:
         """Whether a sequence that has its turn will be forked; then it is part of `Session.to_fork` from now on."""
 
@@ -43,6 +46,9 @@ class NoForks:
 
     def num_shared_blocks(self, sequence: Sequence, session: Session) -> int:
         return 0
+
+    def source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
+        return None
 
     def takes(self, sequence: Sequence, session: Session) -> bool:
         return False

@@ -206,7 +206,7 @@ class CudaModelRunner(ModelRunner):
         sampled_rows[num_sampled:] = 0
         # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
-        self._begin_step(step, num_rows, num_logits)
+        self._begin_step(step, channel, num_rows, num_logits)
         if graph is not None:
             graph.replay()
             logits, residual = self._logits, None

@@ -225,7 +225,7 @@ class ModelRunner:
         """Runs three quarters of the layers. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
-        self._begin_step(step, len(token_ids), len(step.sampled_rows))
+        self._begin_step(step, channel, len(token_ids), len(step.sampled_rows))
         layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
         layers.begin(token_ids, step.input_embeds)
         return layers
@@ -290,7 +290,8 @@ class ModelRunner:
         """Where the step's residuals go; None if nobody reads them."""
         return None if self._hook is None else self._hook.residuals_out()
 
-    def _begin_step(self, step: StepInput, num_rows: int, num_sampled: int) -> None:
+    def _begin_step(self, step: StepInput, channel: Channel, num_rows: int, num_sampled: int) -> None:
+        channel.begin_step(step.bound.plan.step_id)
         for feature in self._with_kernels:
             feature.begin_step(step.parts.get(feature), num_rows)
         self._backend.begin_step(step.bound.plan, num_rows, num_sampled)

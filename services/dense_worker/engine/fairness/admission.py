@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from services.dense_worker.engine.fairness.victims import choose_victims
+from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
@@ -23,6 +24,7 @@ class Admission:
         max_num_batched_tokens: int,
         forks: ForkPolicy,
         residency: Residency,
+        placement: Placement,
         *,
         is_guaranteed: bool,
     ) -> None:
@@ -33,6 +35,7 @@ class Admission:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._forks = forks
         self._residency = residency
+        self._placement = placement
         self._is_guaranteed = is_guaranteed
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
 
@@ -71,9 +74,18 @@ class Admission:
         num_step_tokens = min(sequence.num_tokens, self._max_num_batched_tokens)
         return max(0, session.ledger.most_blocks(self._num_tokens(sequence), num_step_tokens) - num_held_blocks)
 
+    def has_room_elsewhere(self, sequence: Sequence) -> bool:
+        """Whether a KV cache that is not given up has room for all of a running sequence."""
+        session, num_blocks = self._session, self.blocks_to_reserve(sequence, 0)
+        return any(
+            num_blocks <= ledger.num_available_blocks
+            for cache_id, ledger in session.ledgers.items()
+            if cache_id not in session.draining and cache_id not in session.short_caches
+        )
+
     def reserve_again(self, sequence: Sequence) -> None:
         """Adjusts the reservation of a running sequence that has dropped blocks to what it needs from now on."""
-        session, ledger = self._session, self._session.ledger
+        session, ledger = self._session, self._session.ledger_of(sequence)
         session.release_reservation(sequence)
         num_left = ledger.blocks_for(self._num_tokens(sequence)) - sequence.num_evicted_blocks - sequence.num_blocks
         has_prompt = sequence.num_remaining_tokens > 1
@@ -86,9 +98,9 @@ class Admission:
     def reserve_for_rows(self) -> None:
         """Promises sequences with row policies again what dead rows have given back, so that they can reach their end.
         """
-        ledger = self._session.ledger
         for sequence in self._session.running:
             if sequence.policy is not None:
+                ledger = self._session.ledger_of(sequence)
                 num_wanted = self.blocks_to_reserve(sequence, sequence.num_blocks)
                 num_blocks = min(num_wanted - sequence.num_reserved_blocks, ledger.num_available_blocks)
                 if num_blocks > 0:
@@ -105,12 +117,26 @@ class Admission:
         return self._max_num_seqs - self._session.num_running_rows - num_opening
 
     def _has_room(self, sequence: Sequence) -> bool:
-        session = self._session
-        return (
-            sequence.num_rows <= self._num_places
-            and not session.is_short_of_blocks
-            and self.blocks_to_reserve(sequence) <= session.ledger.num_available_blocks
-        )
+        """Whether it has room now; then it names the KV cache in which it is to be opened."""
+        if sequence.num_rows > self._num_places:
+            return False
+        session, num_blocks = self._session, self.blocks_to_reserve(sequence)
+        if sequence.seq_id in session.orphaned_blocks:
+            candidates = [session.cache_of_orphan(sequence.seq_id)]
+        elif (source := self._forks.source_of(sequence, session)) is not None:
+            candidates = [source.cache_id]
+        else:
+            candidates = [each for each in session.ledgers if each not in session.draining]
+        fitting = [
+            each
+            for each in candidates
+            if each not in session.short_caches and num_blocks <= session.ledgers[each].num_available_blocks
+        ]
+        if not fitting:
+            return False
+        sequence.cache_id = self._placement.choose(sequence, fitting, session) if len(fitting) > 1 else fitting[0]
+        self._placement.note(sequence)
+        return True
 
     def _ready_heads(self) -> Iterator[Sequence]:
         """The first sequence of each waiting client, in the order of their turns.

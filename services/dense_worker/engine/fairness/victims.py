@@ -79,7 +79,7 @@ def choose_victims(
     opening = [each.sequence for each in session.openings.values()]
     places = Holdings([*opening, *session.to_fork], held_places, session.rows_of_client)
     blocks: Holdings | None = None  # counted only if blocks are scarce
-    num_available = 0 if session.is_short_of_blocks else session.ledger.num_available_blocks
+    cache_id, num_available = _roomiest(session)
     num_tried = 0
     for newcomer, num_blocks in newcomers:
         num_missing, num_missing_places = num_blocks - num_available, newcomer.num_rows - num_free_places
@@ -94,7 +94,7 @@ def choose_victims(
             return newcomer, []  # it fits beside a sequence of a richer client that does not
         if num_missing > 0 and session.awaits_blocks:
             return newcomer, []
-        victims = _victims_of(newcomer, num_blocks, num_missing, num_missing_places, session)
+        victims = _victims_of(newcomer, num_blocks, num_missing, num_missing_places, session, cache_id)
         if victims:
             return newcomer, victims
         num_tried += 1
@@ -103,13 +103,29 @@ def choose_victims(
     return None, []
 
 
+def _roomiest(session: Session) -> tuple[int, int]:
+    """The KV cache with the most available blocks that takes sequences, and how many there are."""
+    num_available = {
+        cache_id: 0 if cache_id in session.short_caches else ledger.num_available_blocks
+        for cache_id, ledger in session.ledgers.items()
+        if cache_id not in session.draining
+    }
+    cache_id = max(num_available, key=num_available.__getitem__, default=0)
+    return cache_id, num_available.get(cache_id, 0)
+
+
 def _victims_of(
-    newcomer: Sequence, num_blocks: int, num_missing: int, num_missing_places: int, session: Session
+    newcomer: Sequence, num_blocks: int, num_missing: int, num_missing_places: int, session: Session, cache_id: int
 ) -> list[Sequence]:
-    """The sequences to preempt so that there are so many more blocks and places; empty without a right to them."""
+    """The sequences to preempt so that there are so many more blocks and places; empty without a right to them.
+
+    Blocks are of use in one KV cache only.
+    """
     holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
     places, blocks = Holdings(holders, held_places), Holdings(holders, orphaned_blocks)
     candidates = [each for each in reversed(session.running[1:]) if each.spec.priority >= newcomer.spec.priority]
+    if num_missing > 0:
+        candidates = [each for each in candidates if each.cache_id == cache_id]
     victims: list[Sequence] = []
     while num_missing_places > 0 or num_missing > 0:
         holdings, amount = (places, newcomer.num_rows) if num_missing_places > 0 else (blocks, num_blocks)

@@ -55,7 +55,7 @@ class StepPlanner:
         `suspect`: the only sequence that may run now; None: all may
         """
         session = self._session
-        session.is_short_of_blocks = False
+        session.short_caches.clear()
         step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs, session.rows.none)
         rows = session.rows.unfinished() if suspect is None else session.rows.none.positions
         decodes, prefills = self._find_others(suspect)
@@ -136,27 +136,33 @@ class StepPlanner:
     ) -> None:
         """Adds the rows, the sequences that are forked, and the other sequences that need a single token."""
         session = self._session
-        ledger = session.ledger
-        lacks_block = session.rows.lacks_block(rows, ledger.block_size)
+        lacks_block = session.rows.lacks_block(rows, session.ledger.block_size)
         growing = rows[lacks_block]
         step.num_tokens -= len(rows)
         step.num_logits -= len(rows)
-        is_short = False
-        if len(growing):
-            is_short = session.rows.num_unreserved(growing) + _num_rows(decodes) > ledger.num_available_blocks
-        if is_short:
+        if len(growing) and self._may_be_short(growing, decodes):
             self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
             decodes = []
         else:
-            session.rows.grow(growing, ledger)
+            session.rows.grow(growing, session.ledgers)
             step.decodes = session.rows.advance(rows, lacks_block)
         if session.to_fork and may_fork:
             for sequence in self._forks.plan(step, session):
                 self._residency.preempt(sequence)
-        if is_shared and decodes and ledger.num_available_blocks < len(decodes):
+        if is_shared and decodes and min(each.num_available_blocks for each in session.ledgers.values()) < len(decodes):
             decodes = put_largest_last(decodes)
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
+
+    def _may_be_short(self, growing: np.ndarray, decodes: list[Sequence]) -> bool:
+        """Whether a KV cache may have too few blocks for these rows, which need one each, and for these sequences."""
+        rows, ledgers = self._session.rows, self._session.ledgers
+        for cache_id, ledger in ledgers.items():
+            num_blocks = rows.num_unreserved(rows.of_cache(growing, cache_id, ledgers))
+            num_blocks += _num_rows([each for each in decodes if each.cache_id == cache_id])
+            if num_blocks > ledger.num_available_blocks:
+                return True
+        return False
 
     def _plan_by_order(
         self, step: PlanBuilder, growing: np.ndarray, sequences: list[Sequence], *, is_shared: bool
@@ -173,11 +179,13 @@ class StepPlanner:
                 continue  # preempted in this plan
             if slot is None:
                 self._plan(step, sequence, 1, is_last=True)
-            elif slot in lacking and not (sequence.num_reserved_blocks or session.ledger.num_available_blocks):
-                self._give_up_blocks(step)
+            elif slot in lacking and not (
+                sequence.num_reserved_blocks or session.ledger_of(sequence).num_available_blocks
+            ):
+                self._give_up_blocks(step, sequence)
             else:
                 if slot in lacking:
-                    session.rows.grow(np.array([slot]), session.ledger)
+                    session.rows.grow(np.array([slot]), session.ledgers)
                 slots.append(slot)
                 has_grown.append(slot in lacking)
                 step.seq_ids.add(sequence.seq_id)
@@ -208,7 +216,7 @@ class StepPlanner:
             return  # preempted in this plan
         num_blocks = self._session.take_blocks(sequence, num_tokens + len(drafts))
         if num_blocks is None:
-            self._give_up_blocks(step)
+            self._give_up_blocks(step, sequence)
         else:
             has_evicted = self._session.evict_blocks(sequence)
             step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_evicted)
@@ -220,18 +228,19 @@ class StepPlanner:
         """
         if policy.num_rows > min(step.num_tokens, step.num_logits) or sequence.status is not SequenceStatus.RUNNING:
             return
-        rows = policy.plan(sequence.counts, self._session.ledger, num_tokens)
+        rows = policy.plan(sequence.counts, self._session.ledger_of(sequence), num_tokens)
         if rows is not None:
             step.add_rows(sequence, rows)
         elif not self._session.awaits_dead_rows:
-            self._give_up_blocks(step)
+            self._give_up_blocks(step, sequence)
 
-    def _give_up_blocks(self, step: PlanBuilder) -> None:
+    def _give_up_blocks(self, step: PlanBuilder, sequence: Sequence) -> None:
         """A running sequence cannot grow. Unless blocks are about to come back, another one gives up its blocks."""
-        self._session.is_short_of_blocks = True
+        self._session.short_caches.add(sequence.cache_id)
         if self._session.awaits_blocks:
             return
-        victim = choose_victim_of_shortage(self._session.running, step.scheduled())
+        beside = [each for each in self._session.running if each.cache_id == sequence.cache_id]
+        victim = choose_victim_of_shortage(beside, step.scheduled())
         if victim is not None:
             self._residency.preempt(victim)
         elif not step.scheduled():  # otherwise the scheduled sequences advance

@@ -25,7 +25,7 @@ def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> 
     """
     if sequence.num_pending_tokens or not may_have_drafts(sequence):
         return 0
-    ledger, num_remaining = session.ledger, sequence.num_remaining_tokens
+    ledger, num_remaining = session.ledger_of(sequence), sequence.num_remaining_tokens
     num_blocks = sequence.num_evicted_blocks + sequence.num_blocks + sequence.num_reserved_blocks
     num_blocks += ledger.num_available_blocks
     num_others = session.num_running_rows - 1 - len(step.entries)  # that the step has no entry for yet

@@ -42,13 +42,19 @@ class ParallelAnswers:
 
         Blocks that a window leaves behind count for nothing: the source may have dropped them before the fork.
         """
-        if session.ledger.sliding_window.window is not None or self._source_of(sequence, session) is None:
+        if session.ledger.sliding_window.window is not None or self.source_of(sequence, session) is None:
             return 0
         return (sequence.num_prompt_tokens - 1) // session.ledger.block_size
 
+    def source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
+        """The answer from which another one can be forked, now or when the prompt is computed; None: there is none."""
+        if not (sequence.group_id and _may_join(sequence, session)):
+            return None
+        return next((each for each in self._groups[sequence.group_id] if is_source(each, session)), None)
+
     def takes(self, sequence: Sequence, session: Session) -> bool:
         """Whether a sequence joins another one now; then it will be forked at the last token of its prompt."""
-        source = self._source_of(sequence, session)
+        source = self.source_of(sequence, session)
         if source is None:
             return False
         session.to_fork[sequence] = source
@@ -60,20 +66,14 @@ class ParallelAnswers:
         lost = []
         for sequence, source in list(session.to_fork.items()):
             if not is_source(source, session):
-                other = self._source_of(sequence, session)
-                if other is None:
+                other = self.source_of(sequence, session)
+                if other is None or other.cache_id != sequence.cache_id:
                     lost.append(sequence)
                 else:
                     session.to_fork[sequence] = other
             elif source.num_computed_tokens >= sequence.num_computed_tokens and min(step.num_tokens, step.num_logits):
                 _fork(sequence, source, step, session)
         return lost
-
-    def _source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
-        """The answer from which another one can be forked, now or when the prompt is computed; None: there is none."""
-        if not (sequence.group_id and _may_join(sequence, session)):
-            return None
-        return next((each for each in self._groups[sequence.group_id] if is_source(each, session)), None)
 
 
 def is_source(sequence: Sequence, session: Session) -> bool:

@@ -138,7 +138,12 @@ def test_an_error_that_is_never_reported_drops_the_attachment_of_a_busy_engine()
 
     attention = RecordingAttention()
     attention.channel = BusyChannel(
-        num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
+        lost_caches=(),
+        num_waits=None,
+        is_waiting=False,
+        waited_s=0.0,
+        abort=lambda: None,
+        close=lambda: None,
     )
     engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))

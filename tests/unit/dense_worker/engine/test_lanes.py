@@ -48,7 +48,13 @@ class TwoLaneAttention(FakeAttention):
         super().__init__(bad_step)
         self.channels = {
             lane: SimpleNamespace(
-                num_errors=0, num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
+                num_errors=0,
+                lost_caches=(),
+                num_waits=None,
+                is_waiting=False,
+                waited_s=0.0,
+                abort=lambda: None,
+                close=lambda: None,
             )
             for lane in (0, 1)
         }

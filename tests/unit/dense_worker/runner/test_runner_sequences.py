@@ -23,6 +23,7 @@ NUM_LAYERS = 2
 CHANNEL: Any = SimpleNamespace(
     qkv=torch.empty(32, 1),
     attn_out=torch.empty(32, 1),
+    begin_step=lambda step_id: None,
     signal=lambda flag: None,
     wait=lambda flag: None,
     fetch_attn_out=lambda num_tokens: torch.empty(num_tokens, 1),

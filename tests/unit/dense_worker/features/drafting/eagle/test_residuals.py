@@ -25,6 +25,7 @@ class Attending:
         self.qkv = torch.zeros(len(TEXT), model.config.qkv_size)
         self.attn_out = torch.zeros(len(TEXT), model.config.attn_size)
 
+    def begin_step(self, step_id: int) -> None: ...
     def signal(self, flag: int) -> None: ...
 
     def wait(self, flag: int) -> None:

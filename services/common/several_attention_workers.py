@@ -1,0 +1,40 @@
+"""What does not run with several attention workers for one dense worker, by name.
+
+`check_attention_workers` is called at start, before any weight is read. docs/several-gpus.md has the same in prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.common.config import Config
+from services.common.errors import ConfigError
+
+
+def has_several(config: Config) -> bool:
+    """Whether there are several attention workers, or may be."""
+    return config.attention.workers > 1 or bool(config.attention.addresses)
+
+
+def check_attention_workers(config: Config) -> None:
+    """Raises `ConfigError`, which names what is in the way and what to do, if several cannot serve this."""
+    if has_several(config):
+        attention = config.attention
+        names = f"attention.workers is {attention.workers}"
+        if attention.addresses:
+            names = f"attention.addresses names {len(attention.addresses)}"
+        for obstacle, mend in _obstacles(config):
+            raise ConfigError(f"{names}, but {obstacle}: {mend}")
+
+
+def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that are in the way, with what to do."""
+    dense, attention, launch = config.dense, config.attention, config.launch
+    if len(set(attention.addresses)) < len(attention.addresses):
+        yield "two of them are the same", "name each attention worker once"
+    if dense.tensor_parallel_size > 1:
+        yield f"dense.tensor_parallel_size is {dense.tensor_parallel_size}", "ranks have one attention worker each"
+    if attention.kv_events is not None:
+        yield f"attention.kv_events is {attention.kv_events!r}, and the events are of one cache", "leave it out"
+    if launch.standby_attention not in ("auto", "off"):
+        yield f"launch.standby_attention is {launch.standby_attention!r}", "set it to off: the others take over"

@@ -1,0 +1,416 @@
+"""`AttentionWorkersClient`: an `AttentionClient` of several attention workers, each with some of the sequences.
+
+At first it waits for all of them. From then on each has a link of its own: one that breaks takes its own sequences
+only, and is sought again at its address as long as others are left. When the last one has gone, the attachment ends, as
+that of a single attention worker does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.channel import Channel
+from services.common.config import PeerSection
+from services.common.errors import ConfigError, DeviceError, PeerError
+from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
+from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
+from services.dense_worker.engine.attention_client import (
+    TRANSIENT,
+    AttachmentWatcher,
+    AttachOptions,
+    AttentionClient,
+    AttentionListener,
+    Ended,
+    attach_request,
+    execute,
+    map_channels,
+    receive_answers,
+)
+from services.pb import attn_pb2, attn_pb2_grpc
+from services.rpc.client import open_channel, read_peer_tls
+from services.rpc.server import run_together
+from services.step import PlanAccepted, SequenceOpened, StepPlan
+from services.step.codec import decode_answer, encode_plan
+
+log = structlog.get_logger()
+
+_RETRY_S = 0.1  # between two attempts to reach a worker whose sequences others have taken over
+_LANE = 0
+_ALIKE = ("block_size", "window", "num_sink_tokens", "layer_window")  # what the caches must have in common
+
+
+class _Worker:
+    """An attention worker at an address, attached or not."""
+
+    def __init__(self, address: str, peers: PeerSection) -> None:
+        self.address = address
+        self.grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
+        self.stub = attn_pb2_grpc.AttentionWorkerStub(self.grpc)
+        self.health = health_pb2_grpc.HealthStub(self.grpc)
+        self.last_error = ""  # of attempts to attach
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One attached worker."""
+
+    worker: _Worker
+    cache: AttachedCache
+    reply: attn_pb2.AttachReply
+    channel: Channel
+    call: grpc.aio.StreamStreamCall
+    plans: asyncio.Queue[StepPlan] = field(default_factory=asyncio.Queue)  # that it has not been sent
+
+    @property
+    def cache_id(self) -> int:
+        return self.cache.cache_id
+
+    def drop(self) -> None:
+        """Gives up a link that no step uses yet."""
+        self.call.cancel()
+        self.channel.abort()
+        self.channel.close()
+
+
+class AttentionWorkersClient(AttentionClient):
+    """Plans are split on the engine thread (`publish`); all else is on the event loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        options: AttachOptions,
+        layers: Sequence[LayerSizes],
+        peers: PeerSection,
+        may_attach: asyncio.Event,
+    ) -> None:
+        super().__init__(addresses[0], options, peers, may_attach)
+        self._address = ", ".join(addresses)  # for messages
+        self._peers = peers
+        self._layers = layers
+        self._workers = {address: _Worker(address, peers) for address in addresses}
+        self._has_attached = False
+        self._links: dict[int, _Link] = {}  # by cache_id
+        self._next_cache_id = 0
+        self._joined: JoinedChannel | None = None
+        self._splitter: PlanSplitter | None = None
+        self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
+        self._listener: AttentionListener | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+
+    async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
+        try:
+            await super().run(listener, watcher)
+        finally:
+            for worker in self._workers.values():
+                await worker.grpc.close()
+
+    def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+        """Splits a plan and sends its parts. Called on the engine thread; never blocks."""
+        joined, splitter = self._joined, self._splitter
+        assert joined is not None and splitter is not None, "they are made with the attachment"
+        split = splitter.split(plan)
+        if split.rows:
+            joined.expect(plan.step_id, split.rows)
+        self._post(attachment, split)
+
+    # Attaching
+
+    async def _attach_once(self) -> Attachment:
+        """Attaches to all workers; after the first time to those that are there, at least one."""
+        self._links, self._next_cache_id, self._awaited = {}, 0, {}
+        links = list[_Link]()
+        try:
+            await self._check_health()
+            for worker in self._workers.values():  # in turn, so that each sees what memory the others have left it
+                try:
+                    links.append(await self._link(worker, links))
+                except (PeerError, ConfigError) as error:
+                    if not self._has_attached or isinstance(error, ConfigError):
+                        raise
+                    log.warning("an attention worker is missing", address=worker.address, reason=str(error))
+            if not links:
+                raise PeerError(f"none of the attention workers at {self._address} is there")
+            cache_of = _cache_of_orphans(links)
+            for link in links:
+                await self._close_others(link, [each for each, owner in cache_of.items() if owner == link.cache_id])
+        except BaseException:
+            for link in links:
+                link.drop()
+            raise
+        self._has_attached = True
+        first, *others = links
+        self._links = {each.cache_id: each for each in links}
+        members = {each.cache_id: each.channel for each in links}
+        self._joined = joined = self._make_joined(members)
+        self._splitter = PlanSplitter(cache_of)
+        return replace(
+            _describe(first, joined),
+            others=tuple(each.cache for each in others),
+            max_model_len=min(each.reply.max_model_len for each in links),
+        )
+
+    def _make_joined(self, members: dict[int, Channel]) -> JoinedChannel:
+        return JoinedChannel(self._options.spec, self._layers, members, self._lost_in_step)
+
+    async def _check_health(self) -> None:
+        """Raises `PeerError`, which names the worker, if one is not ready, before anything is asked of the others."""
+        if not self._has_attached:
+            for worker in self._workers.values():
+                if not await self._is_ready(worker):
+                    raise PeerError(
+                        f"the attention worker at {worker.address} is not ready: {worker.last_error} (attention.workers"
+                        f" or attention.addresses name {len(self._workers)}, which must all run at start)"
+                    )
+
+    async def _is_ready(self, worker: _Worker) -> bool:
+        try:
+            reply = await worker.health.Check(health_pb2.HealthCheckRequest(), timeout=self._peers.rpc_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            worker.last_error = error.details() or error.code().name
+            return False
+        worker.last_error = "it is starting"
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _link(self, worker: _Worker, present: Sequence[_Link]) -> _Link:
+        """Attaches to one worker. Raises `PeerError`, or `ConfigError` if a retry cannot help; both name it."""
+        where = f"the attention worker at {worker.address}"
+        try:
+            reply = await worker.stub.Attach(attach_request(self._options), timeout=self._connect_timeout_s)
+            [channel] = map_channels(
+                reply, self._options.spec, self._options.device, self._options.wait_timeout_s
+            ).values()
+        except grpc.aio.AioRpcError as error:
+            kind = PeerError if error.code() in TRANSIENT else ConfigError
+            raise kind(f"{where} refused: {error.details()}") from error
+        except (ConfigError, DeviceError) as error:
+            raise ConfigError(f"{where}: {error}") from error
+        cache = AttachedCache(
+            self._next_cache_id,
+            reply.num_blocks,
+            reply.num_free_blocks,
+            dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+        )
+        self._next_cache_id += 1
+        link = _Link(worker, cache, reply, channel, execute(worker.stub, reply.epoch, reply.attachment_id))
+        try:
+            _check_alike(reply, present, where)
+        except ConfigError:
+            link.drop()
+            raise
+        log.info("linked", address=worker.address, cache_id=cache.cache_id, num_blocks=cache.num_blocks)
+        return link
+
+    async def _close_others(self, link: _Link, kept: Collection[int]) -> None:
+        """Closes what an attached worker has from before, without `kept`, and counts the blocks as free.
+
+        Raises `PeerError` if it does not answer.
+        """
+        cache = link.cache
+        closed = tuple(each for each in cache.orphaned_blocks if each not in kept)
+        if not closed:
+            return
+        try:
+            async with asyncio.timeout(self._peers.rpc_timeout_s):
+                await link.call.write(encode_plan(StepPlan(0, close_seq_ids=closed)))
+                answer = decode_answer(await link.call.read())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, AttributeError) as error:
+            raise PeerError(f"the attention worker at {link.worker.address} closes no sequences: {error!r}") from error
+        assert isinstance(answer, PlanAccepted), "nothing has been opened"
+        link.cache = replace(
+            cache,
+            num_free_blocks=cache.num_free_blocks + answer.num_freed_blocks,
+            orphaned_blocks={each: num for each, num in cache.orphaned_blocks.items() if each in kept},
+        )
+
+    # Serving
+
+    async def _serve(
+        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
+    ) -> AttachmentEnd:
+        self._listener = listener
+        self._ended = self._loop.create_future()
+        for link in self._links.values():
+            self._start(self._serve_link(attachment, link))
+        for worker in set(self._workers.values()) - {link.worker for link in self._links.values()}:
+            self._start(self._seek(attachment, worker))
+        try:
+            await run_together(self._wait_ended(), self._handle_inbox(attachment, self._send, watcher))
+        except Ended as ended:
+            return ended.end
+        finally:
+            attachment.abort()
+            tasks, self._serving = self._serving, set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        raise AssertionError("an attachment ends with an error")
+
+    async def _wait_ended(self) -> None:
+        await self._ended
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine as long as the attachment lasts; its error ends the attachment."""
+        task = asyncio.ensure_future(coroutine)
+        self._serving.add(task)
+        task.add_done_callback(self._note_done)
+
+    def _note_done(self, task: asyncio.Future[None]) -> None:
+        self._serving.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+    async def _serve_link(self, attachment: Attachment, link: _Link) -> None:
+        """Runs until the link breaks, then seeks the worker again. Raises `Ended` with the attachment's last link."""
+        call, cache_id = link.call, link.cache_id
+        try:
+            await run_together(
+                receive_answers(call, partial(self._pass_answer, attachment, cache_id)), _write_plans(call, link)
+            )
+        except Ended as ended:
+            end = ended.end
+        finally:
+            call.cancel()
+        if end.is_replaced:
+            raise Ended(end)
+        end = replace(end, reason=f"the attention worker at {link.worker.address}: {end.reason}")
+        self._lose(attachment, cache_id, end)
+        if not self._links:
+            raise Ended(end)
+        self._start(self._seek(attachment, link.worker))
+
+    def _pass_answer(self, attachment: Attachment, cache_id: int, answer: SequenceOpened | PlanAccepted) -> None:
+        assert self._listener is not None, "a link is served with a listener"
+        if isinstance(answer, SequenceOpened):
+            self._listener.on_answer(attachment, replace(answer, cache_id=cache_id))
+            return
+        is_last = self._note_answered(answer.step_id, cache_id)
+        self._listener.on_answer(attachment, replace(answer, cache_id=cache_id, is_last=is_last))
+
+    def _note_answered(self, step_id: int, cache_id: int) -> bool:
+        """Whether a worker's answer is the last one that its plan gets."""
+        awaited = self._awaited.get(step_id, set())
+        if cache_id not in awaited:
+            return False
+        awaited.remove(cache_id)
+        if awaited:
+            return False
+        del self._awaited[step_id]
+        return True
+
+    def _lose(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
+        """Tells the engine that a worker is gone, and answers in its place what others have answered."""
+        assert self._listener is not None and self._joined is not None, "a link is served with them"
+        del self._links[cache_id]
+        self._joined.lose(cache_id)
+        if self._links:
+            self._listener.on_cache_lost(attachment, cache_id, end)
+            for step_id in [each for each, awaited in self._awaited.items() if cache_id in awaited]:
+                if self._note_answered(step_id, cache_id):
+                    self._listener.on_answer(attachment, PlanAccepted(step_id, cache_id=cache_id))
+
+    def _lost_in_step(self, cache_id: int, reason: str) -> None:
+        """A wait on the engine thread has lost a worker: its link ends, too, if it has not noticed."""
+        self._loop.call_soon_threadsafe(self._break, cache_id, reason)
+
+    def _break(self, cache_id: int, reason: str) -> None:
+        if (link := self._links.get(cache_id)) is not None:
+            log.warning("an attention worker has left a step", address=link.worker.address, reason=reason)
+            link.plans.put_nowait(StepPlan(-1))
+
+    async def _seek(self, attachment: Attachment, worker: _Worker) -> None:
+        """Attaches to a worker again, and serves it."""
+        while True:
+            with contextlib.suppress(PeerError):  # it is tried again, as long as others are left
+                if await self._is_ready(worker):
+                    link = await self._link(worker, list(self._links.values()))
+                    try:
+                        await self._close_others(link, ())  # their sequences have gone on elsewhere
+                    except PeerError:
+                        link.drop()
+                        raise
+                    break
+            await asyncio.sleep(_RETRY_S)
+        self._links[link.cache_id] = link
+        assert self._listener is not None and self._joined is not None, "a link is served with them"
+        add_seam = partial(self._joined.add, link.cache_id, link.channel)
+        self._listener.on_cache_added(attachment, link.cache, add_seam)
+        self._start(self._serve_link(attachment, link))
+
+    async def _send(self, split: SplitPlan) -> None:
+        """Gives each worker its part. Those that are gone count as having answered."""
+        awaited = {each for each, part in split.parts.items() if part.frees_blocks and each in self._links}
+        if split.frees_blocks:
+            if awaited:
+                self._awaited[split.step_id] = awaited
+            else:
+                assert self._listener is not None and self._attachment is not None, "there is a plan"
+                self._listener.on_answer(self._attachment, PlanAccepted(split.step_id, cache_id=-1))
+        for cache_id, part in split.parts.items():
+            if (link := self._links.get(cache_id)) is not None:
+                link.plans.put_nowait(part)
+
+
+async def _write_plans(call: grpc.aio.StreamStreamCall, link: _Link) -> None:
+    """Sends a worker its plans. A plan without a number ends the link."""
+    while True:
+        plan = await link.plans.get()
+        if plan.step_id < 0:
+            raise Ended(AttachmentEnd("it has not come back in a step", is_crash=True))
+        try:
+            await call.write(encode_plan(plan))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            log.debug("a plan could not be sent", reason=repr(error))
+            return  # the stream has ended; its reader gets the reason
+
+
+def _describe(first: _Link, joined: JoinedChannel) -> Attachment:
+    """The attachment as the first worker describes it."""
+    reply = first.reply
+    return Attachment(
+        epoch=reply.epoch,
+        attachment_id=reply.attachment_id,
+        channels={_LANE: joined},
+        block_size=reply.block_size,
+        num_blocks=reply.num_blocks,
+        num_free_blocks=reply.num_free_blocks,
+        orphaned_blocks=first.cache.orphaned_blocks,
+        max_model_len=reply.max_model_len,
+        window=reply.window if reply.HasField("window") else None,
+        num_sink_tokens=reply.num_sink_tokens,
+        layer_window=reply.layer_window if reply.HasField("layer_window") else None,
+    )
+
+
+def _check_alike(reply: attn_pb2.AttachReply, present: Sequence[_Link], where: str) -> None:
+    """Raises `ConfigError` if a worker's cache cannot have the same plans as those that are attached."""
+    for link in present[:1]:
+        for name in _ALIKE:
+            own, other = getattr(reply, name), getattr(link.reply, name)
+            if own != other:
+                raise ConfigError(
+                    f"{where} has {name} {own}, that at {link.worker.address} has {other}: start all with the same"
+                    " sections model and attention"
+                )
+        least = min(each.reply.max_model_len for each in present)
+        if reply.max_model_len < least:
+            log.warning("an attention worker has less room", worker=where, max_model_len=reply.max_model_len)
+
+
+def _cache_of_orphans(links: Sequence[_Link]) -> dict[int, int]:
+    """Which worker has the most of each sequence that an earlier dense worker left open."""
+    most: dict[int, tuple[int, int]] = {}
+    for link in links:
+        for seq_id, num_blocks in link.cache.orphaned_blocks.items():
+            most[seq_id] = max(most.get(seq_id, (0, -1)), (num_blocks, -link.cache_id))
+    return {seq_id: -negative for seq_id, (_, negative) in most.items()}

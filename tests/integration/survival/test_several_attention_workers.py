@@ -1,0 +1,81 @@
+"""Two attention workers give the tokens of one, also when either of them, or the dense worker, dies under streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.pb import gateway_pb2
+from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
+from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.rank_processes import pid_of
+
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
+
+PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
+MAX_TOKENS = 40
+PROCESSES = ("dense_worker", "attn_worker", "attn_worker-1")
+KILLED = ("attn_worker-1",)  # in the short run; `make chaos` kills each
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_long = metafunc.config.getoption("--all-families")
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", PROCESSES if is_long else KILLED)
+    if "stopped" in metafunc.fixturenames:
+        metafunc.parametrize("stopped", PROCESSES[1:] if is_long else ())
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("workers")
+    with running_cluster(directory, "attention.workers=2", is_warm=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def messages(cluster: Cluster) -> list[gateway_pb2.GenerateRequest]:
+    text = collect(cluster.gateway, request(PROMPT, MAX_TOKENS, ignore_eos=True)).text[0]
+    return messages_of_every_kind(PROMPT, MAX_TOKENS, stop=text[-12:])
+
+
+@pytest.fixture(scope="module")
+def of_one_worker(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
+    return collect_all(cluster.gateway, messages)
+
+
+def test_streams_are_those_of_one_worker(
+    workers: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected]
+) -> None:
+    for collected, expected in zip(collect_all(workers.gateway, messages), of_one_worker, strict=True):
+        collected.assert_equals(expected)
+    workers.wait_idle()
+
+
+def test_streams_end_as_without_the_kill(
+    workers: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected], name: str
+) -> None:
+    pids = {each: pid_of(workers, each) for each in PROCESSES}
+    disturbed = collect_all(workers.gateway, messages, lambda: os.kill(pids[name], signal.SIGKILL))
+    for collected, expected in zip(disturbed, of_one_worker, strict=True):
+        collected.assert_equals(expected)
+    changed = {each for each in PROCESSES if pid_of(workers, each) != pids[each]}
+    assert changed == {name}, f"{changed}: the other processes live on"
+    workers.wait_idle()
+
+
+def test_a_worker_that_hangs_is_found(
+    tmp_path: Path, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected], stopped: str
+) -> None:
+    settings = "attention.workers=2", "watchdog.stall_timeout_s=5"
+    with running_cluster(tmp_path, *settings, is_warm=True) as cluster:
+        pid = pid_of(cluster, stopped)
+        disturbed = collect_all(cluster.gateway, messages, lambda: os.kill(pid, signal.SIGSTOP))
+        for collected, expected in zip(disturbed, of_one_worker, strict=True):
+            collected.assert_equals(expected)
+        assert pid_of(cluster, stopped) != pid
+        cluster.wait_idle()

@@ -1,0 +1,272 @@
+"""The scheduler with several KV caches that come, go and are given up, without a model: tokens depend on positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.attn_worker.cache.build_cache import build_cache
+from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.servicer import describe_opened
+from services.common.errors import RequestAborted
+from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
+from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
+from services.dense_worker.engine.attachment import AttachedCache, Attachment
+from services.dense_worker.engine.limits import Policy, SchedulerLimits
+from services.dense_worker.engine.placement import Placement
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
+from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
+from services.step import PlanAccepted, RaggedTokens, StepResult
+from tests.support.examples import examples
+from tests.unit.dense_worker.engine.test_scheduler import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    expected_output,
+    make_sequence,
+    sample,
+)
+
+NUM_BLOCKS = 24
+MEANINGLESS = 999
+
+
+def new_cache(num_blocks: int = NUM_BLOCKS) -> KVCache:
+    return build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
+
+
+class InTurn(SpreadPlacement):
+    def choose(self, sequence: Sequence, fitting: SequenceOf[int], session: Session) -> int:
+        return (sequence.seq_id + 1) % 2
+
+
+class Workers:
+    """A scheduler with the KV caches of several attention workers, one plan ahead."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        policy: Policy = "guaranteed_no_evict",
+        num_blocks: int = NUM_BLOCKS,
+        placement: Placement | None = None,
+    ) -> None:
+        self.caches = {index: new_cache(num_blocks) for index in range(num_workers)}
+        self.next_id = num_workers
+        self.num_blocks = num_blocks
+        limits = SchedulerLimits(6, 16, MAX_MODEL_LEN, 1000, policy)
+        self.scheduler = Scheduler(limits, forks=ParallelAnswers(), placement=placement or SpreadPlacement())
+        others = tuple(AttachedCache(each, num_blocks, num_blocks, {}) for each in range(1, num_workers))
+        attachment = Attachment(1, 1, {}, BLOCK_SIZE, num_blocks, num_blocks, {}, MAX_MODEL_LEN, others=others)
+        self.scheduler.begin(Session(attachment))
+        self.splitter = PlanSplitter({})
+        self.in_flight: tuple[PublishedPlan, SplitPlan] | None = None
+        self.outputs: list[SequenceOutput] = []
+
+    def step(self) -> None:
+        """Does the work of `Engine._step`, of the client, and of all attention workers."""
+        for sequence in self.scheduler.next_to_open():
+            if sequence.status is SequenceStatus.OPENING:
+                self.open(sequence)
+        published = self.scheduler.schedule()
+        current = None
+        if published is not None:
+            current = published, self.splitter.split(published.plan)
+            self.scheduler.session.in_flight += (InFlight(published, None, 0.0),)  # type: ignore[arg-type]
+        if self.in_flight is not None:
+            self.complete(*self.in_flight)
+        self.in_flight = current
+        for cache_id in self.scheduler.empty_caches():
+            self.lose(cache_id, is_crash=False)
+        self.check()
+
+    def open(self, sequence: Sequence) -> None:
+        cache = self.caches[sequence.cache_id]
+        result = cache.open_sequence(sequence.seq_id, sequence.describe().token_ids, sequence.num_prompt_tokens)
+        self.scheduler.opened(describe_opened(sequence.seq_id, result))
+
+    def complete(self, published: PublishedPlan, split: SplitPlan) -> None:
+        plan = published.plan
+        answering = [each for each in split.parts if each in self.caches and split.parts[each].frees_blocks]
+        if plan.frees_blocks and not answering:
+            self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, cache_id=-1))
+        for cache_id, part in split.parts.items():
+            if cache_id in self.caches and part.is_step:
+                step = self.caches[cache_id].plan_step(part)
+                assert not step.errors, "both sides must agree on lengths and blocks"
+                self.caches[cache_id].commit_step()
+                if part.frees_blocks:
+                    is_last = cache_id == answering[-1]
+                    answer = PlanAccepted(plan.step_id, step.num_freed_blocks, cache_id=cache_id, is_last=is_last)
+                    self.outputs += self.scheduler.accepted(answer)
+        session = self.scheduler.session
+        session.in_flight = session.in_flight[1:]
+        self.outputs += self.scheduler.update(published, self.sample(published, split)).others
+
+    def sample(self, published: PublishedPlan, split: SplitPlan) -> StepResult:
+        """The model's tokens; for sequences whose attention worker has gone before the end of the step, others."""
+        tokens = sample(published.plan).token_ids
+        rows = [tokens.of(index) for index in range(len(tokens))]
+        gone = {
+            each for index, part in split.parts.items() if index not in self.caches for each in part.entries.seq_ids
+        }
+        seq_ids = published.plan.entries.seq_ids.tolist()
+        pairs = zip(seq_ids, rows, strict=True)
+        return StepResult(
+            RaggedTokens.from_rows([MEANINGLESS] * len(row) if each in gone else row for each, row in pairs)
+        )
+
+    def lose(self, cache_id: int, *, is_crash: bool = True) -> None:
+        del self.caches[cache_id]
+        self.splitter.forget(cache_id)
+        self.outputs += self.scheduler.lose_cache(cache_id, is_crash=is_crash)
+
+    def add(self) -> int:
+        cache_id, self.next_id = self.next_id, self.next_id + 1
+        self.caches[cache_id] = new_cache(self.num_blocks)
+        self.scheduler.add_cache(AttachedCache(cache_id, self.num_blocks, self.num_blocks, {}))
+        return cache_id
+
+    def check(self) -> None:
+        ledgers = self.scheduler.session.ledgers
+        assert ledgers.keys() == self.caches.keys()
+        for cache_id, ledger in ledgers.items():
+            assert ledger.num_available_blocks >= 0
+            assert ledger.num_free_blocks <= self.caches[cache_id].num_free_blocks, "it must never promise too much"
+
+    def run_until_idle(self) -> None:
+        for _ in range(5000):
+            self.step()
+            if not (self.in_flight or self.scheduler.num_running or self.scheduler.num_waiting):
+                break
+        else:
+            raise AssertionError("not idle after 5000 steps")
+        self.step()
+        self.step()
+        for cache_id, cache in self.caches.items():
+            cache.check_integrity()
+            assert (cache.num_sequences, cache.num_free_blocks) == (0, cache.num_blocks)
+            ledger = self.scheduler.session.ledgers[cache_id]
+            assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (cache.num_blocks, 0)
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 60), st.sampled_from(["lose", "add", "give up"]), st.integers(0, 5)), max_size=6
+)
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 20), st.booleans(), st.integers(0, 3)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(REQUESTS, EVENTS, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.integers(1, 3))
+def test_every_sequence_gets_its_tokens_wherever_it_goes(
+    arrivals: list[tuple[int, int, bool, int]],
+    events: list[tuple[int, str, int]],
+    policy: Policy,
+    num_workers: int,
+) -> None:
+    workers, sequences, number = Workers(num_workers, policy), list[Sequence](), 0
+
+    def step() -> None:
+        nonlocal number
+        number += 1
+        for at, event, choice in events:
+            if at != number:
+                continue
+            present = [each for each in workers.caches if each not in workers.scheduler.session.draining]
+            if event == "add":
+                workers.add()
+            elif len(present) > 1:
+                chosen = present[choice % len(present)]
+                if event == "lose":
+                    workers.lose(chosen, is_crash=False)
+                else:
+                    workers.scheduler.give_up_cache(chosen)
+        workers.step()
+
+    for seq_id, (prompt_len, max_tokens, can_stop, gap) in enumerate(arrivals, start=1):
+        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
+        sequences[-1].group_id = prompt_len  # so that some are answers to one prompt
+        workers.scheduler.add(sequences[-1])
+        for _ in range(gap):
+            step()
+    while number < 61:
+        step()
+    workers.run_until_idle()
+    assert not workers.scheduler.session.draining, "what is given up becomes empty"
+    for sequence in sequences:
+        assert sequence.output_token_ids == expected_output(sequence)
+
+
+def test_a_worker_that_dies_takes_only_its_own_sequences() -> None:
+    workers = Workers(2)
+    sequences = [make_sequence(seq_id, 5 + seq_id, 20) for seq_id in range(1, 5)]
+    for sequence in sequences:
+        workers.scheduler.add(sequence)
+    for _ in range(6):
+        workers.step()
+    assert {each.cache_id for each in sequences} == {0, 1}
+    others = {each: len(each.output_token_ids) for each in sequences if each.cache_id == 0}
+    workers.lose(1)
+    for _ in range(3):
+        workers.step()
+    for sequence, num_before in others.items():
+        assert len(sequence.output_token_ids) == num_before + 3, "a token in each step, as before"
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
+
+
+def test_a_sequence_that_lacks_blocks_takes_them_from_others_of_its_worker() -> None:
+    """The last sequence of all is in the other cache, and goes on."""
+    workers = Workers(2, "max_utilization", num_blocks=12, placement=InTurn())
+    sequences = [make_sequence(*each) for each in ((1, 20, 20), (2, 9, 14), (3, 20, 20), (4, 9, 14))]
+    for sequence in sequences:
+        workers.scheduler.add(sequence)
+    workers.step()
+    assert [each.cache_id for each in sequences] == [0, 1, 0, 1]
+    preempted = set[int]()
+    for _ in range(40):
+        workers.step()
+        preempted |= {each.seq_id for each in sequences if each.status is SequenceStatus.WAITING}
+    assert preempted == {3}
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
+
+
+def test_a_new_worker_gets_the_next_sequence() -> None:
+    workers = Workers(1)
+    for seq_id in (1, 2):
+        workers.scheduler.add(make_sequence(seq_id, 20, 20))
+    workers.step()
+    assert workers.scheduler.num_waiting == 0
+    workers.scheduler.add(make_sequence(3, 30, 20))
+    workers.step()
+    assert workers.scheduler.num_waiting == 1, "it has no room"
+    new = workers.add()
+    workers.step()
+    assert [each.cache_id for each in workers.scheduler.session.running] == [0, 0, new]
+
+
+def test_a_request_that_workers_die_of_ends_alone() -> None:
+    """After two crashes it runs alone; the third one is its end. Others get their tokens."""
+    workers = Workers(4)
+    poison, other = make_sequence(1, 6, 20), make_sequence(2, 9, 20)
+    for sequence in (poison, other):
+        workers.scheduler.add(sequence)
+    for _ in range(400):
+        workers.step()
+        is_computed = workers.in_flight is not None and 1 in workers.in_flight[0].plan.entries.seq_ids.tolist()
+        if is_computed and poison.status is SequenceStatus.RUNNING:
+            workers.lose(poison.cache_id)
+            workers.add()
+        if poison.status is SequenceStatus.FINISHED:
+            break
+    workers.run_until_idle()
+    [error] = [each.error for each in workers.outputs if each.sequence is poison and each.error is not None]
+    assert isinstance(error, RequestAborted) and str(error) == (
+        "3 attention workers died while they computed this request"
+    )
+    assert other.output_token_ids == expected_output(other)
