@@ -36,5 +36,11 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         yield f"dense.tensor_parallel_size is {dense.tensor_parallel_size}", "ranks have one attention worker each"
     if attention.kv_events is not None:
         yield f"attention.kv_events is {attention.kv_events!r}, and the events are of one cache", "leave it out"
+    if attention.workers > 1 and not {"attn_worker", "dense_worker"}.issubset(launch.services):
+        yield (
+            f"launch.services is {', '.join(launch.services)}",
+            "one launcher must start the dense worker, too; or start attention workers elsewhere, and name them in"
+            " attention.addresses of the dense worker's config",
+        )
     if launch.standby_attention not in ("auto", "off"):
         yield f"launch.standby_attention is {launch.standby_attention!r}", "set it to off: the others take over"

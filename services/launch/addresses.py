@@ -25,7 +25,8 @@ def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
     services = config.launch.services
     for name, roles in MEETING_AT.items():
         is_elsewhere = not roles.isdisjoint(services) and not roles.issubset(services)
-        if is_elsewhere and "address" not in getattr(config, name).model_fields_set:
+        is_named = name == "attention" and bool(config.attention.addresses)
+        if is_elsewhere and not is_named and "address" not in getattr(config, name).model_fields_set:
             raise ConfigError(
                 f"launch.services is {', '.join(services)}: set {name}.address, at which "
                 f"{' and '.join(sorted(roles))} meet, for both alike"

@@ -64,5 +64,5 @@ def test_a_prefix_of_a_cache_that_is_gone_does_not_count() -> None:
 def test_other_prefix_keys_are_other_prefixes() -> None:
     placement = SpreadPlacement()
     put(placement, make(1, SHARED), 0)
-    salted = new_sequence(2, "r2", SHARED, SamplingParams(), max_tokens=8, cache_salt=b"other")
+    salted = new_sequence(2, "r2", SHARED, SamplingParams(), max_tokens=8, cache_salt="other")
     assert placement.choose(salted, [0, 1], make_session(80, 90)) == 1
