@@ -28,7 +28,7 @@ def test_what_is_in_the_way_is_named(override: str, message: str) -> None:
 
 
 def test_an_address_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="attention.addresses names 2, but two of them are the same"):
+    with pytest.raises(ConfigError, match=r"attention\.addresses names 2, but two of them are the same"):
         check('attention.addresses=["127.0.0.1:1", "127.0.0.1:1"]')
 
 
