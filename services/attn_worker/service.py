@@ -56,7 +56,7 @@ class AttentionWorker:
             setting="attention.address",
         )
         model = resolve_model(config.model, section.device, section)
-        rank = Rank(options.rank, config.dense.tensor_parallel_size)
+        rank = Rank.of(config.dense, options.rank)
         check_ranks(config, model.config)
         model = replace(model, config=seam_config(model.config, rank), rank=rank)
         is_deterministic = config.dense.deterministic

@@ -182,6 +182,8 @@ class DenseSection(Section):
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     # ranks: each has a part of each layer, and the KV cache of its heads; docs/several-gpus.md says what runs so
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    # stages: ranks of which each has some layers as a whole, and their KV cache
+    pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     # fp8: linear layers of an unquantized model become FP8 while they load; checkpoint: weights as they are stored
     quantization: Literal["checkpoint", "fp8"] = "checkpoint"
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
@@ -199,6 +201,11 @@ class DenseSection(Section):
     max_lora_rank: Annotated[int, Field(ge=1, le=256)] = 64  # of an adapter; on a GPU each has memory for this rank
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
     step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes
+
+    @property
+    def num_ranks(self) -> int:
+        """Pairs of a dense shard and an attention worker that together run the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class SchedulerSection(Section):

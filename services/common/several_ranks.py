@@ -10,27 +10,40 @@ from collections.abc import Iterator
 from services.common.config import SERVICES, Config
 from services.common.errors import ConfigError
 from services.common.families.shape import ModelConfig
+from services.common.rank import Rank
 
 MOST_RANKS = 64
+TENSOR, PIPELINE = "dense.tensor_parallel_size", "dense.pipeline_parallel_size"
 
 
 def check_ranks(config: Config, model: ModelConfig) -> None:
     """Raises `ConfigError`, which names what is in the way and what to do, if several ranks cannot run this."""
-    count = config.dense.tensor_parallel_size
-    if count == 1:
+    num_parts, num_stages = config.dense.tensor_parallel_size, config.dense.pipeline_parallel_size
+    if num_parts == num_stages == 1:
         return
-    for obstacle, mend in (*_of_config(config), *_of_model(model)):
-        raise ConfigError(f"dense.tensor_parallel_size is {count}, but {obstacle}: {mend}")
-    check_divisible(model, count)
+    if num_parts > 1 and num_stages > 1:
+        raise ConfigError(f"{TENSOR} is {num_parts} and {PIPELINE} {num_stages}: set one of them to 1")
+    setting = PIPELINE if num_stages > 1 else TENSOR
+    of_model = _of_layers(model) if num_stages > 1 else _of_parts(model)
+    for obstacle, mend in (*_of_config(config), *of_model):
+        raise ConfigError(f"{setting} is {config.dense.num_ranks}, but {obstacle}: {mend}")
+    check_divisible(model, num_parts)
+    check_stages(model, num_stages)
 
 
 def check_divisible(model: ModelConfig, count: int) -> None:
     """Raises `ConfigError`, which names the numbers of ranks that would do, if the model cannot be dealt to `count`."""
     if obstacle := _undivided(model, count):
         fitting = [str(each) for each in range(1, MOST_RANKS + 1) if not _undivided(model, each)]
+        raise ConfigError(f"{TENSOR} is {count}, but {model.family!r} has {obstacle}: set it to {' or '.join(fitting)}")
+
+
+def check_stages(model: ModelConfig, count: int) -> None:
+    """Raises `ConfigError`, which names the numbers that would do, if the layers cannot be dealt to `count` stages."""
+    if obstacle := _unstaged(model, count):
+        fitting = [str(each) for each in range(1, MOST_RANKS + 1) if not _unstaged(model, each)]
         raise ConfigError(
-            f"dense.tensor_parallel_size is {count}, but {model.family!r} has {obstacle}: set it to"
-            f" {' or '.join(fitting)}"
+            f"{PIPELINE} is {count}, but {model.family!r} has {obstacle}: set it to {' or '.join(fitting)}"
         )
 
 
@@ -38,9 +51,9 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that are in the way, with what to do."""
     dense, attention, scheduler, launch = config.dense, config.attention, config.scheduler, config.launch
     if dense.backend == "tensorrt":
-        yield "TensorRT adds up over no ranks", "set dense.backend to torch"
+        yield "TensorRT has neither sums over ranks nor stages", "set dense.backend to torch"
     if dense.deterministic:
-        yield "dense.deterministic is true, and sums over ranks have another order", "set it to false"
+        yield "dense.deterministic is true, and ranks have other kernels", "set it to false"
     if dense.max_loras:
         yield f"dense.max_loras is {dense.max_loras}, and adapters are not cut", "set it to 0"
     if scheduler.speculation in ("medusa", "eagle3"):
@@ -51,6 +64,9 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield f"attention.host_kv_bytes is {attention.host_kv_bytes}, a tier for one cache", "set it to 0"
     if attention.kv_events is not None:
         yield f"attention.kv_events is {attention.kv_events!r}, and the events are of one cache", "leave it out"
+    if dense.pipeline_parallel_size > 1 and (layers := attention.kv_cache_skip_layers):
+        numbers = ", ".join(map(str, layers))
+        yield f"attention.kv_cache_skip_layers names {numbers}, and each stage counts its own layers", "leave it out"
     if set(launch.services) != set(SERVICES):
         yield f"launch.services is {', '.join(launch.services)}", "one launcher must start all services"
     for key in ("standby_dense", "standby_attention"):
@@ -58,9 +74,9 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
             yield f"launch.{key} is {getattr(launch, key)!r}", "set it to off: ranks have no standbys"
 
 
-def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Parts of a model that are in the way."""
-    parts, family, alone = model.parts, repr(model.family), "set it to 1"
+def _of_parts(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Parts of a model that cannot be cut."""
+    parts, family, alone = model.parts, repr(model.family), f"set it to 1, or {PIPELINE} instead"
     if parts.latent is not None:
         yield f"{family} has latent attention, whose matrices are not cut", alone
     if model.gated_delta_layers or parts.has_attention_gate:
@@ -68,7 +84,13 @@ def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
     if parts.embedding_size is not None:
         yield f"{family} has projections beside its embedding, which are not cut", alone
     if parts.layer_inputs is not None:
-        yield f"{family} has inputs of its own for each layer, which are not cut", alone
+        yield f"{family} has inputs of its own for each layer, which are not cut", "set it to 1"
+
+
+def _of_layers(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Parts of a model that several stages would have to share."""
+    if model.parts.layer_inputs is not None:
+        yield f"{model.family!r} has inputs for each layer, which the first stage alone could make", "set it to 1"
 
 
 def _undivided(model: ModelConfig, count: int) -> str:
@@ -85,4 +107,23 @@ def _undivided(model: ModelConfig, count: int) -> str:
     for heads in model.layer_heads:
         if heads.num_kv_heads % count and count % heads.num_kv_heads:
             return f"{heads.num_kv_heads} key-value heads"
+    return ""
+
+
+def _unstaged(model: ModelConfig, count: int) -> str:
+    """What of the model's layers cannot be dealt to so many stages; empty: all can."""
+    if count > model.num_layers:
+        return f"{model.num_layers} layers"
+    windows, heads = model.sliding_windows, model.layer_heads
+    has_full = None in windows
+    for index in range(count):
+        layers = Rank(index, count, is_stage=True).layers(model.num_layers)
+        name = f"stage {index}, layers {layers.start} to {layers.stop - 1},"
+        if all(heads[each].gated_delta is not None for each in layers):
+            return f"no layer with keys and values in {name} and a KV cache needs one"
+        if has_full and all(windows[each] is not None for each in layers):
+            return f"no layer without a window in {name} and all stages must keep the same blocks"
+        for layer in layers:
+            if (source := heads[layer].kv_layer) is not None and source not in layers:
+                return f"keys in layer {source} that layer {layer} reads, which is in another stage"
     return ""

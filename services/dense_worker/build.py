@@ -17,7 +17,7 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
 from services.common.lifeline import Lifeline
-from services.common.rank import ALONE, Rank
+from services.common.rank import ALONE, Rank, seam_config
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.common.several_ranks import check_ranks
@@ -303,14 +303,15 @@ def _build_runner(
     takes_over: bool,
 ) -> ModelRunner:
     scheduler = config.scheduler
+    num_layers = len(model.rank.layers(model.config.num_layers))
     if model.device.type == "cpu":
-        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, features, hook)
+        return ModelRunner(selected.backend, sampler, num_layers, scheduler.max_num_seqs, features, hook)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     cuda_runner = CudaModelRunner(
         selected.backend,
         sampler,
-        model.config,
+        seam_config(model.config, model.rank),
         model.dtype,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,

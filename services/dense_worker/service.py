@@ -82,7 +82,7 @@ class DenseWorker:
         self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
-        resolved = resolve_dense_model(config, Rank(0, config.dense.tensor_parallel_size))
+        resolved = resolve_dense_model(config, Rank.of(config.dense, 0))
         use_device(resolved.device, config.dense.num_threads)
         self._loop = asyncio.get_running_loop()
         bound_address = await self._start_server(tracer)
@@ -196,7 +196,7 @@ class DenseWorker:
         self._metrics.watch(lambda: engine.counts)
         self._watchdog = Watchdog(
             "dense_worker",
-            lambda: engine.progress(model.resolved.config.num_layers),
+            lambda: engine.progress(len(model.resolved.rank.layers(model.resolved.config.num_layers))),
             self._server.set_stall,
             config.watchdog.stall_timeout_s,
         )
@@ -217,7 +217,7 @@ class DenseWorker:
         others = [
             OtherRank(*each, attach_options(config, model, index)) for index, each in enumerate(addresses, start=1)
         ]
-        return RankedAttentionClient(*first, others)
+        return RankedAttentionClient(*first, model.resolved.rank, others)
 
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""
@@ -247,9 +247,9 @@ def with_lazy_graphs(config: Config) -> Config:
 
 def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachOptions:
     """The values that this worker sends to the attention worker of a rank."""
-    of_rank = replace(model.resolved.rank, index=rank)
-    heads = of_rank.share(model.resolved.config.num_heads)
-    shape, dtype, device = seam_config(model.resolved.config, of_rank), model.resolved.dtype, model.resolved.device
+    of_rank, config_of_all = replace(model.resolved.rank, index=rank), model.resolved.config
+    heads, layers = of_rank.share(config_of_all.num_heads), of_rank.layers(config_of_all.num_layers)
+    shape, dtype, device = seam_config(config_of_all, of_rank), model.resolved.dtype, model.resolved.device
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + rank)
     scheduler = config.scheduler
@@ -261,9 +261,9 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
         device=device,
         wait_timeout_s=config.channel.wait_timeout_s,
         kv_cache_dtype=model.kv_cache_dtype,
-        kv_scales=model.kv_scales,
-        sinks=[each[heads.start : heads.stop] for each in model.sinks],
-        gated_delta=model.gated_delta,
+        kv_scales=model.kv_scales and model.kv_scales.of_layers(layers),
+        sinks=[each[heads.start : heads.stop] for each in model.sinks[layers.start : layers.stop]],
+        gated_delta={layer - layers.start: each for layer, each in model.gated_delta.items() if layer in layers},
         is_deterministic=config.dense.deterministic,
     )
 

@@ -118,6 +118,13 @@ FLAGS = (
         int,
         "N",
     ),
+    Flag(
+        "--pipeline-parallel-size",
+        ("dense.pipeline_parallel_size",),
+        "GPUs, of which each has some layers",
+        int,
+        "N",
+    ),
     Flag("--host", ("gateway.http_address",), "where the HTTP API listens (127.0.0.1)", str, "HOST", is_combined=True),
     Flag("--port", ("gateway.http_address",), "its TCP port (8080)", int, "PORT", is_combined=True),
     Flag("--uds", ("gateway.http_address",), "a Unix socket instead of both", str, "PATH", is_combined=True),

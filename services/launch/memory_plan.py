@@ -94,7 +94,7 @@ def plan_memory(config: Config) -> list[Place]:
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
     has_tier = has_attention and tier_bytes > 0
     tiers = [tier] if has_tier and is_tier_in_memory else []
-    host, num_ranks = [*tiers], config.dense.tensor_parallel_size
+    host, num_ranks = [*tiers], config.dense.num_ranks
     if has_attention and not is_attention_on_gpu and config.attention.num_blocks is None:
         num_bytes = config.attention.kv_cache_bytes * num_ranks
         mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)
@@ -123,7 +123,7 @@ def plan_memory(config: Config) -> list[Place]:
 
 def _gpus(config: Config, rank: int, weights: list[Need] | None) -> list[Place]:
     """The GPUs of a rank's workers. `weights`: None if the dense worker has no GPU."""
-    num_ranks = config.dense.tensor_parallel_size
+    num_ranks = config.dense.num_ranks
     dense_device, attention_device = config.dense.device, config.attention.device
     has_attention = ATTENTION_ROLE in config.launch.services and is_on_gpu(attention_device)
     if num_ranks > 1:
@@ -131,7 +131,8 @@ def _gpus(config: Config, rank: int, weights: list[Need] | None) -> list[Place]:
     is_shared = weights is not None and has_attention and share_gpu(dense_device, attention_device)
     of_dense: list[Need] = []
     if weights is not None:
-        of_dense = [*weights, *_adapters(config), _workspaces(config, rank=rank, num_parts=num_ranks)]
+        num_parts = config.dense.tensor_parallel_size
+        of_dense = [*weights, *_adapters(config), _workspaces(config, rank=rank, num_parts=num_parts)]
     of_attention = [Need("copies of the host tier", COPY_BYTES)] if config.attention.host_kv_bytes else []
     places = []
     if weights is not None:
@@ -196,7 +197,7 @@ class _Tensor(NamedTuple):
 
 def _weights(config: Config, *, on_gpu: bool) -> Iterator[Need]:
     """Those of the model in one place: on the GPU of each rank its part of them."""
-    section, num_parts = config.model, config.dense.tensor_parallel_size if on_gpu else 1
+    section, num_parts = config.model, config.dense.num_ranks if on_gpu else 1
     if section.load_format != "safetensors":
         return
     options = {

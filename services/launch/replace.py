@@ -93,8 +93,8 @@ class DenseReplacer:
         if drops_caches and keeps_caches:
             raise InvalidRequest("drop_caches and keep_caches exclude each other")
         [old] = self._children.of_role(DENSE_ROLE)
-        if (count := old.config.dense.tensor_parallel_size) > 1:
-            raise InvalidRequest(f"dense.tensor_parallel_size is {count}: only a single rank can be replaced")
+        if (count := old.config.dense.num_ranks) > 1:
+            raise InvalidRequest(f"there are {count} ranks: only a single one can be replaced")
         accepts_others = drops_caches or open_requests != ReplaceDenseRequest.OPEN_REQUESTS_UNSPECIFIED
         wait_s = wait_timeout_s if open_requests == ReplaceDenseRequest.WAIT else None
         if self._task is not None:

@@ -101,7 +101,7 @@ class Launcher:
         own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed}
         make_child = partial(Child, run_dir=run_dir, **own)
         modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
-        if self._arguments.prompt is not None or config.dense.tensor_parallel_size > 1:  # then all ends with the answer
+        if self._arguments.prompt is not None or config.dense.num_ranks > 1:  # then all ends with the answer
             modes = dict.fromkeys(modes, "off")
         if has_several(config):
             modes[ATTENTION_ROLE] = "off"

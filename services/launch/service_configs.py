@@ -68,7 +68,7 @@ def service_configs(
         ServiceStart(role, role, with_address(config, role, address.new_address()), ChildOptions())
         for role, address in addresses.items()
     ]
-    if config.dense.tensor_parallel_size > 1:
+    if config.dense.num_ranks > 1:
         starts = rank_starts(config, run_dir, starts)
     if config.attention.workers > 1:
         starts = attention_starts(config, run_dir, starts)
@@ -84,12 +84,12 @@ def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart])
 
     Each rank has a GPU, if there are any. On a CPU the ranks share its cores.
     """
-    count = config.dense.tensor_parallel_size
+    count = config.dense.num_ranks
     for name in SECTIONS.values():
         if getattr(config, name).device not in ("auto", "cuda", "cpu"):
             raise ConfigError(
-                f"{name}.device is {getattr(config, name).device!r} and dense.tensor_parallel_size {count}: set it to"
-                " auto, for ranks on the first GPU and those after it, or to cpu"
+                f"{name}.device is {getattr(config, name).device!r} and there are {count} ranks: set it to auto, for"
+                " ranks on the first GPU and those after it, or to cpu"
             )
     sockets = {role: [f"unix:{run_dir}/{role}-{rank}.sock" for rank in range(1, count)] for role in SECTIONS}
     others = {"rank_attention_addresses": sockets[ATTENTION_ROLE], "shard_addresses": sockets[DENSE_ROLE]}
@@ -152,7 +152,7 @@ def _of_rank(config: Config, rank: int) -> Config:
         if is_on_gpu(section.device):
             changes["device"] = f"cuda:{rank}"
         elif section.num_threads is None:
-            changes["num_threads"] = max(1, available_cores() // (2 * config.dense.tensor_parallel_size))
+            changes["num_threads"] = max(1, available_cores() // (2 * config.dense.num_ranks))
         update[name] = section.model_copy(update=changes)
     return config.model_copy(update=update)
 

@@ -21,6 +21,10 @@ class KVScales:
         """The scales of a model whose checkpoint has none."""
         return cls((1.0,) * num_layers, (1.0,) * num_layers)
 
+    def of_layers(self, layers: range) -> KVScales:
+        """Those of some layers alone."""
+        return KVScales(self.keys[layers.start : layers.stop], self.values[layers.start : layers.stop])
+
     @property
     def identity(self) -> bytes:
         """All scales as little-endian float32: keys and values that were stored with other scales are of no use."""

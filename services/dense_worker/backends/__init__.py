@@ -35,6 +35,7 @@ class DenseBackend(Protocol):
     takes_input_embeds: bool  # whether `first` may be given any
     gives_hidden_states: bool  # whether `last` may be given `hidden_out`
     logits_dtype: torch.dtype  # of most logits that `last` gives; float32 has room for all
+    always_ends: bool  # whether `last` is called also if no token needs logits: another process goes on from there
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.
@@ -69,6 +70,6 @@ class DenseBackend(Protocol):
 
         The rows' hidden states after the final norm are written to hidden_out [r, hidden], if that is given: see
         `gives_hidden_states`.
-        Does not change the residual. It is not called if no token of the step needs logits, and called several times if
-        more rows need logits than fit into one call.
+        Does not change the residual. It is not called if no token of the step needs logits, unless `always_ends` is
+        true, and called several times if more rows need logits than fit into one call.
         """

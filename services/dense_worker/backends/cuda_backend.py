@@ -50,6 +50,7 @@ class CudaBackend:
 
     takes_input_embeds = True
     gives_hidden_states = True
+    always_ends = False
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ class OnnxRuntimeBackend:
 
     takes_input_embeds = False  # the network looks the embeddings up
     gives_hidden_states = False
+    always_ends = False
     logits_dtype = torch.float32
 
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:

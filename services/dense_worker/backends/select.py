@@ -160,8 +160,8 @@ def _lack_of_tensorrt(section: DenseSection, heads: str | None) -> str | None:
     """What the config asks for and TensorRT does not have; None if there is nothing."""
     if section.deterministic:
         return "dense.deterministic is true, and TensorRT has kernels of its own for each range of numbers of tokens"
-    if section.tensor_parallel_size > 1:
-        return f"dense.tensor_parallel_size is {section.tensor_parallel_size}, but TensorRT adds up over no ranks"
+    if section.num_ranks > 1:
+        return f"there are {section.num_ranks} ranks, and TensorRT has neither sums over ranks nor stages"
     if section.max_loras:
         return f"dense.max_loras is {section.max_loras}, but TensorRT has no adapters"
     if heads is not None:

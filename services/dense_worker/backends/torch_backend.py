@@ -21,6 +21,7 @@ class TorchBackend:
 
     takes_input_embeds = True
     gives_hidden_states = True
+    always_ends = False
     logits_dtype = torch.float32
 
     def __init__(

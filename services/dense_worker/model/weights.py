@@ -32,6 +32,7 @@ from services.dense_worker.model.attention_sinks import sink_names
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
 from services.dense_worker.model.families import build_decoder
 from services.dense_worker.model.gated.recurrence_weights import recurrence_names
+from services.dense_worker.model.head import Head
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.unstack import unstack_experts
 from services.dense_worker.model.weight_memory import Empty
@@ -40,11 +41,13 @@ from services.dense_worker.parameters import (
     Parameter,
     Source,
     StoredTensor,
+    parameters,
     parts_of_type,
     tensors_by_name,
     with_tensors,
 )
 from services.dense_worker.ranks.shard_weights import shard_weights
+from services.dense_worker.ranks.stage_weights import stage_weights
 
 RANDOM_STD = 0.02
 _HASH_SAMPLES = 64
@@ -76,12 +79,13 @@ def load_weights(
         unstack_experts(checkpoint, config)
         weights = empty_weights(config, dtype, device, empty, rank)
         destinations = list(_destinations(weights))
-        _check_names(path, config, checkpoint, [source for source, _ in destinations])
+        whole = empty_weights(config, dtype, torch.device("meta")) if rank.is_stage else weights
+        _check_names(path, config, checkpoint, [source for source, _ in _destinations(whole)])
         with progress_bar(f"loading {path.name}", sum(place.nbytes for _, place in destinations)) as advance:
             for source, place in destinations:
                 _fill(checkpoint, source, place)
                 advance(place.nbytes)
-        has_tied_head = all(source.name != head for source, _ in destinations)
+        has_tied_head = isinstance(weights.head, Head) and all(source.name != head for source, _ in destinations)
         return _with_own_head(checkpoint, weights, head) if has_tied_head and head in checkpoint else weights
 
 
@@ -105,6 +109,7 @@ def random_weights(
     uncut = set[int]()
     if rank.count > 1:
         own = torch.Generator(device).manual_seed(seed + 1 + rank.index)
+    if rank.count > 1 and not rank.is_stage:
         whole = dict(empty_weights(config, dtype, torch.device("meta")).named_tensors())
         uncut = {id(each) for name, each in weights.named_tensors() if each.shape == whole[name].shape}
     linears = [*parts_of_type(Linear, weights), *parts_of_type(ExpertLinear, weights)]
@@ -260,7 +265,7 @@ def _load(checkpoint: Checkpoint, stored: StoredTensor, device: torch.device) ->
 
 def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights, head: str) -> ModelWeights:
     """Unties an lm_head that differs from the embedding, whatever config.json says, as transformers does."""
-    table = weights.embedding.table
+    table = next(each for each in (weights.embedding.table, *parameters(weights.head.lm_head)) if each.sources)
     embed, lm_head = table.data, torch.empty_like(table.data)
     own = Parameter(table.name, lm_head, tuple(_renamed(each, head) for each in table.sources))
     for source, place in _places(own):
@@ -294,6 +299,8 @@ def empty_weights(
     if rank.count == 1:
         return build_decoder(config, allocator)
     whole = build_decoder(config, WeightAllocator(dtype, torch.device("meta"), config.quantization))
+    if rank.is_stage:
+        return stage_weights(config, whole, rank, allocator)
     return shard_weights(config, whole, rank, allocator)
 
 

@@ -76,6 +76,8 @@ class CudaShardRunner(ShardRunner):
     def compute_rows(self, rows: list[int]) -> None:
         """Enqueues it."""
         assert self._attn_out is not None and self._residual is not None, "a step has run"
+        if self._backend.always_ends:
+            return
         with torch.cuda.stream(self._stream):
             self._backend.last(self._attn_out, self._residual, torch.tensor(rows, device=self._device))
 
@@ -86,9 +88,8 @@ class CudaShardRunner(ShardRunner):
         return StepGraphs(self._stream, lambda size: None, run)
 
     def _tokens(self, num_rows: int) -> torch.Tensor:
-        assert self._group is not None, "it has attached"
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
-        self._group.broadcast(token_ids)
+        self._operations.share_tokens(token_ids)
         return token_ids
 
     def _run_rows(self, channel: Channel, size: _Size) -> torch.Tensor:

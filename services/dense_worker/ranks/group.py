@@ -15,12 +15,14 @@ from services.common.errors import PeerError
 from services.common.rank import Rank
 
 LOOPBACK = "127.0.0.1"
+_TAG = 0  # of all that one rank sends to another: their order says what is what
 
 
 class RankGroup(Protocol):
-    """The collective operations of a step. All ranks call them in the same order, with tensors of the same shapes.
+    """What ranks exchange in a step. All ranks call `add`, `broadcast` and `gather` in the same order, with tensors of
+    the same shapes; `send` and `receive` are for two of them.
 
-    They raise `PeerError` if a rank is gone, or does not come within the group's bound.
+    All raise `PeerError` if a rank is gone, or does not come within the group's bound.
     """
 
     rank: Rank
@@ -37,6 +39,12 @@ class RankGroup(Protocol):
 
         On other ranks the result has no meaning.
         """
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Gives a tensor to the rank with this number, which receives it."""
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> None:
+        """Fills a tensor with what the rank with this number sends, in the order in which it does."""
 
     def abort(self) -> None:
         """Releases whoever waits in it, here and on other ranks. May be called from any thread, also twice."""
@@ -82,6 +90,16 @@ class GlooGroup:
         with self._operation() as group:
             group.gather(parts, tensor, 0).wait()
         return torch.cat(parts, dim=1) if is_first else tensor
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """The engine thread waits until the connection has taken it."""
+        with self._operation() as group:
+            group.send([tensor], to, _TAG).wait()
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> None:
+        """The engine thread waits for it."""
+        with self._operation() as group:
+            group.recv([tensor], sender, _TAG).wait()
 
     def abort(self) -> None:
         """Closes the connections, now or at the end of the present operation."""

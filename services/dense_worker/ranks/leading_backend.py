@@ -28,10 +28,13 @@ class LeadingRanks:
 
 
 class ShardOperations(Protocol):
-    """Operations that add up over ranks."""
+    """Operations that add up over ranks, or pass rows on to the next one."""
 
     def use_group(self, group: RankGroup) -> None:
         """Later steps run with these ranks."""
+
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        """Gives the step's tokens, int64 [n], to all ranks that read them. All ranks call it."""
 
 
 class LeadingBackend:
@@ -41,6 +44,7 @@ class LeadingBackend:
     """
 
     takes_input_embeds = False
+    always_ends = False
 
     def __init__(self, backend: DenseBackend, operations: ShardOperations) -> None:
         """`operations`: those of the backend."""
@@ -70,10 +74,10 @@ class LeadingBackend:
     def first(
         self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> torch.Tensor:
-        """Gives all ranks the tokens."""
+        """Gives the ranks the tokens."""
         assert input_embeds is None, "only this rank would have them"
         self._has_logits = False
-        self.ranks.group.broadcast(token_ids)
+        self._operations.share_tokens(token_ids)
         return self._backend.first(token_ids, qkv_out)
 
     def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:

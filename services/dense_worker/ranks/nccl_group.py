@@ -39,6 +39,8 @@ class NcclGroup:
         with naming_ranks():
             self._group = dist.ProcessGroupNCCL(store, rank.index, rank.count, options)
             self.add(torch.zeros(1, device=device))  # makes the communicator, which no graph can
+            if rank.is_stage:
+                self._meet_neighbours(torch.zeros(1, device=device))
             torch.cuda.current_stream(device).synchronize()
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -64,6 +66,26 @@ class NcclGroup:
         with naming_ranks():
             _finish(self._group._allgather_base(parts, tensor, options))
         return parts.transpose(0, 1).reshape(num_rows, count * size)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Enqueues it on the current stream."""
+        with naming_ranks():
+            _finish(self._group.send([tensor], to, 0))
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> None:
+        """Enqueues it on the current stream."""
+        with naming_ranks():
+            _finish(self._group.recv([tensor], sender, 0))
+
+    def _meet_neighbours(self, tensor: torch.Tensor) -> None:
+        """Makes the communicators of two, around the ring of stages, before any graph needs them."""
+        index, count = self.rank.index, self.rank.count
+        following, before = (index + 1) % count, (index - 1) % count
+        if index:
+            self.receive(tensor, before)
+        self.send(tensor, following)
+        if not index:
+            self.receive(tensor, before)
 
     def abort(self) -> None:
         """Ends the kernels that wait for other ranks, at once. What NCCL does after that may wait for the device."""

@@ -73,12 +73,14 @@ class RankedAttentionClient(AttentionClient):
         options: AttachOptions,
         peers: PeerSection,
         may_attach: asyncio.Event,
+        rank: Rank,
         others: Sequence[OtherRank],
     ) -> None:
+        """`rank`: the first one."""
         super().__init__(address, options, peers, may_attach)
         tls, max_bytes = read_peer_tls(peers), peers.max_message_bytes
         self._rpc_timeout_s = peers.rpc_timeout_s
-        self._rank = Rank(0, 1 + len(others))
+        self._rank = rank
         self._all_options = [options, *(each.options for each in others)]
         attention = [open_channel(each.attention_address, max_bytes, tls) for each in others]
         shards = [open_channel(each.shard_address, max_bytes, tls) for each in others]
@@ -130,6 +132,7 @@ class RankedAttentionClient(AttentionClient):
             num_free_blocks=self._serving.answers.num_free_blocks,
             orphaned_blocks=orphaned,
             max_model_len=min(each.max_model_len for each in replies),
+            layer_window=min((each.layer_window for each in replies if each.HasField("layer_window")), default=None),
             ranks=self._lead(group),
         )
 
@@ -272,7 +275,7 @@ def _tie(attachment: Attachment, replies: Sequence[attn_pb2.AttachReply]) -> Non
 
 def _check_alike(replies: Sequence[attn_pb2.AttachReply]) -> None:
     """Raises `PeerError` if the attention workers' caches cannot have the same plans."""
-    for field in ("block_size", "window", "num_sink_tokens", "layer_window"):
+    for field in ("block_size", "window", "num_sink_tokens"):
         found: list[Any] = [getattr(each, field) for each in replies]
         if found.count(found[0]) < len(found):
             raise PeerError(f"the ranks' attention workers differ in {field}: {', '.join(map(str, found))}")

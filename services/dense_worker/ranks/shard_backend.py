@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from services.common.model_config import ModelConfig
 from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel
@@ -11,19 +13,30 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.ranks.leading_backend import LeadingBackend, ShardOperations
+from services.dense_worker.ranks.leading_stage import LeadingStage
 from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
+from services.dense_worker.ranks.stage_links import StageLinks
+from services.dense_worker.ranks.stage_operations import StageOperations, TorchStageBackend
+from services.dense_worker.ranks.stage_weights import linked_weights
 
 
 def leading_backend(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int) -> LeadingBackend:
     """The backend of the first rank."""
-    return LeadingBackend(*_shard_backend(weights, model, max_num_tokens))
+    if not model.rank.is_stage:
+        return LeadingBackend(*_shard_backend(weights, model, max_num_tokens))
+    links = _stage_links(model)
+    backend = stage_backend(weights, model, max_num_tokens, links)
+    return LeadingStage(*backend, links, model.config.vocab_size)
 
 
 def shard_runner(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int) -> ShardRunner:
     """What runs the steps of another rank."""
-    backend, operations = _shard_backend(weights, model, max_num_tokens)
-    num_layers = model.config.num_layers
+    if model.rank.is_stage:
+        backend, operations = stage_backend(weights, model, max_num_tokens, _stage_links(model))
+    else:
+        backend, operations = _shard_backend(weights, model, max_num_tokens)
+    num_layers = len(model.rank.layers(model.config.num_layers))
     if model.device.type == "cpu":
         return ShardRunner(backend, operations, num_layers)
     from services.dense_worker.ranks.cuda_shard_runner import CudaShardRunner
@@ -45,6 +58,29 @@ def _shard_backend(
     sizes = shard_sizes(config, model.rank)
     on_gpu = ShardedCudaOperations(sizes, config.vocab_size, max_num_tokens, model.dtype, model.device)
     return CudaBackend(weights, sizes, max_num_tokens, operations=on_gpu), on_gpu
+
+
+def _stage_links(model: ResolvedModel) -> StageLinks:
+    return StageLinks(torch.float32 if model.device.type == "cpu" else model.dtype)
+
+
+def stage_backend(
+    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, links: StageLinks
+) -> tuple[DenseBackend, ShardOperations]:
+    """The backend of a pipeline's stage, and its operations."""
+    rank, weights = model.rank, linked_weights(weights, links)
+    is_last = rank.index == rank.count - 1
+    if model.device.type == "cpu":
+        operations = StageOperations(links, is_last=is_last)
+        make = TorchBackend if is_last else TorchStageBackend
+        return make(weights, operations=operations), operations
+    from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
+    from services.dense_worker.ranks.cuda_stage import CudaStageBackend, StageCudaOperations
+
+    sizes = seam_config(model.config, rank)
+    on_gpu = StageCudaOperations(sizes, max_num_tokens, model.dtype, model.device, links, is_last=is_last)
+    make_on_gpu = CudaBackend if is_last else CudaStageBackend
+    return make_on_gpu(weights, sizes, max_num_tokens, operations=on_gpu), on_gpu
 
 
 def shard_sizes(config: ModelConfig, rank: Rank) -> ModelConfig:

@@ -25,23 +25,21 @@ class ShardRunner:
         self._operations = operations
         self._num_layers = num_layers
         self._channels: Mapping[int, Channel] = {}
-        self._group: RankGroup | None = None
         self._attn_out: torch.Tensor | None = None  # of the last step
         self._residual: torch.Tensor | None = None
 
     def attach(self, channels: Mapping[int, Channel], group: RankGroup) -> None:
         """Makes later steps run on these channels, by lane, and with these ranks."""
-        self._channels, self._group = channels, group
+        self._channels = channels
         self._operations.use_group(group)
 
     @torch.inference_mode()
     def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int) -> None:
         """Runs all layers. Raises the errors of `Channel.wait` and of the group."""
-        assert self._group is not None, "it has attached"
         channel = self._channels[plan.lane]
         self._backend.begin_step(plan, num_rows, num_sampled)
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
-        self._group.broadcast(token_ids)
+        self._operations.share_tokens(token_ids)
         layers = LayerRun(self._backend, channel, self._num_layers)
         layers.begin(token_ids)
         _, self._residual = layers.finish(sampled_rows(plan, num_sampled))
@@ -49,9 +47,10 @@ class ShardRunner:
 
     @torch.inference_mode()
     def compute_rows(self, rows: list[int]) -> None:
-        """Computes logits of further rows of the last step."""
+        """Computes logits of further rows of the last step; nothing in a stage that has passed all rows on."""
         assert self._attn_out is not None and self._residual is not None, "a step has run"
-        self._backend.last(self._attn_out, self._residual, torch.tensor(rows))
+        if not self._backend.always_ends:
+            self._backend.last(self._attn_out, self._residual, torch.tensor(rows))
 
 
 def sampled_rows(plan: StepPlan, num_sampled: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ class ShardService:
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
-        self._rank = Rank(options.rank, config.dense.tensor_parallel_size)
+        self._rank = Rank.of(config.dense, options.rank)
         self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
         self._opened = contextlib.AsyncExitStack()
 

@@ -33,6 +33,10 @@ class ShardedOperations(TorchOperations):
         """Later steps run with these ranks."""
         self._group = group
 
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        """Gives all ranks the tokens of the first one."""
+        self.group.broadcast(token_ids)
+
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The rank's columns of the product, or the whole product if the layer is cut by its in_features."""
         product = super().linear(linear, x, out)

@@ -372,7 +372,7 @@ class LayerRun:
             self._channel.signal(qkv_flag(self._num_tokens))
         self._channel.wait(Flag.ATTENTION_READY)
         assert self._residual is not None, "the step has begun"
-        if not len(sampled_rows):
+        if not len(sampled_rows) and not self._backend.always_ends:
             return torch.empty(0, 0), self._residual
         attn_out = self._channel.attn_out[: self._num_tokens]
         return self._backend.last(attn_out, self._residual, sampled_rows, hidden_out), self._residual

@@ -29,7 +29,7 @@ class TensorRTBackend:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
         self.takes_input_embeds = by_torch is not None
-        self.gives_hidden_states = False
+        self.gives_hidden_states = self.always_ends = False
         self.logits_dtype = torch.float32
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:

@@ -39,6 +39,7 @@ class TensorRTSegments:
 
     takes_input_embeds = False  # the engine looks the embeddings up
     gives_hidden_states = False
+    always_ends = False
     logits_dtype = torch.float32
 
     def __init__(

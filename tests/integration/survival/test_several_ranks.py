@@ -1,4 +1,7 @@
-"""Two ranks give the tokens of one, also when any of their processes dies under streams of every kind."""
+"""Two ranks give the tokens of one, also when any of their processes dies under streams of every kind.
+
+Both have parts of all layers, or each has some of the layers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
-from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import request as request_of
 from tests.support.rank_processes import PROCESSES, pid_of
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
@@ -20,10 +24,16 @@ pytestmark = pytest.mark.timeout(400)  # processes start and stop several times,
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
 MAX_TOKENS = 40
 KILLED = ("dense_worker-1", "attn_worker")  # in the short run; `make chaos` kills each
+TENSORS, STAGES = "dense.tensor_parallel_size=2", "dense.pipeline_parallel_size=2"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_long = metafunc.config.getoption("--all-families")
+    arrangements = [TENSORS, STAGES] if is_long else [TENSORS]
+    if "ranks" in metafunc.fixturenames:
+        metafunc.parametrize("ranks", arrangements, indirect=True, scope="module")
+    if "arrangement" in metafunc.fixturenames:
+        metafunc.parametrize("arrangement", arrangements)
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", PROCESSES if is_long else KILLED)
     if "stopped" in metafunc.fixturenames:
@@ -31,15 +41,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory = tmp_path_factory.mktemp("ranks")
-    with running_cluster(directory, "dense.tensor_parallel_size=2", is_warm=True) as cluster:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("ranks"), request.param, is_warm=True) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def messages(cluster: Cluster) -> list[gateway_pb2.GenerateRequest]:
-    text = collect(cluster.gateway, request(PROMPT, MAX_TOKENS, ignore_eos=True)).text[0]
+    text = collect(cluster.gateway, request_of(PROMPT, MAX_TOKENS, ignore_eos=True)).text[0]
     return messages_of_every_kind(PROMPT, MAX_TOKENS, stop=text[-12:])
 
 
@@ -69,11 +78,15 @@ def test_streams_end_as_without_the_kill(
 
 
 def test_a_rank_that_hangs_is_found(
-    tmp_path: Path, messages: list[gateway_pb2.GenerateRequest], of_one_rank: list[Collected], stopped: str
+    tmp_path: Path,
+    messages: list[gateway_pb2.GenerateRequest],
+    of_one_rank: list[Collected],
+    arrangement: str,
+    stopped: str,
 ) -> None:
     """With drafts of a model of the first rank's own, which all ranks verify."""
     drafts = "scheduler.speculation=draft_model", f"scheduler.draft_model={EMBEDDED_MODEL}"
-    settings = "dense.tensor_parallel_size=2", "watchdog.stall_timeout_s=5", *drafts
+    settings = arrangement, "watchdog.stall_timeout_s=5", *drafts
     with running_cluster(tmp_path, *settings, is_warm=True) as cluster:
         pid = pid_of(cluster, stopped)
         disturbed = collect_all(cluster.gateway, messages, lambda: os.kill(pid, signal.SIGSTOP))

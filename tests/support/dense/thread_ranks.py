@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -16,10 +20,17 @@ TIMEOUT_S = 20.0
 
 
 class ThreadGroup:
-    """A `RankGroup` of threads. `tensors`: a place for each rank, and `barrier`, which all ranks share."""
+    """A `RankGroup` of threads. All share `tensors`, a place for each rank, `barrier`, and what is `sent`, by ranks."""
 
-    def __init__(self, rank: Rank, tensors: list[torch.Tensor | None], barrier: threading.Barrier) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        tensors: list[torch.Tensor | None],
+        barrier: threading.Barrier,
+        sent: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]],
+    ) -> None:
         self.rank = rank
+        self._sent = sent
         self.num_calls, self.is_waiting = 0, False
         self._tensors, self._barrier = tensors, barrier
 
@@ -31,6 +42,21 @@ class ThreadGroup:
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(tensor), dim=1)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._sent[self.rank.index, to].put(tensor.clone())
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> None:
+        sent = self._wait(self._sent[sender, self.rank.index])
+        assert (sent.shape, sent.dtype) == (tensor.shape, tensor.dtype), "both ends agree"
+        tensor.copy_(sent)
+
+    def _wait(self, sent: queue.Queue[torch.Tensor]) -> torch.Tensor:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self._barrier.broken and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return sent.get(timeout=0.05)
+        raise threading.BrokenBarrierError
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -45,10 +71,12 @@ class ThreadGroup:
         return tensors
 
 
-def run_ranks(count: int, run: Callable[[ThreadGroup], T]) -> list[T]:
+def run_ranks(count: int, run: Callable[[ThreadGroup], T], *, are_stages: bool = False) -> list[T]:
     """Calls `run` in a thread for each rank, at the same time; returns what they return, in the order of the ranks."""
     tensors, barrier = [None] * count, threading.Barrier(count, timeout=TIMEOUT_S)
-    groups = [ThreadGroup(Rank(index, count), tensors, barrier) for index in range(count)]
+    sent = defaultdict[tuple[int, int], queue.Queue[torch.Tensor]](queue.Queue)
+    ranks = [Rank(index, count, are_stages) for index in range(count)]
+    groups = [ThreadGroup(rank, tensors, barrier, sent) for rank in ranks]
 
     def guarded(group: ThreadGroup) -> T:
         try:

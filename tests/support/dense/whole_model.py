@@ -72,10 +72,12 @@ class WholeModel:
             make_attention = layered_torch_attention if spec.gated_delta else TorchAttention
         self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
         if sinks := load_sinks(path, whole):
-            own = rank.share(whole.num_heads)
-            self.attention.use_sinks([each[own.start : own.stop] for each in sinks])
-        if gated_delta := load_recurrence_weights(path, self.config):
-            self.attention.use_gated_delta(gated_delta)
+            own, layers = rank.share(whole.num_heads), rank.layers(whole.num_layers)
+            self.attention.use_sinks([each[own.start : own.stop] for each in sinks[layers.start : layers.stop]])
+        if gated_delta := load_recurrence_weights(path, whole):
+            layers = rank.layers(whole.num_layers)
+            own_layers = {layer - layers.start: each for layer, each in gated_delta.items() if layer in layers}
+            self.attention.use_gated_delta(own_layers)
         self._path, self._make_dense = path, make_dense
         self._token_ids: dict[int, list[int]] = {}
         self._tables: dict[int, LoadedEmbeds] = {}

@@ -9,6 +9,7 @@ import pytest
 
 from services.common.config import EMBEDDED_MODEL, load_config
 from services.common.errors import ConfigError
+from services.common.families.shape import AttentionOptions, LayerHeads
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.rank import Rank, seam_config
 from services.common.several_ranks import check_ranks
@@ -19,9 +20,13 @@ def model() -> ModelConfig:
     return load_model_config(EMBEDDED_MODEL)
 
 
+def _with_kv_layers(*kv_layers: int | None) -> AttentionOptions:
+    return AttentionOptions(layer_heads=tuple(LayerHeads(4, 4, 16, kv_layer=each) for each in kv_layers))
+
+
 REFUSED = {
-    'dense.backend="tensorrt"': "TensorRT adds up over no ranks: set dense.backend to torch",
-    "dense.deterministic=true": "dense.deterministic is true, and sums over ranks have another order: set it to false",
+    'dense.backend="tensorrt"': "TensorRT has neither sums over ranks nor stages: set dense.backend to torch",
+    "dense.deterministic=true": "dense.deterministic is true, and ranks have other kernels: set it to false",
     "dense.max_loras=2": "dense.max_loras is 2, and adapters are not cut: set it to 0",
     "gateway.enable_prompt_embeds=true": "gateway.enable_prompt_embeds is on, and only the first rank would have them",
     "attention.host_kv_bytes=1000": "attention.host_kv_bytes is 1000, a tier for one cache: set it to 0",
@@ -31,12 +36,25 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("ranks", ["dense.tensor_parallel_size", "dense.pipeline_parallel_size"])
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items())
-def test_settings(model: ModelConfig, setting: str, message: str) -> None:
+def test_settings(model: ModelConfig, setting: str, message: str, ranks: str) -> None:
     check_ranks(load_config(None, [setting]), model)  # one rank can
     with pytest.raises(ConfigError) as caught:
-        check_ranks(load_config(None, [setting, "dense.tensor_parallel_size=2"]), model)
-    assert str(caught.value).startswith(f"dense.tensor_parallel_size is 2, but {message}")
+        check_ranks(load_config(None, [setting, f"{ranks}=2"]), model)
+    assert str(caught.value).startswith(f"{ranks} is 2, but {message}")
+
+
+def test_both_kinds_of_ranks_at_once(model: ModelConfig) -> None:
+    both = ["dense.tensor_parallel_size=2", "dense.pipeline_parallel_size=3"]
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2 and dense\.pipeline_parallel_size 3: set one of"):
+        check_ranks(load_config(None, both), model)
+
+
+def test_layers_of_the_cache_that_only_the_whole_model_can_name(model: ModelConfig) -> None:
+    named = ["attention.kv_cache_skip_layers=[1, 3]", "dense.pipeline_parallel_size=2"]
+    with pytest.raises(ConfigError, match="kv_cache_skip_layers names 1, 3, and each stage counts its own layers"):
+        check_ranks(load_config(None, named), model)
 
 
 def test_numbers_that_do_not_divide_name_those_that_would(model: ModelConfig) -> None:
@@ -50,6 +68,44 @@ def test_keys_that_cannot_be_shared_equally(model: ModelConfig) -> None:
     odd: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 3, "intermediate_size": 48}
     with pytest.raises(ConfigError, match="has 3 key-value heads: set it to 1 or 3 or 6 or 12"):
         check_ranks(load_config(None, ["dense.tensor_parallel_size=2"]), replace(model, **odd))
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "message"),
+    [
+        ({}, 9, r"9, but 'llama' has 8 layers: set it to 1 or 2 or 3 or 4 or 5 or 6 or 7 or 8$"),
+        # The last of them is the one layer that reads all keys.
+        (
+            {"sliding_windows": (16,) * 7 + (None,)},
+            2,
+            r"2, but .* has no layer without a window in stage 0, layers 0 to 3, .* the same blocks: set it to 1$",
+        ),
+        ({"sliding_windows": (16, None) * 4}, 5, "5, but .* in stage 2, layers 4 to 4.*: set it to 1 or 2 or 3 or 4$"),
+        (
+            {"attention": _with_kv_layers(None, None, None, 0, None, None, None, None)},
+            4,
+            r"4, but 'llama' has keys in layer 0 that layer 3 reads, which is in another stage: set it to 1 or 2$",
+        ),
+    ],
+)
+def test_stages_that_cannot_be(model: ModelConfig, changes: dict[str, Any], count: int, message: str) -> None:
+    shape: dict[str, Any] = {"num_layers": 8, "sliding_windows": (None,) * 8}
+    with pytest.raises(ConfigError, match=f"dense.pipeline_parallel_size is {message}"):
+        check_ranks(load_config(None, [f"dense.pipeline_parallel_size={count}"]), replace(model, **shape | changes))
+
+
+def test_layers_that_differ_stay_with_their_stage(model: ModelConfig) -> None:
+    shape = replace(
+        model,
+        num_layers=5,
+        sliding_windows=(None, 4, None, 8, None),
+        attention=_with_kv_layers(None, None, None, None, 3),
+    )
+    first, second = (seam_config(shape, Rank(index, 2, is_stage=True)) for index in range(2))
+    assert (first.num_layers, first.sliding_windows) == (3, (None, 4, None))
+    assert (second.num_layers, second.sliding_windows) == (2, (8, None))
+    assert [heads.kv_layer for heads in second.layer_heads] == [None, 0]
+    assert (first.num_heads, second.num_heads) == (model.num_heads,) * 2
 
 
 def test_a_rank_has_its_heads_and_shares_those_of_keys(model: ModelConfig) -> None:

@@ -25,6 +25,7 @@ MEANINGS = {
     ("--gpu-memory-utilization", "0.8"): {"attention.kv_cache_memory_fraction": 0.8},
     ("--max-num-seqs", "32"): {"scheduler.max_num_seqs": 32},
     ("--tensor-parallel-size", "2"): {"dense.tensor_parallel_size": 2},
+    ("--pipeline-parallel-size", "2"): {"dense.pipeline_parallel_size": 2},
     ("--max-num-batched-tokens", "2048"): {"scheduler.max_num_batched_tokens": 2048},
     ("--no-enable-prefix-caching",): {"attention.enable_prefix_cache": False},
     ("--served-model-name", "a", "b=c"): {"gateway.served_model_names": ("a", "b=c")},

@@ -117,5 +117,5 @@ def test_each_rank_has_a_dense_shard_and_an_attention_worker() -> None:
 
 def test_ranks_have_no_device_of_a_number() -> None:
     config = load_config(None, ["dense.tensor_parallel_size=2", "dense.device=cuda:1"])
-    with pytest.raises(ConfigError, match=r"dense.device is 'cuda:1' and dense.tensor_parallel_size 2: set it to auto"):
+    with pytest.raises(ConfigError, match=r"dense.device is 'cuda:1' and there are 2 ranks: set it to auto"):
         rank_starts(config, RUN_DIR, [])

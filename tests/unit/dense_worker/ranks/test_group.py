@@ -45,6 +45,30 @@ def test_all_ranks_get_the_same_sum_and_the_first_one_all_columns() -> None:
     assert torch.equal(results[0][2], torch.cat(tensors, dim=1))
 
 
+def test_what_one_rank_sends_another_receives_in_order() -> None:
+    of_ranks = groups(3)
+    sent = [torch.randn(5, 4, dtype=torch.bfloat16), torch.arange(7)]
+
+    def run(index: int) -> list[torch.Tensor]:
+        if index == 2:
+            for each in sent:
+                of_ranks[2].send(each, 0)
+            return []
+        received = [torch.empty_like(each) for each in sent]
+        for each in received if index == 0 else ():
+            of_ranks[0].receive(each, 2)
+        return received
+
+    for found, expected in zip(run_ranks(3, lambda group: run(group.rank.index))[0], sent, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_rank_that_sends_nothing_is_found() -> None:
+    waiting, _other = groups(2, timeout_s=0.5)
+    with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting 500ms"):
+        waiting.receive(torch.ones(3), 1)
+
+
 def test_a_step_without_sampled_rows_gathers_nothing() -> None:
     of_ranks = groups(2)
 
@@ -101,13 +125,14 @@ def test_only_errors_of_ranks_are_named_so() -> None:
         raise torch.distributed.DistBackendError("NCCL error: remote process exited")
 
 
-def test_who_waits_is_released_by_the_abort_of_another_rank() -> None:
+@pytest.mark.parametrize("receives", [False, True])
+def test_who_waits_is_released_by_the_abort_of_another_rank(receives: bool) -> None:
     waiting, other = groups(2)
     timer = threading.Timer(0.1, other.abort)
     timer.start()
     start_s = time.monotonic()
     with pytest.raises(PeerError, match="another rank is gone"):
-        waiting.add(torch.ones(3))
+        waiting.receive(torch.ones(3), 1) if receives else waiting.add(torch.ones(3))
     assert time.monotonic() - start_s < 10.0, "the operation's own bound is 20 s"
     timer.join()
     other.abort()

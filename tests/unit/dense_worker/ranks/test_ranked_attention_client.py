@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from services.channel import ChannelSpec
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError, StaleEpoch, TwostrokeError
+from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.session import NO_ATTACHMENT
@@ -69,7 +70,7 @@ def attach(attention: list[Process], shard: Process) -> Attachment:
     async def run() -> Attachment:
         options = AttachOptions("", "", 1, SPEC, CPU, LIMIT_S)
         other = OtherRank("127.0.0.1:9", "127.0.0.1:10", options)
-        client: Any = RankedAttentionClient("127.0.0.1:8", options, PeerSection(), asyncio.Event(), [other])
+        client: Any = RankedAttentionClient("127.0.0.1:8", options, PeerSection(), asyncio.Event(), Rank(0, 2), [other])
         client._attention_stubs, client._shard_stubs = attention, [shard]
         client._health_stubs = dict(zip(("attention 0", "attention 1", "shard 1"), [*attention, shard], strict=True))
         client._map = lambda reply: NO_ATTACHMENT

@@ -14,11 +14,11 @@ from services.common.rank import Rank
 from services.common.several_ranks import check_divisible
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
-from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.ranks.shard_backend import shard_sizes
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
+from tests.support.dense.bytes_read import bytes_read
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
 from tests.support.dense.thread_ranks import ThreadGroup, run_ranks
@@ -141,26 +141,12 @@ def test_four_ranks_share_two_heads_of_keys_and_an_odd_vocabulary(tmp_path: Path
     assert (found - expected).abs().max() <= BOUND * expected.abs().max()
 
 
-def bytes_read(path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ModelWeights]:
-    num_bytes, read = [], Checkpoint.tensor
-
-    def counted(self: Checkpoint, *arguments: object) -> torch.Tensor:
-        tensor = read(self, *arguments)
-        num_bytes.append(tensor.nbytes)
-        return tensor
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "tensor", counted)
-        weights = load_weights(path, load_model_config(path), torch.float32, CPU, rank=rank)
-    return sum(num_bytes), weights
-
-
-def test_a_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
-    whole, weights = bytes_read(path, Rank(0, 1), monkeypatch)
+    whole, weights = bytes_read(path, Rank(0, 1))
     norms = sum(tensor.nbytes for name, tensor in weights.named_tensors() if name.endswith("norm"))
     for index in range(2):
-        read, part = bytes_read(path, Rank(index, 2), monkeypatch)
+        read, part = bytes_read(path, Rank(index, 2))
         assert read == (whole - norms) / 2 + norms
         assert sum(tensor.nbytes for _, tensor in part.named_tensors()) == read, "nothing is read twice"
 

@@ -1,0 +1,63 @@
+"""`StageCudaOperations`: the operations of a stage by fused kernels. All but the last stage compute all rows."""
+
+from __future__ import annotations
+
+import torch
+
+from services.common.model_config import ModelConfig
+from services.dense_worker.backends.cuda_backend import CudaBackend
+from services.dense_worker.backends.cuda_operations import CudaOperations
+from services.dense_worker.model.operations import Residual
+from services.dense_worker.ranks.group import RankGroup
+from services.dense_worker.ranks.stage_links import StageLinks
+
+
+class StageCudaOperations(CudaOperations):
+    """What stages exchange is enqueued on the current stream, between the kernels, and captured with them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        links: StageLinks,
+        *,
+        is_last: bool,
+    ) -> None:
+        """`config`: with the stage's layers."""
+        super().__init__(config, max_num_tokens, dtype, device)
+        self.links = links
+        self._is_last = is_last
+
+    def use_group(self, group: RankGroup) -> None:
+        """Later steps run with these stages."""
+        self.links.use_group(group)
+
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        """Nothing: the first stage alone reads tokens."""
+
+    def select_rows(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """Copies of the rows in the last stage; all rows themselves in others."""
+        self.links.num_sampled = len(rows)
+        if self._is_last:
+            return super().select_rows(attn_out, residual, rows)
+        return attn_out, Residual(residual)
+
+
+class CudaStageBackend(CudaBackend):
+    """The backend of a stage that is not the last."""
+
+    always_ends = True
+
+    def last(
+        self,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Enqueues the rest of the stage's last layer for all rows, whether any needs logits or not."""
+        return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)

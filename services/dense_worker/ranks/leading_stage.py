@@ -1,0 +1,41 @@
+"""`LeadingStage`: the backend of a pipeline's first stage, at whose calls the other stages run their layers."""
+
+from __future__ import annotations
+
+import torch
+
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.ranks.leading_backend import LeadingBackend, ShardOperations
+from services.dense_worker.ranks.stage_links import StageLinks
+from services.pb import shard_pb2
+
+
+class LeadingStage(LeadingBackend):
+    """A DenseBackend around that of the stage's own layers. Its logits are those of the last stage."""
+
+    always_ends = True
+
+    def __init__(
+        self, backend: DenseBackend, operations: ShardOperations, links: StageLinks, vocab_size: int
+    ) -> None:
+        """`operations` and `links`: those of the backend."""
+        super().__init__(backend, operations)
+        self.gives_hidden_states = False  # the last stage has them
+        self._links, self._vocab_size = links, vocab_size
+
+    def last(
+        self,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Passes the rows on once, and gets logits; those of further rows the last stage computes alone."""
+        if not self._has_logits:
+            self._has_logits = True
+            return self._backend.last(attn_out, residual, rows, hidden_out)
+        further = shard_pb2.FurtherRows(rows=rows.tolist())
+        self.ranks.send(shard_pb2.ShardCommand(further_rows=further))
+        self._links.num_sampled = len(rows)
+        is_float32 = self.logits_dtype == torch.float32
+        return self._links.receive_logits(residual, self._vocab_size, in_float32=is_float32)

@@ -1,0 +1,52 @@
+"""`StageLinks`: what a stage of a pipeline exchanges with the stages beside it, and logits with the first one."""
+
+from __future__ import annotations
+
+import torch
+
+from services.dense_worker.ranks.group import RankGroup
+
+
+class StageLinks:
+    """Of one stage. Before there are other stages, while the fastest kernels are found, nothing is exchanged.
+
+    `num_sampled`: rows of the present step whose logits the last stage computes; set before each step.
+    """
+
+    def __init__(self, logits_dtype: torch.dtype) -> None:
+        """`logits_dtype`: of logits that are not rescaled; others are in float32."""
+        self.num_sampled = 0
+        self._logits_dtype = logits_dtype
+        self._group: RankGroup | None = None
+
+    def use_group(self, group: RankGroup) -> None:
+        """Later steps run with these stages."""
+        self._group = group
+
+    def receive_residual(self, hidden: torch.Tensor) -> None:
+        """Fills hidden [n, hidden] with the residual of the stage before. Raises as `RankGroup.receive`."""
+        if self._group is None:
+            hidden.normal_()
+        else:
+            self._group.receive(hidden, self._group.rank.index - 1)
+
+    def send_residual(self, hidden: torch.Tensor) -> None:
+        """Gives the residual [n, hidden] to the next stage."""
+        if self._group is not None:
+            self._group.send(hidden, self._group.rank.index + 1)
+
+    def receive_logits(self, like: torch.Tensor, vocab_size: int, *, in_float32: bool) -> torch.Tensor:
+        """On the first stage the logits [num_sampled, vocab_size] of the last one, on the device of `like`.
+
+        Without meaning on others, and before there are any.
+        """
+        dtype = torch.float32 if in_float32 else self._logits_dtype
+        logits = torch.empty(self.num_sampled, vocab_size, dtype=dtype, device=like.device)
+        if self._group is not None and self._group.rank.index == 0 and self.num_sampled:
+            self._group.receive(logits, self._group.rank.count - 1)
+        return logits
+
+    def send_logits(self, logits: torch.Tensor) -> None:
+        """Gives logits [n, vocab] to the first stage."""
+        if self._group is not None and len(logits):
+            self._group.send(logits.contiguous(), 0)
