@@ -51,6 +51,25 @@ def read_sinks(request: attn_pb2.AttachRequest, config: ModelConfig) -> tuple[tu
     return tuple(sinks[start : start + num_heads] for start in range(0, expected, num_heads))
 
 
+def read_relative_bias(request: attn_pb2.AttachRequest, config: ModelConfig) -> tuple[tuple[float, ...], ...]:
+    """The relative bias, [num_buckets][num_heads]; empty for a model without one.
+
+    Raises InvalidRequest, which names the value, for a wrong number of values, and for one that is not finite.
+    """
+    values, bias, num_heads = tuple(request.relative_bias), config.attention.relative_bias, config.num_heads
+    expected = 0 if bias is None else bias.num_buckets * num_heads
+    if len(values) != expected:
+        raise InvalidRequest(f"the dense worker has {len(values)} relative biases, the model calls for {expected}")
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            bucket, head = divmod(index, num_heads)
+            raise InvalidRequest(
+                f"the dense worker's relative bias of bucket {bucket} and head {head} is {value}, expected a finite"
+                " number"
+            )
+    return tuple(values[start : start + num_heads] for start in range(0, expected, num_heads))
+
+
 def read_gated_delta(request: attn_pb2.AttachRequest, config: ModelConfig) -> dict[int, GatedDeltaWeights]:
     """The weights of the gated delta layers, by layer; empty for a model without them.
 

@@ -13,7 +13,7 @@ import torch
 
 from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
+from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.tiers.block_copier import BlockCopier, CpuBlockCopier
 from services.attn_worker.cache.tiers.host_tier import HostTier
@@ -23,6 +23,7 @@ from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, ReportedPrefixCache
 from services.attn_worker.layers import AttentionBackend, CapturableAttention
 from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
+from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
@@ -101,6 +102,7 @@ def build_engine(
         num_sink_tokens=num_sinks,
         window_blocks=spec.window_blocks,
         num_state_slots=spec.num_state_slots or None,
+        sources=spec.source_slots,
         **reported,
     )
     runner, storage = _build_runner(section, model, limits, spec, max_model_len, is_deterministic)
@@ -157,7 +159,11 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
     spec = _one_block(section, model)
     if spec.gated_delta:
         spec = _with_states(spec, limits, room, source)
+    if spec.cross_layers:
+        spec = _with_sources(spec, model, limits, room, source)
     num_left = room - spec.num_state_slots * spec.state_bytes
+    if spec.source_slots is not None:
+        num_left -= spec.source_slots.num_slots * spec.source_bytes
     spec = replace(spec, num_blocks=section.num_blocks or num_left // spec.block_bytes)
     if limits is not None and model.config.attention.value_dim is None and not section.host_kv_bytes:
         spec = _with_window_group(spec, limits, None if section.num_blocks else room)
@@ -174,6 +180,8 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
     of_states = {}
     if spec.gated_delta:
         of_states = {"num_state_slots": spec.num_state_slots, "bytes_per_state": spec.state_bytes}
+    if spec.source_slots is not None:
+        of_states = {"num_source_slots": spec.source_slots.num_slots, "bytes_per_source": spec.source_bytes}
     log.info(
         "KV cache",
         num_tokens=spec.num_blocks * spec.block_size,
@@ -228,6 +236,24 @@ def _with_states(spec: KVCacheSpec, limits: StepLimits | None, room: int, source
     return replace(spec, num_state_slots=max(fewest, min(most, room // 2 // spec.state_bytes)))
 
 
+def _with_sources(
+    spec: KVCacheSpec, model: ResolvedModel, limits: StepLimits | None, room: int, source: str
+) -> KVCacheSpec:
+    """The spec with slots for the outputs of encoders: one for each sequence of a step, up to half of the room.
+
+    Raises CapacityError if there is room for none.
+    """
+    assert limits is not None and model.config.encoder is not None, "layers with cross attention have an encoder"
+    one = replace(spec, source_slots=SourceSlots(1, model.config.encoder.max_source_len))
+    num_slots = min(limits.max_num_seqs, room // 2 // one.source_bytes)
+    if not num_slots:
+        raise CapacityError(
+            f"the output of an encoder takes {one.source_bytes} bytes in layers with cross attention, half of the room"
+            f" is {room // 2}: {source} is {room}"
+        )
+    return replace(one, source_slots=SourceSlots(num_slots, model.config.encoder.max_source_len))
+
+
 def _states_of(spec: KVCacheSpec) -> str:
     """What a message says about states."""
     return f" {spec.num_state_slots} states take {spec.num_state_slots * spec.state_bytes}," if spec.gated_delta else ""
@@ -257,7 +283,9 @@ def check_host_tier(section: AttentionSection, model: ResolvedModel) -> None:
     config, windows = model.config, model.config.sliding_windows
     window = max((each for each in windows if each is not None), default=model.max_model_len)
     obstacle = None
-    if config.gated_delta_layers:
+    if config.encoder is not None:
+        obstacle = "has cross attention, whose keys and values have no copies there"
+    elif config.gated_delta_layers:
         obstacle = "has gated delta layers, whose states have no copies there"
     elif None not in windows and window < model.max_model_len:
         by = "by attention.window" if config.attention.num_sink_tokens else "of its own"
@@ -326,6 +354,8 @@ def _build_runner(
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
     if select_backend(section, model) == "torch":
         make_torch: Callable[..., AttentionBackend] = layered_torch_attention if spec.gated_delta else TorchAttention
+        if spec.cross_layers:
+            make_torch = crossed_torch_attention
         if is_deterministic:
             make_torch = BatchInvariantTorchAttention
         eager = make_torch(*arguments)

@@ -105,17 +105,18 @@ class AttentionEngine:
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
         gated_delta: Mapping[int, GatedDeltaWeights],
+        relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Replaces the last attachment by a new one, which the engine owns from now on.
 
         Keys and values computed with weights other than `weights_hash`, or stored with other scales, are dropped.
-        `sinks` are the learned ones, [num_layers][num_heads], and `gated_delta` the weights of such layers, of a model
-        that has them.
+        `sinks` are the learned ones, [num_layers][num_heads], `gated_delta` the weights of such layers, and
+        `relative_bias` is [num_buckets][num_heads], of a model that has them.
         """
         self.detach()
         self._attachment = attachment
         self.cache.use_weights(bytes.fromhex(weights_hash) + scales.identity)
-        self._runner.attach(attachment.channels.values(), scales, sinks, gated_delta)
+        self._runner.attach(attachment.channels.values(), scales, sinks, gated_delta, relative_bias)
 
     def open_sequence(self, attachment: Attachment, new: NewSequence, opened: Future[OpenResult]) -> None:
         """Opens a sequence in the KV cache. `opened` gets the result, which may come between later steps.

@@ -69,6 +69,7 @@ class Openings:
             new.prefix_key,
             ignores_prefix_cache=new.ignores_prefix_cache,
             max_cached_tokens=new.max_cached_tokens,
+            num_source_tokens=new.num_source_tokens,
         )
         opening.num_freed_blocks += result.num_freed_blocks
         if not result.missing:

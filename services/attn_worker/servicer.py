@@ -12,7 +12,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.attach_request import read_gated_delta, read_scales, read_sinks
+from services.attn_worker.attach_request import read_gated_delta, read_relative_bias, read_scales, read_sinks
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
@@ -111,9 +111,10 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         scales = read_scales(request, self._model.config.num_layers)
         sinks = read_sinks(request, self._model.config)
         gated_delta = read_gated_delta(request, self._model.config)
+        relative_bias = read_relative_bias(request, self._model.config)
         try:
             async with self._attaching:
-                return await self._attach(request, scales, sinks, gated_delta, context.peer())
+                return await self._attach(request, scales, sinks, gated_delta, relative_bias, context.peer())
         except Exception as error:
             if self._note_failure(error):
                 raise PeerError(f"the attention worker has failed: {error}") from error
@@ -125,6 +126,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
         gated_delta: Mapping[int, GatedDeltaWeights],
+        relative_bias: Sequence[Sequence[float]],
         peer: str,
     ) -> attn_pb2.AttachReply:
         if self._results is not None:  # sent before the abort, which would look like a crash
@@ -143,7 +145,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._attachment = None
             attachment.close()
             raise
-        attaching = engine.submit(engine.attach, attachment, request.weights_hash, scales, sinks, gated_delta)
+        learned = (scales, sinks, gated_delta, relative_bias)
+        attaching = engine.submit(engine.attach, attachment, request.weights_hash, *learned)
         await asyncio.shield(asyncio.wrap_future(attaching))  # the engine owns the channels now, whatever happens
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
         log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)
@@ -162,6 +165,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_sink_tokens=cache.sliding_window.num_sink_tokens,
             max_model_len=cache.max_model_len,
             layer_window=cache.uncounted_window,
+            max_num_sources=cache.num_sources,
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
@@ -430,6 +434,7 @@ def describe_opened(seq_id: int, result: OpenResult) -> SequenceOpened:
         num_pinned_blocks=result.num_pinned_blocks,
         num_held_blocks=result.num_held_blocks,
         num_freed_blocks=result.num_freed_blocks,
+        has_source=result.has_source,
     )
 
 

@@ -124,6 +124,8 @@ def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
 
 
 def _first_layers(config: ModelConfig, num_layers: int, path: Path) -> ModelConfig:
+    if config.encoder is not None:
+        raise ModelError(f"num_layers is {num_layers}, the model in {path} has an encoder and runs with all layers")
     if not 1 <= num_layers <= config.num_layers:
         raise ModelError(f"num_layers is {num_layers}, the model in {path} allows 1 to {config.num_layers}")
     options = config.attention

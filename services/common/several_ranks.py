@@ -83,6 +83,8 @@ def _of_parts(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield f"{family} has gated attention or gated delta layers, which are not cut", alone
     if parts.embedding_size is not None:
         yield f"{family} has projections beside its embedding, which are not cut", alone
+    if model.encoder is not None:
+        yield f"{family} has an encoder and cross attention, which are not cut", alone
     if parts.layer_inputs is not None:
         yield f"{family} has inputs of its own for each layer, which are not cut", "set it to 1"
 

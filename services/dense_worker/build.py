@@ -17,6 +17,7 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
 from services.common.lifeline import Lifeline
+from services.common.model_config import ModelConfig
 from services.common.rank import ALONE, Rank, seam_config
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.several_attention_workers import check_attention_workers, has_several
@@ -46,6 +47,7 @@ from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.kv_scales import read_kv_scales
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.on_the_fly import with_quantization
+from services.dense_worker.model.relative_bias import BiasTable, load_relative_bias, random_relative_bias
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import empty_weights, hash_of_weights, load_weights, random_weights
 from services.dense_worker.parameters import parts_of_type
@@ -74,6 +76,7 @@ class LoadedModel:
     kv_cache_dtype: KVCacheFormat
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sinks  # of attention; empty: the model has none
+    relative_bias: BiasTable  # of attention; empty: the model has none
     gated_delta: RecurrenceWeights  # of the layers with a recurrence, by layer; empty: there are none
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
     gives_hidden_states: bool  # to clients that ask for them
@@ -119,7 +122,30 @@ def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
             f"scheduler.speculation is {speculation!r}, but rejected drafts cannot be taken out of the states of gated "
             f"delta layers, as {model.config.family!r} has: set it to off"
         )
+    if model.config.encoder is not None:
+        check_encoder(config, model.config)
     return replace(model, config=with_quantization(model.config, config.dense.quantization, config.model.path))
+
+
+def check_encoder(config: Config, model: ModelConfig) -> None:
+    """Raises `ConfigError`, naming value and what to do, for what does not go together with an encoder."""
+    for setting, value, allowed in (
+        ("scheduler.speculation", config.scheduler.speculation, "off"),
+        ("dense.max_loras", config.dense.max_loras, 0),
+        ("dense.quantization", config.dense.quantization, "checkpoint"),
+        ("attention.workers", config.attention.workers, 1),
+        ("attention.addresses", config.attention.addresses, ()),
+        ("gateway.enable_prompt_embeds", config.gateway.enable_prompt_embeds, False),
+    ):
+        if value != allowed:
+            raise ConfigError(
+                f"{setting} is {value!r}, which does not go together with the encoder of {model.family!r}: set it to"
+                f" {allowed}"
+            )
+    if model.quantization is not None:
+        raise ConfigError(
+            f"the checkpoint is quantized ({model.quantization.method}), which is not supported for {model.family!r}"
+        )
 
 
 def load_model(
@@ -171,8 +197,10 @@ class PreparedModel:
         scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
         sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
         if is_dummy:
+            relative_bias = random_relative_bias(model.config, section.dummy_seed)
             gated_delta = random_recurrence_weights(model.config, section.dummy_seed)
         else:
+            relative_bias = load_relative_bias(section.path, model.config)
             gated_delta = load_recurrence_weights(section.path, model.config)
         make_drafter = self.drafter and self.drafter.load()
         weights = load_model_weights(section, model, self.held)
@@ -185,7 +213,7 @@ class PreparedModel:
             selected = self.backend.load(weights, lora)
             head = weights.head.lm_head.weight
             table = head.matrix.data if isinstance(head, PlainWeight) and model.rank.count == 1 else None
-            features = make_features(config, model, selected.backend, lora, self.grammars, table)
+            features = make_features(config, model, selected.backend, lora, self.grammars, table, weights.encoder)
             editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
             logits_dtype = selected.backend.logits_dtype
             sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors, logits_dtype)
@@ -203,6 +231,7 @@ class PreparedModel:
             kv_cache_dtype,
             scales,
             sinks,
+            relative_bias,
             gated_delta,
             experts,
             selected.backend.gives_hidden_states,

@@ -39,6 +39,7 @@ from services.gateway.metrics.vllm_metrics import AdapterUse, VllmMetrics
 from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
+from services.gateway.request.source_reader import make_source_reader
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
 from services.gateway.resume.recordings import Recordings
@@ -256,6 +257,7 @@ class Gateway:
             ),
             prompt_embeds,
             generates=has_language_head(read_json(model.path / "config.json") or {}),
+            sources=make_source_reader(model.path, model_config),
         )
 
     def _make_server(

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "priority", "tenant", "client", "traceparent", "adapter", "prompt_embeds", "beam_search", "features")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "priority", "tenant", "client", "traceparent", "adapter", "prompt_embeds", "beam_search", "features", "source")
     class FeaturesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class SequenceSpec(_message.Message):
     PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -47,7 +48,8 @@ class SequenceSpec(_message.Message):
     prompt_embeds: PromptEmbedsRef
     beam_search: BeamSearchSpec
     features: _containers.ScalarMap[str, bytes]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbedsRef, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ..., features: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    source: SourceRef
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbedsRef, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ..., features: _Optional[_Mapping[str, bytes]] = ..., source: _Optional[_Union[SourceRef, _Mapping]] = ...) -> None: ...
 
 class PromptEmbedsRef(_message.Message):
     __slots__ = ("hash", "num_rows", "hidden_size", "dtype", "first_token_id")
@@ -62,6 +64,14 @@ class PromptEmbedsRef(_message.Message):
     dtype: str
     first_token_id: int
     def __init__(self, hash: _Optional[str] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ..., first_token_id: _Optional[int] = ...) -> None: ...
+
+class SourceRef(_message.Message):
+    __slots__ = ("hash", "num_rows")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    hash: str
+    num_rows: int
+    def __init__(self, hash: _Optional[str] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class BeamSearchSpec(_message.Message):
     __slots__ = ("num_beams", "num_answers", "options")

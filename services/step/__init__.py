@@ -17,7 +17,7 @@ from services.step.plan import (
     spans_of,
 )
 from services.step.result import NO_ROWS, RaggedTokens, Report, StepResult
-from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec
+from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec, SourceRef
 
 __all__ = [
     "NO_ENTRIES",
@@ -33,6 +33,7 @@ __all__ = [
     "Report",
     "SequenceOpened",
     "SequenceSpec",
+    "SourceRef",
     "StepPlan",
     "StepResult",
     "TokenColumns",

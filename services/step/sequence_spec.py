@@ -24,6 +24,14 @@ class PromptEmbedsRef:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceRef:
+    """The input of the encoder whose output the sequence reads: tokens, or the features of sound."""
+
+    hash: str  # of the input, hexadecimal
+    num_rows: int  # of the encoder's output
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """One prompt and how to answer it. It never changes, so journal, scheduler and runner hold the same object.
 
@@ -44,6 +52,7 @@ class SequenceSpec:
     adapter: Adapter | None = None  # computes all its tokens; None: the model alone
     prompt_embeds: PromptEmbedsRef | None = None  # vectors for some of its prompt tokens; None: it has tokens only
     beam_search: BeamSearchOptions | None = None  # None: its tokens are sampled
+    source: SourceRef | None = None  # None: the model has no encoder
     # What is asked for of features, by their names; each is a message that its feature alone reads.
     features: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -53,13 +62,15 @@ class SequenceSpec:
 
     @property
     def prefix_key(self) -> bytes:
-        """What sequences that share blocks have in common besides their tokens: salt, adapter, and prompt table."""
+        """What sequences that share blocks have in common besides their tokens: salt, adapter, vectors, and source."""
         key = self.cache_salt.encode()
-        # No text in UTF-8 has these bytes, and the hashes have fixed lengths: equal keys mean that all three are equal.
+        # No text in UTF-8 has these bytes, and the hashes have fixed lengths: equal keys mean that all are equal.
         if self.adapter is not None:
             key = b"\xff" + bytes.fromhex(self.adapter.hash) + key
         if self.prompt_embeds is not None:
             key = b"\xfe" + bytes.fromhex(self.prompt_embeds.hash) + key
+        if self.source is not None:
+            key = b"\xfd" + bytes.fromhex(self.source.hash) + key
         return key
 
 
@@ -92,6 +103,7 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
             num_beams=beams.num_beams, num_answers=beams.num_answers, options=encode_beam_search(beams)
         ),
         features=spec.features,
+        source=spec.source and sequence_pb2.SourceRef(hash=spec.source.hash, num_rows=spec.source.num_rows),
     )
 
 
@@ -120,4 +132,5 @@ def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         if message.HasField("beam_search")
         else None,
         features=dict(message.features),
+        source=SourceRef(message.source.hash, message.source.num_rows) if message.HasField("source") else None,
     )

@@ -57,6 +57,10 @@ class BlockGroup:
 
     # A new sequence
 
+    def open_source(self, row: int, key: bytes, length: int) -> bool:
+        """These layers read none."""
+        return True
+
     def match(self, digests: Sequence[bytes]) -> int:
         """Without a window, all of them, which have been looked up already (`needs_every_block`).
 
@@ -164,6 +168,9 @@ class BlockGroup:
         return self._release(row, self._place(row, num_blocks))
 
     # A step
+
+    def write_source(self, row: int, length: int, orphans: Iterable[int]) -> None:
+        """Nothing: these layers read none."""
 
     def evict(self, rows: SequenceRows) -> None:
         """Nothing: the scheduler counts these blocks, so a plan says when (`evict_before`)."""

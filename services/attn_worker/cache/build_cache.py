@@ -10,6 +10,7 @@ from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.prefix_cache import PrefixCache
+from services.attn_worker.cache.source_group import SourceGroup
 from services.attn_worker.cache.state_group import StateGroup
 from services.common.kv_cache.sliding_window import SlidingWindow
 
@@ -20,6 +21,14 @@ class WindowBlocks:
 
     window: int  # the longest of theirs
     num_blocks: int  # and one more, the null block, with this index
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSlots:
+    """The slots for keys and values of encoders' outputs, in layers with cross attention."""
+
+    num_slots: int  # and one more, the null slot, with this index
+    max_source_len: int  # rows of an output at most
 
 
 def build_cache(
@@ -33,6 +42,7 @@ def build_cache(
     num_sink_tokens: int = 0,
     window_blocks: WindowBlocks | None = None,
     num_state_slots: int | None = None,
+    sources: SourceSlots | None = None,
     make_pool: Callable[[int], BlockPool] = BlockPool,
     make_prefix_cache: Callable[..., PrefixCache] = PrefixCache,
 ) -> KVCache:
@@ -40,7 +50,8 @@ def build_cache(
 
     window: no layer reads further back, except to the first `num_sink_tokens`, so sequences drop the blocks between
     when a plan says so; window_blocks: some layers have a window and blocks of their own, which are evicted in every
-    plan; num_state_slots: the model has gated delta layers, whose states have so many slots, and no window;
+    plan; num_state_slots: the model has gated delta layers, whose states have so many slots, and no window; sources:
+    some layers have cross attention;
     make_pool: of the blocks that the scheduler counts
     """
     assert num_state_slots is None or (window is None and window_blocks is None), "states cannot drop tokens"
@@ -51,6 +62,8 @@ def build_cache(
         others.append(WindowGroup(window_blocks.num_blocks, sliding_window, most_blocks))
     if num_state_slots is not None:
         others.append(StateGroup(num_state_slots, block_size))
+    if sources is not None:
+        others.append(SourceGroup(sources.num_slots, sources.max_source_len))
     return KVCache(
         BlockGroup(num_blocks, SlidingWindow(block_size, window, num_sink_tokens), most_blocks, make_pool),
         others,

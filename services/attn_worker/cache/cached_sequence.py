@@ -22,6 +22,7 @@ class OpenResult:
     num_freed_blocks: int  # blocks this call returned to the free pool: rolled back or dropped ones
     # Blocks whose content the tier must load before the sequence may run, be forked or stay without its dense worker.
     missing: tuple[MissingBlock, ...] = ()
+    has_source: bool = True  # whether the output of its encoder, if it reads one, is in the cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,12 @@ class CacheGroup(Protocol):
 
     # A new sequence
 
+    def open_source(self, row: int, key: bytes, length: int) -> bool:
+        """The row's sequence reads `length` rows of an encoder's output, named by `key`. Returns whether they are here.
+
+        A row that knows it already keeps what it has. Raises InvalidRequest for a length that is not possible.
+        """
+
     def match(self, digests: Sequence[bytes]) -> int:
         """The greatest number of these first blocks after which a sequence can continue with what is findable here."""
 
@@ -90,6 +96,13 @@ class CacheGroup(Protocol):
         """The same, and releases the blocks behind that; returns how many became free."""
 
     # A step
+
+    def write_source(self, row: int, length: int, orphans: Iterable[int]) -> None:
+        """The step that is being planned writes the `length` rows of the encoder's output that the row reads.
+
+        Room is made at the cost of the rows `orphans`. Raises CapacityError or InvalidRequest, and then the rows are
+        written for nobody.
+        """
 
     def evict(self, rows: SequenceRows) -> None:
         """Releases what no token after the committed ones of any row reads. Called at the beginning of every plan."""

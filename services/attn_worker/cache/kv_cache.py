@@ -100,6 +100,11 @@ class KVCache:
         return {group.name: group.pool for group in self._groups}
 
     @property
+    def num_sources(self) -> int:
+        """How many outputs of encoders sequences may read at a time; 0: the model has no encoder."""
+        return next((group.pool.num_blocks for group in self._groups if group.name == "sources"), 0)
+
+    @property
     def uncounted_window(self) -> int | None:
         """The shortest window of layers whose blocks are evicted without the scheduler; None: there are none such."""
         return min((group.window for group in self._groups[1:] if group.window is not None), default=None)
@@ -129,15 +134,16 @@ class KVCache:
         prefix_key: bytes = b"",
         ignores_prefix_cache: bool = False,
         max_cached_tokens: int | None = None,
+        num_source_tokens: int = 0,
     ) -> OpenResult:
         """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
 
         At least the last token always remains to be computed. A known sequence (its dense worker died) keeps its blocks
         if `token_ids` agree with its tokens and it has dropped none that it needs again; otherwise it starts as a new
         one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
-        of them are not. A tier may have some of the
-        blocks (`missing`); if it cannot load one, close the sequence and open it again. Raises InvalidRequest for
-        impossible lengths.
+        of them are not. A tier may have some of the blocks (`missing`); if it cannot load one, close the sequence and
+        open it again. `num_source_tokens`: rows of the encoder's output that it reads; `prefix_key` names the output.
+        Raises InvalidRequest for impossible lengths.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
@@ -166,10 +172,16 @@ class KVCache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from_tier(sequence, most, self._main)
                 num_pinned += num_taken
-        row = sequence.row
+        row, has_source = sequence.row, True
+        if num_source_tokens:
+            try:
+                has_source = all([group.open_source(row, root, num_source_tokens) for group in self._groups])
+            except InvalidRequest:
+                self._drop(seq_id)
+                raise
         self._rows.num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
-        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing)
+        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing, has_source)
 
     def register_loaded(self, blocks: Iterable[MissingBlock]) -> None:
         """Makes blocks of an open sequence findable, whose content the tier has loaded."""
@@ -201,6 +213,7 @@ class KVCache:
         lengths = positions + num_tokens
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
         errors = self._find_errors(seq_ids, rows, positions, num_tokens) | errors  # a failed fork says more
+        self._write_sources(plan.sources, rows, errors)
         self._roll_back(seq_ids, rows, positions, errors)
         if plan.evicts_blocks:
             num_freed += self._evict_blocks(seq_ids, rows, positions, errors)
@@ -352,6 +365,17 @@ class KVCache:
                 step.generations = np.append(step.generations, rows.generations[row])
                 step.lengths = np.append(step.lengths, min(position, int(step.lengths[is_parent][0])))
         return copies
+
+    def _write_sources(
+        self, sources: Iterable[tuple[int, int]], rows: np.ndarray, errors: dict[int, TwostrokeError]
+    ) -> None:
+        """Prepares what the step writes of encoders' outputs, for the sequences of `sources`."""
+        for seq_id, num_tokens in sources:
+            for group in self._groups:
+                try:
+                    group.write_source(self._row(seq_id), num_tokens, self._orphans_beside(rows))
+                except (CapacityError, InvalidRequest) as error:
+                    errors[seq_id] = error
 
     def _find_errors(
         self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, num_tokens: np.ndarray

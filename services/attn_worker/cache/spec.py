@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from services.attn_worker.cache.build_cache import WindowBlocks
+from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks
 from services.common.families.shape import GatedDelta
 from services.common.model_config import LayerHeads, ModelConfig
 
@@ -39,6 +39,7 @@ class KVCacheSpec:
     window_blocks: WindowBlocks | None = None  # of the `window_layers`; `num_blocks` are then those of the others
     # For sequences, in gated delta layers, which have no blocks; two more slots serve the backend (see `StepStates`).
     num_state_slots: int = 0
+    source_slots: SourceSlots | None = None  # of the layers with cross attention, which have no blocks; None: none have
 
     @classmethod
     def of_model(cls, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> KVCacheSpec:
@@ -84,9 +85,21 @@ class KVCacheSpec:
             for sizes in self.gated_delta.values()
         )
 
+    @property
+    def cross_layers(self) -> dict[int, LayerHeads]:
+        """The layers with cross attention, in order."""
+        return {layer: heads for layer, heads in enumerate(self.layer_heads) if heads.is_cross}
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of one slot of an encoder's output in all layers with cross attention, in the cache's dtype."""
+        length = 0 if self.source_slots is None else self.source_slots.max_source_len
+        return length * self.dtype.itemsize * sum(heads.source_size for heads in self.cross_layers.values())
+
     def attention_layers(self) -> KVCacheSpec:
-        """The spec without the gated delta layers, for the backend of the others."""
-        layers = [layer for layer in range(self.num_layers) if layer not in self.gated_delta]
+        """The spec without the layers that keep nothing of each token, for the backend of the others."""
+        others = {**self.gated_delta, **self.cross_layers}
+        layers = [layer for layer in range(self.num_layers) if layer not in others]
         heads = tuple(self.layer_heads[layer] for layer in layers)
         return replace(self, windows=tuple(self.windows[layer] for layer in layers), layer_heads=heads)
 
@@ -108,7 +121,7 @@ class KVCacheSpec:
     @property
     def window_layers(self) -> frozenset[int]:
         """The layers with a window whose keys no layer without a window reads; none if all layers are alike in this."""
-        if self.gated_delta:
+        if self.gated_delta or self.cross_layers:
             return frozenset()  # such models have no windows
         readers: dict[int, list[int | None]] = {layer: [] for layer in self.storing_layers}
         for layer, window in enumerate(self.windows):
@@ -134,8 +147,8 @@ class KVCacheSpec:
     @property
     def storing_layers(self) -> list[int]:
         """The layers that store keys and values of their own."""
-        gated_delta = self.gated_delta
-        return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer and layer not in gated_delta]
+        others = {**self.gated_delta, **self.cross_layers}
+        return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer and layer not in others]
 
     @property
     def token_bytes(self) -> int:
@@ -156,7 +169,8 @@ class KVCacheSpec:
         """Bytes of all blocks and states, without the null blocks and the backend's two slots."""
         groups = range(self.num_groups)
         blocks = self.block_size * sum(self.num_blocks_of(each) * self.group_token_bytes(each) for each in groups)
-        return blocks + self.num_state_slots * self.state_bytes
+        num_sources = 0 if self.source_slots is None else self.source_slots.num_slots
+        return blocks + self.num_state_slots * self.state_bytes + num_sources * self.source_bytes
 
     def token_major_block(self, layer: int) -> tuple[int, ...]:
         """The shape of a layer's part of a block in which each token has its k heads and then its v heads, if any."""

@@ -66,6 +66,10 @@ class StateGroup:
 
     # A new sequence
 
+    def open_source(self, row: int, key: bytes, length: int) -> bool:
+        """These layers read none."""
+        return True
+
     def match(self, digests: Sequence[bytes]) -> int:
         """A sequence can continue only after a block whose end has a checkpoint."""
         num_blocks = len(digests)
@@ -132,6 +136,9 @@ class StateGroup:
         return self._release(row, [each for each in self._states.get(row, ()) if each > length])
 
     # A step
+
+    def write_source(self, row: int, length: int, orphans: Iterable[int]) -> None:
+        """Nothing: these layers read none."""
 
     def evict(self, rows: SequenceRows) -> None:
         """Nothing: `commit` releases the states that no step goes back to."""

@@ -12,6 +12,7 @@ from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
 from services.common.kv_cache.scales import KVScales
+from services.step.sources import SourcePiece
 
 
 class AttentionBackend(Protocol):
@@ -38,6 +39,10 @@ class AttentionBackend(Protocol):
         """Sets the learned sinks, [num_layers][num_heads], for later steps. Called for models that have them."""
         ...
 
+    def use_relative_bias(self, bias: Sequence[Sequence[float]]) -> None:
+        """Sets the relative bias, [num_buckets][num_heads], for later steps. Called for models that have one."""
+        ...
+
     def begin_step(self, step: StepMetadata) -> None:
         """Prepares the data that all layers of a step share."""
         ...
@@ -60,6 +65,22 @@ class RecurrentAttention(AttentionBackend, Protocol):
 
     def use_gated_delta(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
         """Sets the weights of the gated delta layers, by layer, for later steps."""
+        ...
+
+
+class SourceAttention(AttentionBackend, Protocol):
+    """An AttentionBackend that also runs layers with cross attention, for which a row of qkv has q heads alone."""
+
+    cross_layers: Sequence[int]  # in the order in which they are written
+
+    def store_source(
+        self, layer: int, rows: torch.Tensor, pieces: Sequence[SourcePiece], slots: Sequence[int]
+    ) -> None:
+        """Stores keys and values of encoders' outputs, after all steps so far, before the next.
+
+        rows: [n, qkv_size] of the seam, which hold [n, source_size]: the pieces one after the other; slots: by index of
+        a piece
+        """
         ...
 
 

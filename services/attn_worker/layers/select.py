@@ -46,6 +46,8 @@ def _why_not_deterministic(section: AttentionSection, model: ResolvedModel, kv_c
         return f"{family} has gated delta layers, whose recurrence is computed in chunks that begin where a step does"
     if config.attention.value_dim is not None:
         return f"{family} has latent attention, whose kernels have several orders of additions"
+    if config.encoder is not None:
+        return f"{family} has cross attention, which is computed for all rows of a source together"
     if config.attention.num_sink_tokens:
         return "attention.sink_tokens has kernels with several orders of additions"
     if model.device.type == "cpu":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
-from services.attn_worker.runner.layer_runner import RunningStep, run_layers
+from services.attn_worker.runner.layer_runner import RunningStep, run_layers, store_sources
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import Channel
@@ -50,6 +50,7 @@ class CudaLayerRunner:
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
         gated_delta: Mapping[int, GatedDeltaWeights],
+        relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Passes scales, sinks and weights on, and captures a graph per bucket for each channel, unless
         `captures_lazily` is on.
@@ -63,6 +64,8 @@ class CudaLayerRunner:
                 self._backend.use_sinks(sinks)
             if gated_delta:
                 self._backend.use_gated_delta(gated_delta)
+            if relative_bias:
+                self._backend.use_relative_bias(relative_bias)
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
@@ -106,6 +109,7 @@ class CudaLayerRunner:
         """Enqueues a step: its graph, if there is one. Waits for the device only to capture a graph."""
         shape = self._backend.captured_shape(step)
         with torch.cuda.stream(self._stream):
+            store_sources(self._backend, channel, step)
             if shape is not None:
                 num_rows = bucket_for(self._rows(channel, shape), len(step.positions))
                 graph = self._graphs[channel].find(_Size(num_rows, shape))

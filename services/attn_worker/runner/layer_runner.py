@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 
-from services.attn_worker.layers import AttentionBackend, RecurrentAttention
+from services.attn_worker.layers import AttentionBackend, RecurrentAttention, SourceAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
 from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.kv_cache.scales import KVScales
+from services.step.sources import source_pieces
 
 
 class RunningStep(Protocol):
@@ -37,11 +38,12 @@ class LayerRunner(Protocol):
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
         gated_delta: Mapping[int, GatedDeltaWeights],
+        relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Makes later steps run on these channels only, with these scales of FP8 layers and these learned sinks.
 
-        `sinks` are [num_layers][num_heads], and `gated_delta` the weights of such layers; both are empty for a model
-        without them. No step may be running.
+        `sinks` are [num_layers][num_heads], `gated_delta` the weights of such layers, and `relative_bias` is
+        [num_buckets][num_heads]; they are empty for a model without them. No step may be running.
         """
 
     def fence(self) -> torch.cuda.Event | None:
@@ -57,7 +59,7 @@ class LayerRunner(Protocol):
 class EagerLayerRunner:
     """A `LayerRunner` for backends that act at once, as on a CPU. A launched step has ended."""
 
-    def __init__(self, backend: AttentionBackend | RecurrentAttention, num_layers: int) -> None:
+    def __init__(self, backend: AttentionBackend | RecurrentAttention | SourceAttention, num_layers: int) -> None:
         self._backend = backend
         self._num_layers = num_layers
 
@@ -67,6 +69,7 @@ class EagerLayerRunner:
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
         gated_delta: Mapping[int, GatedDeltaWeights],
+        relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Passes scales, sinks and weights on."""
         self._backend.use_scales(scales)
@@ -74,6 +77,8 @@ class EagerLayerRunner:
             self._backend.use_sinks(sinks)
         if gated_delta:
             self._backend.use_gated_delta(gated_delta)
+        if relative_bias:
+            self._backend.use_relative_bias(relative_bias)
 
     def fence(self) -> None:
         """None: a launched step has ended."""
@@ -87,6 +92,7 @@ class EagerLayerRunner:
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
         """Runs all layers before it returns."""
         num_tokens = len(step.positions)
+        store_sources(self._backend, channel, step)
         self._backend.begin_step(step)
         run_layers(self._backend, channel, range(self._num_layers), num_tokens)
         return FinishedStep()
@@ -99,3 +105,16 @@ def run_layers(backend: AttentionBackend, channel: Channel, layers: range, num_t
         channel.wait(qkv_ready)
         backend.forward(layer, qkv, attn_out)
         channel.signal(Flag.ATTENTION_READY)
+
+
+def store_sources(backend: SourceAttention, channel: Channel, step: StepMetadata) -> None:
+    """Stores what the step writes of encoders' outputs: for each part of their rows, per layer with cross attention."""
+    if step.sources is None or not step.sources.writes:
+        return
+    slots = [slot for slot, _ in step.sources.writes]
+    for pieces in source_pieces([length for _, length in step.sources.writes], len(channel.qkv)):
+        num_rows = sum(piece.num_rows for piece in pieces)
+        for layer in backend.cross_layers:
+            channel.wait(qkv_flag(num_rows))
+            backend.store_source(layer, channel.qkv[:num_rows], pieces, slots)
+            channel.signal(Flag.ATTENTION_READY)

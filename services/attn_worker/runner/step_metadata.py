@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.attn_worker.runner.step_sources import StepSources
 from services.attn_worker.runner.step_states import StepStates
 
 
@@ -33,6 +34,7 @@ class StepMetadata:
     # The same step for the layers with a window, if these have blocks of their own: other lengths, tables and slots.
     windows: StepMetadata | None = None
     states: StepStates | None = None  # the same step for gated delta layers, of a model that has them
+    sources: StepSources | None = None  # the same step for layers with cross attention, of a model that has them
 
     def parts(self, num_groups: int) -> list[StepMetadata]:
         """The step for each group of layers."""

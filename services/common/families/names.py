@@ -82,6 +82,27 @@ class GatedDeltaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderNames:
+    """Names of the encoder's modules, and of cross attention in the decoder's layers; the defaults are BART's."""
+
+    embedding: str = "model.encoder.embed_tokens"  # if it has one of its own
+    positions: str = "model.encoder.embed_positions"
+    embedding_norm: str = "model.encoder.layernorm_embedding"
+    convolutions: tuple[str, str] = ("model.encoder.conv1", "model.encoder.conv2")
+    relative_bias: str = ""  # of the encoder: a tensor
+    decoder_relative_bias: str = ""
+    layers: str = "model.encoder.layers"  # the number of the layer follows
+    mlp_norm: str = "final_layer_norm"  # relative to the encoder's layer; the next two, too
+    mlp_in: tuple[str, ...] = ("fc1",)
+    down: str = "fc2"
+    final_norm: str = "model.encoder.layer_norm"
+    cross_norm: str = "encoder_attn_layer_norm"  # relative to the decoder's layer; the next two, too
+    cross_qkv: tuple[str, str, str] = ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj")
+    cross_o: str = "encoder_attn.out_proj"
+    logits_bias: str = "final_logits_bias"  # a tensor, [1, vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """Names of modules. Those of a layer are relative to the layer; the defaults are Llama's."""
 
@@ -106,6 +127,7 @@ class CheckpointNames:
     of_experts: ExpertNames = ExpertNames()
     of_latents: LatentNames = LatentNames()
     of_gated_delta: GatedDeltaNames = GatedDeltaNames()
+    of_encoder: EncoderNames = EncoderNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
     layer_scalar: str = "layer_scalar"  # a tensor
     input_gate: str = "per_layer_input_gate"
@@ -125,7 +147,9 @@ class CheckpointNames:
                 name = instead + name.removeprefix(wrapper)
         if self.of_experts.gate_up:
             name = _STACKED.sub(lambda found: f"{found[1]}.{_STACKED_TENSORS[found[2]]}", name)
-        return name if name.startswith((f"{self.base}.", f"{self.head}.")) else f"{self.base}.{name}"
+        if not self.base or name.startswith((f"{self.base}.", f"{self.head}.")):
+            return name
+        return f"{self.base}.{name}"
 
     def layer_of(self, name: str) -> int | None:
         """The layer that a canonical name belongs to; None for no layer, and for what no model reads."""
@@ -191,6 +215,43 @@ _GPTJ = replace(
     down="mlp.fc_out",
 )
 _WITHOUT_GATE = CheckpointNames(mlp_in=("mlp.up_proj",))
+_T5 = CheckpointNames(
+    base="",
+    embedding="shared",
+    layers="decoder.block",
+    attention_norm="layer.0.layer_norm",
+    qkv=("layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"),
+    o="layer.0.SelfAttention.o",
+    mlp_norm="layer.2.layer_norm",
+    mlp_in=("layer.2.DenseReluDense.wi",),
+    down="layer.2.DenseReluDense.wo",
+    final_norm="decoder.final_layer_norm",
+    of_encoder=EncoderNames(
+        relative_bias="encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        decoder_relative_bias="decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        layers="encoder.block",
+        mlp_norm="layer.1.layer_norm",
+        mlp_in=("layer.1.DenseReluDense.wi",),
+        down="layer.1.DenseReluDense.wo",
+        final_norm="encoder.final_layer_norm",
+        cross_norm="layer.1.layer_norm",
+        cross_qkv=("layer.1.EncDecAttention.q", "layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"),
+        cross_o="layer.1.EncDecAttention.o",
+    ),
+)
+_BART = CheckpointNames(
+    base="",
+    embedding="model.shared",
+    embedding_norm="model.decoder.layernorm_embedding",
+    positions="model.decoder.embed_positions",
+    layers="model.decoder.layers",
+    attention_norm="self_attn_layer_norm",
+    o="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    mlp_in=("fc1",),
+    down="fc2",
+    final_norm="model.decoder.layer_norm",
+)
 
 NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "llama": _LLAMA,
@@ -313,12 +374,29 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
         down="fc2",
         final_norm="model.decoder.final_layer_norm",
     ),
+    "t5": _T5,
+    "mt5": _T5,
+    "bart": _BART,
+    "mbart": _BART,
+    "marian": _BART,
+    "fsmt": replace(_BART, embedding="model.decoder.embed_tokens", head="model.decoder.output_projection"),
+    "whisper": replace(_BART, embedding="model.decoder.embed_tokens", head="proj_out"),
 }
 
 
 def names_of(config: ModelConfig) -> CheckpointNames:
-    """The page of a model's family. Falcon's layers with two norms call them otherwise than those with one."""
+    """The page of a model. Some call a part by another name if the model has another one beside it."""
     names, parts = NAMES[config.family], config.parts
+    if names is _T5 and parts.is_gated:
+        mlp_in, of_encoder = (_with_gate(page.mlp_in[0]) for page in (names, names.of_encoder))
+        return replace(names, mlp_in=mlp_in, of_encoder=replace(names.of_encoder, mlp_in=of_encoder))
+    if config.encoder is not None and config.encoder.has_own_embedding:
+        names = replace(names, embedding="model.decoder.embed_tokens")
     if config.family == "falcon" and parts.residual is ResidualKind.PARALLEL and not parts.shares_norm:
         return replace(names, attention_norm="ln_attn", mlp_norm="ln_mlp")
     return names
+
+
+def _with_gate(name: str) -> tuple[str, str]:
+    """T5's names of the gate and of what it multiplies, by the name of the only projection where there is no gate."""
+    return f"{name}_0", f"{name}_1"

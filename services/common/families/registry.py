@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
 from services.common.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from services.common.families.encoder_decoder import (
+    read_bart,
+    read_fsmt,
+    read_marian,
+    read_mbart,
+    read_t5,
+    read_whisper,
+)
 from services.common.families.experts import (
     read_glm4_moe,
     read_gpt_oss,
@@ -150,6 +158,13 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "gpt_bigcode": Family("GPTBigCodeForCausalLM", read_gpt_bigcode),
     "gpt_neo": Family("GPTNeoForCausalLM", read_gpt_neo),
     "opt": Family("OPTForCausalLM", read_opt),
+    "t5": Family("T5ForConditionalGeneration", read_t5),
+    "mt5": Family("MT5ForConditionalGeneration", read_t5),
+    "bart": Family("BartForConditionalGeneration", read_bart),
+    "mbart": Family("MBartForConditionalGeneration", read_mbart),
+    "marian": Family("MarianMTModel", read_marian),
+    "fsmt": Family("FSMTForConditionalGeneration", read_fsmt),
+    "whisper": Family("WhisperForConditionalGeneration", read_whisper),
 }
 
 # Models of text and images, of which the text part is served: the architecture, by model_type.

@@ -104,6 +104,17 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """A learned number for each head and bucket of distances, which is added to the scores (arXiv:1910.10683).
+
+    Half of the buckets hold one distance each; the others grow up to `max_distance`, and the last one has all beyond.
+    """
+
+    num_buckets: int
+    max_distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerHeads:
     """The heads of one layer's attention, or of the recurrence that it has instead."""
 
@@ -113,6 +124,7 @@ class LayerHeads:
     kv_layer: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
     value_dim: int | None = None  # values are these last dimensions of their keys; None: there are v heads
     gated_delta: GatedDelta | None = None  # the layer has this recurrence, and the numbers above do not matter
+    is_cross: bool = False  # it reads keys and values of the encoder's output, not of tokens
 
     @property
     def q_size(self) -> int:
@@ -129,7 +141,13 @@ class LayerHeads:
     @property
     def kv_size(self) -> int:
         """Width of the layer's own k heads; any v heads are as wide. 0 if it stores no keys."""
-        return self.num_kv_heads * self.head_dim if self.kv_layer is None and self.gated_delta is None else 0
+        stores_none = self.is_cross or self.kv_layer is not None or self.gated_delta is not None
+        return 0 if stores_none else self.num_kv_heads * self.head_dim
+
+    @property
+    def source_size(self) -> int:
+        """Width of the keys and values that a layer with cross attention has of a row of the encoder's output."""
+        return 2 * self.num_kv_heads * self.head_dim if self.is_cross else 0
 
     @property
     def qkv_size(self) -> int:
@@ -146,6 +164,7 @@ class AttentionOptions:
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
     alibi_slopes: tuple[float, ...] = ()  # per q head: slope * (j - i) is added to the scaled score; empty: no ALiBi
+    relative_bias: RelativeBias | None = None  # all layers with keys of tokens share its numbers; None: there is none
     rotates_pairs: bool = False  # RoPE turns dimensions (2d, 2d + 1), not (d, d + rotary_dim / 2)
     num_sink_tokens: int = 0  # all tokens see these first ones, too, at their places in the cache: StreamingLLM
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: not rotated; empty: all have `ModelConfig.rope`
@@ -235,6 +254,7 @@ class LayerParts:
     has_norms_after: bool = False  # x + norm(f(x)); with both, x + norm(f(norm(x)))
     qk_norm: QkNormKind = QkNormKind.HEADS  # used if `ModelConfig.qk_norm`
     has_attention_gate: bool = False  # attention's output is multiplied by the sigmoid of a product with the token
+    has_key_bias: bool = True  # if q and v have one; only families with an encoder lack it
     has_v_norm: bool = False  # each v head is normalised by its RMS, without a weight
     key_value_layers: tuple[int, ...] = ()  # without a projection of v: v is what k is before its norm and rotation
     has_layer_scalar: bool = False  # a learned number multiplies the residual after each layer
@@ -242,6 +262,7 @@ class LayerParts:
     layer_intermediate_sizes: tuple[int, ...] = ()  # of each layer's MLP; empty: `ModelConfig.intermediate_size`
     num_learned_positions: int = 0  # rows of a table that is added to the embedding; 0: none
     learned_position_offset: int = 0  # the row of position 0
+    sinusoidal_positions: SinusoidalPositions | None = None  # the table's rows, of decoder and encoder, by a formula
     has_embedding_norm: bool = False  # the embedding is normalised before layer 0
     embedding_size: int | None = None  # of the embedding's rows; projections lead from and to it; None: hidden_size
     head_bias: bool = False
@@ -254,8 +275,36 @@ class LayerParts:
 
 
 @dataclass(frozen=True, slots=True)
+class SinusoidalPositions:
+    """A table of sines, then cosines, of a position times geometrically falling frequencies (arXiv:1706.03762)."""
+
+    reaches_base: bool  # the last of n frequencies is 1 / 10000, not 10000 ** (1 / n) times that
+    first_row: int = 0  # the position that the formula has for position 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The encoder of a model whose decoder has cross attention. Only the dense worker computes it."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_source_len: int  # rows of its output at most
+    has_final_norm: bool
+    num_learned_positions: int = 0  # rows of its own table, without its offset; 0: none
+    has_own_embedding: bool = False  # a table of its own, of `vocab_size` rows; else it shares the decoder's
+    vocab_size: int = 0  # ids that its tokens may have; 0: it reads sound
+    num_mel_bins: int = 0  # of sound, whose features become rows by two convolutions; 0: it reads tokens
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes (in elements) and variants of a decoder-only model of a supported family."""
+    """Sizes (in elements) and variants of a model of a supported family that generates tokens.
+
+    With an encoder each layer of the decoder counts as two, each with one attention: over tokens, then over the
+    encoder's output.
+    """
 
     family: str  # key of `services.common.families.registry.FAMILIES`
     vocab_size: int
@@ -280,6 +329,7 @@ class ModelConfig:
     attention: AttentionOptions = AttentionOptions()
     quantization: QuantizationConfig | None = None  # of the linear layers; only the dense worker needs it
     num_stored_layers: int | None = None  # that a checkpoint may have, with those that draft tokens; None: any number
+    encoder: EncoderConfig | None = None  # None: the model is a decoder alone
 
     @property
     def fingerprint(self) -> str:
@@ -306,6 +356,11 @@ class ModelConfig:
         """The layers that have a gated delta recurrence instead of attention, by their numbers, in order."""
         layers = enumerate(self.attention.layer_heads)
         return {layer: heads.gated_delta for layer, heads in layers if heads.gated_delta is not None}
+
+    @property
+    def cross_layers(self) -> tuple[int, ...]:
+        """The layers with cross attention."""
+        return tuple(layer for layer, heads in enumerate(self.attention.layer_heads) if heads.is_cross)
 
     @property
     def q_size(self) -> int:

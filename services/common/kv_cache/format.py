@@ -30,6 +30,8 @@ def resolve_kv_cache_format(section: AttentionSection, model: ResolvedModel) -> 
         lack = "latent vectors"
     elif model.config.gated_delta_layers:
         lack = "keys and values beside gated delta layers"
+    elif model.config.encoder is not None:
+        lack = "keys and values beside cross attention"
     if section.kv_cache_dtype != "auto":
         if lack is not None and section.kv_cache_dtype != "model":
             raise ConfigError(

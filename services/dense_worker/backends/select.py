@@ -225,6 +225,8 @@ def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
         )
     if model.config.parts.latent is not None:
         raise ConfigError(f"latent attention ({model.config.family!r}) runs only with dense.backend 'torch'")
+    if model.config.encoder is not None:
+        raise ConfigError(f"cross attention ({model.config.family!r}) runs only with dense.backend 'torch'")
     if model.config.parts.experts is not None:
         raise ConfigError(f"mixtures of experts ({model.config.family!r}) run only with dense.backend 'torch'")
     api = load_tensorrt()

@@ -74,6 +74,7 @@ class AttachOptions:
     kv_scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sequence[Sequence[float]] = ()  # of attention, [num_layers][num_heads]; empty: the model has none
     gated_delta: Mapping[int, GatedDeltaWeights] = field(default_factory=dict)  # by layer, in order
+    relative_bias: Sequence[Sequence[float]] = ()  # of attention, [num_buckets][num_heads]; empty: the model has none
     is_deterministic: bool = False  # the config's `dense.deterministic`
 
 
@@ -165,6 +166,7 @@ class AttentionClient:
             window=reply.window if reply.HasField("window") else None,
             num_sink_tokens=reply.num_sink_tokens,
             layer_window=reply.layer_window if reply.HasField("layer_window") else None,
+            max_num_sources=reply.max_num_sources,
         )
 
     async def _serve(
@@ -225,6 +227,7 @@ def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
             for layer, each in options.gated_delta.items()
         ],
         deterministic=options.is_deterministic,
+        relative_bias=itertools.chain.from_iterable(options.relative_bias),
     )
 
 

@@ -296,6 +296,7 @@ class Scheduler:
         num_missing = self._admission.blocks_to_reserve(sequence, answer.num_held_blocks)
         sequence.num_reserved_blocks = min(num_missing, ledger.num_available_blocks)
         ledger.reserve(sequence.num_reserved_blocks)
+        sequence.needs_source = not answer.has_source
         sequence.num_blocks = answer.num_held_blocks
         sequence.num_evicted_blocks = ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
         sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
@@ -322,6 +323,7 @@ class Scheduler:
             session.take_openings(),
             tuple(step.forced),
             evicts_blocks=step.evicts_blocks,
+            sources=tuple(step.sources),
         )
         self._residency.last_step_id = self._next_step_id
         self._next_step_id += 1

@@ -69,6 +69,7 @@ class Sequence:
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
     num_evicted_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
     num_opened_tokens: int = 0  # that were in the cache when it was opened
+    needs_source: bool = False  # the output of its encoder is not in the cache, and no plan writes it yet
     # On the monotonic clock. A sequence that was submitted again with tokens has no first step here.
     started_s: float | None = None  # when its first step began
     first_token_s: float | None = None  # when the first token computed by this worker was known
@@ -172,6 +173,11 @@ class Sequence:
         return self.flow
 
     @property
+    def num_source_rows(self) -> int:
+        """Rows of its encoder's output; 0: the model has no encoder."""
+        return 0 if self.spec.source is None else self.spec.source.num_rows
+
+    @property
     def is_plain(self) -> bool:
         """Whether a step that decodes it gets one token from it, and has nothing else to report or to do for it."""
         reports = self.spec.num_logprobs is not None or any([each.reports for each in self.features])
@@ -206,6 +212,7 @@ class Sequence:
             ignores_prefix_cache=any([each.ignores_prefix_cache for each in self.features]),
             traceparent=self.traceparent,
             cache_id=self.cache_id,
+            num_source_tokens=self.num_source_rows,
         )
 
     def describe_to_runner(self) -> RequestState:

@@ -242,6 +242,19 @@ class Session:
         if not self.rows_of_client[client]:
             del self.rows_of_client[client]
 
+    def has_written(self, sequence: Sequence) -> bool:
+        """Whether the cache has the output of its encoder, or a plan writes it, for another sequence that runs."""
+        key = sequence.spec.prefix_key
+        return any(
+            not other.needs_source and other is not sequence and other.spec.prefix_key == key for other in self.running
+        )
+
+    @property
+    def has_room_for_source(self) -> bool:
+        """Whether a further sequence may read the output of an encoder."""
+        most = self.attachment.max_num_sources
+        return not most or len(self.running) + len(self.openings) < most
+
     def enter_row(self, sequence: Sequence) -> None:
         """From now on a running sequence needs one token in each step and nothing else."""
         remove(self.others, sequence)

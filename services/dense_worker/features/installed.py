@@ -13,6 +13,7 @@ from services.common.model_config import load_model_config
 from services.common.pooling.pooling_config import read_pooling
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
 from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
@@ -35,6 +36,7 @@ from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature impo
 from services.dense_worker.features.prompt_progress.progress_feature import ProgressFeature
 from services.dense_worker.features.returned_logits.context_logits import ContextLogitsFeature
 from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
+from services.dense_worker.features.source.source_feature import SourceFeature
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2
@@ -47,10 +49,11 @@ def make_features(
     lora: LoraStore | None,
     grammars: Grammars,
     language_head: torch.Tensor | None = None,
+    encoder: SourceEncoder | None = None,
 ) -> tuple[Feature, ...]:
     """All features, which the caller closes. lora: the adapters of the backend; None: they are off.
 
-    language_head: the matrix [vocab, hidden]; None if it is quantized or cut
+    language_head: the matrix [vocab, hidden]; None if it is quantized or cut. encoder: None: the model has none
     """
     embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
@@ -63,6 +66,7 @@ def make_features(
         _make_pooling(config, model, language_head),
         ProgressFeature(),
         GrammarFeature(grammars),
+        SourceFeature(encoder, model.config.encoder),
     )
 
 

@@ -15,6 +15,7 @@ from services.step import PlanEntries, StepResult
 if TYPE_CHECKING:
     import torch
 
+    from services.channel import Channel
     from services.dense_worker.backends import DenseBackend, InputEmbeds
 
 
@@ -34,6 +35,7 @@ class StepView:
     token_ids: torch.Tensor  # int64 [num_tokens], on the host; arbitrary where the host does not know the token
     known: SequenceOf[list[int]]  # of each entry: all tokens of its sequence that the host knows, its prompt first
     num_known: np.ndarray  # int64 [num_entries]: how many these are
+    sources: SequenceOf[tuple[int, int]] = ()  # `StepPlan.sources`
 
     @cached_property
     def row_starts(self) -> np.ndarray:
@@ -62,6 +64,10 @@ class StepPart:
     needs_further_rows: bool = False  # `compute_rows` has something to compute
     waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
     input_embeds: InputEmbeds | None = None  # vectors in place of embeddings; of one feature in a step
+
+    def before_layers(self, channel: Channel) -> None:
+        """Enqueues, or does, what crosses the seam before the layers of the step. Raises the errors of `Channel.wait`.
+        """
 
     def copy_logits(self, logits: torch.Tensor) -> None:
         """Enqueues what it takes of the logits, [num_sampled, vocab_size], before the sampler changes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -79,6 +80,24 @@ class WeightAllocator:
         weight = self.weight(f"{name}_weight", in_features, merged_from)
         return Linear(name, in_features, sum_of_sizes(merged_from), merged_from, cut, weight, bias)
 
+    def attention_projections(
+        self,
+        name: str,
+        in_features: int,
+        merged_from: tuple[Projection, ...],
+        *,
+        has_bias: bool,
+        has_key_bias: bool = True,
+        key_index: int = 1,
+    ) -> Linear:
+        """The linear layer before attention; of its projections the one of keys may lack a bias, which is then 0."""
+        linear = self.linear(name, in_features, merged_from, Cut.OUT, has_bias)
+        if linear.bias is None or has_key_bias or len(merged_from) <= key_index:
+            return linear
+        sources = list(linear.bias.sources)
+        sources[key_index] = optional_zeros(sources[key_index].name, sources[key_index].num_rows)
+        return replace(linear, bias=replace(linear.bias, sources=tuple(sources)))
+
     def experts(
         self, name: str, num_experts: int, in_features: int, merged_from: tuple[Projection, ...], has_bias: bool
     ) -> ExpertLinear:
@@ -137,6 +156,16 @@ def create_quantized(scheme: Scheme, layer: QuantizedLayer) -> QuantizedFormat:
             return create_mxfp4(scheme, layer)
         case OnTheFlyFp8():
             return create_on_the_fly(layer)
+
+
+def optional_zeros(name: str, num_rows: int, *shapes: tuple[int, ...]) -> Source:
+    """The source of a vector that a checkpoint may lack, and which is then 0. `shapes` that it may have there."""
+
+    def convert(loaded: Loaded | None) -> torch.Tensor:
+        return torch.zeros(num_rows) if loaded is None else loaded.tensor.flatten()
+
+    stored = StoredTensor((name,), FLOATS, shapes or ((num_rows,),), is_optional=True)
+    return Source(name, num_rows, Conversion((stored,), convert))
 
 
 def checkpoint_sources(merged_from: tuple[Projection, ...], kind: str, *row_shape: int) -> tuple[Source, ...]:

@@ -20,12 +20,13 @@ from services.common.families.shape import (
 )
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
+from services.dense_worker.encoders.source.build import build_source_encoder, sinusoidal_table
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
-from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.allocator import WeightAllocator, optional_zeros
 from services.dense_worker.model.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
 from services.dense_worker.model.gated.build import build_gated_output, build_gated_rows
 from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
@@ -33,6 +34,7 @@ from services.dense_worker.model.latent.build import build_latent_output, build_
 from services.dense_worker.model.layer import (
     AddedInput,
     AfterAttention,
+    AttentionAlone,
     BeforeAttention,
     DecoderLayer,
     Mlp,
@@ -51,10 +53,14 @@ def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeigh
     """The model of any family: what it is made of is in `config.parts`."""
     names = names_of(config)
     table = build_embedding_table(config, allocator, names)
+    encoder = None
+    if config.encoder is not None:
+        encoder = build_source_encoder(config, config.encoder, allocator, names, table)
     return ModelWeights(
         build_embedding(config, allocator, names, table),
         tuple(build_layer(config, allocator, names, i) for i in range(config.num_layers)),
         build_head(config, allocator, names, table),
+        encoder,
     )
 
 
@@ -75,6 +81,10 @@ def build_embedding(
         sources = (Source(f"{names.positions}.weight", num_rows),)
         rows = allocator.parameter("positions", num_rows, hidden, sources=sources)
         positions = LearnedPositions(rows, parts.learned_position_offset)
+    if parts.sinusoidal_positions is not None:
+        num_rows = config.max_position_embeddings
+        rows = sinusoidal_table("positions", parts.sinusoidal_positions, num_rows, hidden, allocator)
+        positions = LearnedPositions(rows, 0)
     if parts.has_embedding_norm:
         norm = allocator.norm("embedding_norm", names.embedding_norm, hidden, config.norm_eps, parts.norm)
     multiplier = _rounded(parts.embedding_multiplier, allocator)
@@ -101,6 +111,8 @@ def build_layer_inputs(
 
 def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:
     """One layer, counted from 0."""
+    if config.encoder is not None:
+        return build_stroke(config, allocator, names, index)
     layer = f"{names.layers}.{index}"  # the names of its modules begin so
     heads = config.layer_heads[index]
     if index in config.parts.key_value_layers:
@@ -136,6 +148,28 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     return DecoderLayer(before, after)
 
 
+def build_stroke(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:
+    """Half a layer of a decoder with cross attention: self attention alone, or cross attention and the MLP."""
+    parts, page, layer = config.parts, names.of_encoder, f"{names.layers}.{index // 2}"
+    heads = config.layer_heads[index]
+    if heads.is_cross:
+        names = replace(names, qkv=page.cross_qkv, o=page.cross_o, attention_norm=page.cross_norm)
+    before = build_normed_qkv(config, allocator, names, layer, heads)
+    o = build_o(config, allocator, names, layer, heads)
+    norm = None
+    if parts.residual is ResidualKind.NORMED:
+        name = f"{layer}.{names.attention_norm}"
+        norm = allocator.norm("attention_sum_norm", name, config.hidden_size, config.norm_eps, parts.norm)
+    if not heads.is_cross:
+        return DecoderLayer(before, AttentionAlone(o, norm))
+    mlp = build_mlp(config, allocator, names, layer, before.norm, config.intermediate_size)
+    if norm is None:
+        return DecoderLayer(before, SequentialResidual(o, mlp))
+    name = f"{layer}.{names.mlp_norm}"
+    mlp_norm = allocator.norm("mlp_sum_norm", name, config.hidden_size, config.norm_eps, parts.norm)
+    return DecoderLayer(before, NormedResidual(o, norm, mlp, mlp_norm))
+
+
 def build_added_input(
     config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int
 ) -> AddedInput:
@@ -169,7 +203,9 @@ def build_normed_qkv(
     if parts.has_norms_before:
         name = f"{layer}.{names.attention_norm}"
         norm = allocator.norm("input_norm", name, config.hidden_size, config.norm_eps, parts.norm)
-    qkv = allocator.linear("qkv", config.hidden_size, merged, Cut.OUT, config.qkv_bias)
+    qkv = allocator.attention_projections(
+        "qkv", config.hidden_size, merged, has_bias=config.qkv_bias, has_key_bias=parts.has_key_bias
+    )
     return NormedQkv(norm, qkv, build_head_norms(config, allocator, names, layer, heads) if config.qk_norm else None)
 
 
@@ -366,6 +402,8 @@ def build_head(config: ModelConfig, allocator: WeightAllocator, names: Checkpoin
     bias = None
     if parts.head_bias:
         sources = (Source(f"{names.head}.bias", config.vocab_size),)
+        if config.encoder is not None:
+            sources = (optional_zeros(names.of_encoder.logits_bias, config.vocab_size, (1, config.vocab_size)),)
         bias = allocator.parameter("lm_head_bias", config.vocab_size, sources=sources)
     lm_head = Linear("lm_head", config.embedding_size, config.vocab_size, merged, Cut.OUT, weight, bias)
     return Head(norm, lm_head, parts.logit_multiplier, parts.logit_softcap, projection)

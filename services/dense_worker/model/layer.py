@@ -132,6 +132,23 @@ class SequentialResidual:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionAlone:
+    """Adds the output projection to the residual, and normalises the sum if there is a norm. No MLP follows."""
+
+    o: Linear
+    norm: Norm | None
+
+    @property
+    def attn_size(self) -> int:
+        return self.o.in_features
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+        residual = operations.linear_add(residual, self.o, attn_out)
+        return residual if self.norm is None else operations.normalize_sum(residual, self.norm)
+
+
+@dataclass(frozen=True, slots=True)
 class NormedResidual:
     """Adds the output projection to the residual and normalises the sum, and then the same with the MLP of that."""
 

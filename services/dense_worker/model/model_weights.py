@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.model.head import Embedding, Head, LearnedPositions
 from services.dense_worker.model.layer import DecoderLayer
 from services.dense_worker.parameters import Parameter, parameters, parts_of_type
@@ -19,6 +20,7 @@ class ModelWeights:
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     head: Head
+    encoder: SourceEncoder | None = None  # None: no layer has cross attention
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,6 +45,8 @@ class ModelWeights:
                 yield f"layers.{i}.{parameter.name}", parameter
         for parameter in parameters(self.head):
             yield parameter.name, parameter
+        if self.encoder is not None:
+            yield from self.encoder.named_parameters()
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors once: a tied lm_head is left out, and so is the second use of a norm."""

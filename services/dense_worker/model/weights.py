@@ -34,6 +34,7 @@ from services.dense_worker.model.families import build_decoder
 from services.dense_worker.model.gated.recurrence_weights import recurrence_names
 from services.dense_worker.model.head import Head
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.relative_bias import relative_bias_names
 from services.dense_worker.model.unstack import unstack_experts
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.parameters import (
@@ -55,7 +56,9 @@ _HASH_SAMPLE_BYTES = 4096
 _HASH_PIECE_BYTES = 2**20  # of larger tensors, so that no claimed size takes memory
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 # Small tensors that change what all others mean; samples could miss them.
-_HASHED_WHOLE = re.compile(r"scale|zero|g_idx|^d2t$|\.sinks$|\.conv1d\.weight$|\.A_log$|\.dt_bias$")
+_HASHED_WHOLE = re.compile(
+    r"scale|zero|g_idx|^d2t$|\.sinks$|\.conv1d\.weight$|\.A_log$|\.dt_bias$|\.relative_attention_bias\.weight$"
+)
 
 
 def load_weights(
@@ -138,11 +141,13 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
     shapes) and 64 evenly spaced pieces of 4 KiB, including the first and last bytes. Retrained or converted weights
     differ everywhere, so samples suffice; it is not a checksum of the whole file. For quantized weights it also covers
     the schemes of `config.quantization`, and all scales, zero points and orders of features whole, and for a model with
-    learned sinks or gated delta layers what the attention worker computes with. With `dummy_seed` (random weights) no
-    weight file is read. Raises ModelError for a missing or damaged file.
+    learned sinks, a relative bias or gated delta layers what the attention worker computes with. With `dummy_seed`
+    (random weights) no weight file is read. Raises ModelError for a missing or damaged file.
     """
     digest = hashlib.blake2b(digest_size=32)
-    hashes_small = config.quantization is not None or config.attention.has_sinks or bool(config.gated_delta_layers)
+    options = config.attention
+    hashes_small = config.quantization is not None or options.has_sinks or options.relative_bias is not None
+    hashes_small = hashes_small or bool(config.gated_delta_layers)
     with _naming_weights_of(path):
         digest.update((path / "config.json").read_bytes())
         digest.update(f"\0num_layers={config.num_layers} dummy_seed={dummy_seed}".encode())
@@ -221,7 +226,8 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
         names = ", ".join(missing[:3])
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
     known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
-    known.update(sink_names(config), recurrence_names(config))  # the attention worker gets them
+    # The attention worker gets these.
+    known.update(sink_names(config), recurrence_names(config), relative_bias_names(config))
     page, heads = names_of(config), config.layer_heads
     of_keys = tuple(f"{name}." for name in (*page.qkv[1:], page.k_norm))
     for name in checkpoint.names:

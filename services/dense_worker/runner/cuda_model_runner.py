@@ -207,6 +207,7 @@ class CudaModelRunner(ModelRunner):
         # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
         self._begin_step(step, channel, num_rows, num_logits)
+        self._before_layers(step, channel)
         if graph is not None:
             graph.replay()
             logits, residual = self._logits, None

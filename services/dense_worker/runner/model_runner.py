@@ -206,7 +206,8 @@ class ModelRunner:
     def _with_features(self, step: StepInput) -> StepInput:
         """The input of a step some of whose sequences have features."""
         batch = step.bound.batch
-        view = StepView(step.bound.plan.entries, step.token_ids, batch.token_lists, self._rows.num_known[batch.slots])
+        plan, num_known = step.bound.plan, self._rows.num_known[batch.slots]
+        view = StepView(plan.entries, step.token_ids, batch.token_lists, num_known, plan.sources)
         parts: dict[Feature, StepPart] = {}
         for kind, rows in batch.features.items():
             feature = self._features[kind]
@@ -226,6 +227,7 @@ class ModelRunner:
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step, channel, len(token_ids), len(step.sampled_rows))
+        self._before_layers(step, channel)
         layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
         layers.begin(token_ids, step.input_embeds)
         return layers
@@ -295,6 +297,10 @@ class ModelRunner:
         for feature in self._with_kernels:
             feature.begin_step(step.parts.get(feature), num_rows)
         self._backend.begin_step(step.bound.plan, num_rows, num_sampled)
+
+    def _before_layers(self, step: StepInput, channel: Channel) -> None:
+        for part in step.parts.values():
+            part.before_layers(channel)
 
     def _assign_slots(self, batch: Batch) -> None:
         """Gives slots to the new sequences of a batch, and finds those of all."""

@@ -50,6 +50,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
     """
     if config.parts.num_learned_positions:
         raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
+    if config.encoder is not None:
+        raise ConfigError(f"cross attention ({config.family!r}) runs only with dense.backend 'torch'")
     if config.gated_delta_layers:
         raise ConfigError(f"the gated delta layers of {config.family!r} are not exported to ONNX and TensorRT")
     if config.attention.layer_heads or config.parts.layer_inputs is not None:

@@ -36,6 +36,7 @@ from services.gateway.request.generation_request import (
 )
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
+from services.gateway.request.source_reader import SourceReader
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.resources.repeatable import current_run
@@ -77,6 +78,7 @@ class RequestService:
         adapters: Adapters,
         prompt_embeds: PromptEmbedsReader | None,
         generates: bool = True,
+        sources: SourceReader | None = None,
     ) -> None:
         """`generates`: False if the model has no language head"""
         self.names = names
@@ -98,6 +100,7 @@ class RequestService:
         self._grammar_trials = grammar_trials
         self.memory = memory
         self._generates = generates
+        self.sources = sources  # None: the model has no encoder
         self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
         metrics.watch(self._counts)
 
@@ -121,6 +124,7 @@ class RequestService:
             self._strict_max_tokens,
             self.prompt_embeds,
             self._generates,
+            self.sources,
         )
 
     @property

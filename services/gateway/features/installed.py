@@ -9,6 +9,7 @@ from services.gateway.features.progress import PromptProgress
 from services.gateway.features.prompt_logprobs import PromptLogprobs
 from services.gateway.features.report import Report
 from services.gateway.features.returned_logits import ContextLogits, GenerationLogits
+from services.gateway.features.source import Source
 from services.step.sequence_spec import SequenceSpec
 
 PROMPT_LOGPROBS = PromptLogprobs()
@@ -21,6 +22,7 @@ FEATURES: tuple[Feature, ...] = (
     HiddenStates(),
     POOLING,
     PromptProgress(),
+    Source(),
 )
 REPORTS = {each.name: each for each in FEATURES if isinstance(each, Report)}
 

@@ -24,6 +24,7 @@ from services.gateway.request.context_length import check_prompt_length, num_kep
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.prompt_vectors import check_vectors, read_vectors, stand_in_front
+from services.gateway.request.source_reader import Source, SourceReader
 from services.gateway.resources.repeatable import draw_bits
 from services.gateway.text.answer_grammar import answer_ends, answer_grammar, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
@@ -35,6 +36,7 @@ from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import gateway_pb2
 from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec
 
+SOURCE = "source"  # the name of the feature
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
@@ -64,6 +66,7 @@ class ModelLimits:
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
     prompt_embeds: PromptEmbedsReader | None = None  # None: prompts of embeddings are refused
     generates: bool = True  # False: the model has no language head
+    sources: SourceReader | None = None  # None: the model has no encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +188,13 @@ async def read_request(
     is_in_front = stand_in_front(message, adapter)
     given: Sequence[int]
     chat: Chat | None = None
+    source: Source | None = None
     kind = message.WhichOneof("input")
-    if message.HasField("suffix"):
+    _check_source(message, limits.sources)
+    if message.HasField("sound") and limits.sources is not None:
+        source = limits.sources.read_sound(message.sound)
+        given = await limits.sources.read_decoder_prompt(message, tokenizer)
+    elif message.HasField("suffix"):
         check_size(message, tokenizer, limits)
         given = await _read_gap(message, tokenizer)
     elif kind == "prompt_token_ids":
@@ -196,9 +204,12 @@ async def read_request(
     else:
         check_size(message, tokenizer, limits)
         given, chat = await read_text_or_chat(message, tokenizer, table_ids)
+    if limits.sources is not None and source is None:
+        source = limits.sources.read_tokens(_cut(given, message, limits.sources.encoder.max_source_len))
+        given = await limits.sources.read_decoder_prompt(message, tokenizer)
     num_front = len(table_ids) if is_in_front else 0
     num_kept = len(given)
-    if message.HasField("truncate_prompt_tokens"):
+    if message.HasField("truncate_prompt_tokens") and source is None:
         num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_front))
     if not num_kept:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
@@ -227,6 +238,8 @@ async def read_request(
         prompt_token_ids = [*table_ids, *prompt_token_ids]
     if has_beams:
         sampling = greedy_for_beams(message, sampling, [each.field for each in FEATURES if each.name in features])
+    if source is not None:
+        features[SOURCE] = source.input
     num_logprobs = message.logprobs if message.HasField("logprobs") else None
     beam_search = decode_beams(message, best_of, n) if has_beams and best_of > 1 else None
     # Choosing the best of several answers needs at least the tokens' own values.
@@ -245,6 +258,7 @@ async def read_request(
         prompt_embeds=table
         and PromptEmbedsRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
         beam_search=beam_search,
+        source=source and source.ref,
         features=features,
     )
     return GenerationRequest(
@@ -256,7 +270,7 @@ async def read_request(
         n=n,
         best_of=best_of,
         num_logprobs=num_logprobs,
-        prompt_text=message.prompt if kind == "prompt" and num_kept == len(given) else None,
+        prompt_text=message.prompt if kind == "prompt" and num_kept == len(given) and source is None else None,
         echo=message.echo,
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
@@ -290,6 +304,28 @@ async def read_text_or_chat(
     check_vectors(chat, len(table_ids))
     num_bytes = message.chat.ByteSize()
     return await tokenizer.encode_chat(chat, adds_special_tokens, table_ids.start, num_bytes), chat
+
+
+def _check_source(message: gateway_pb2.GenerateRequest, sources: SourceReader | None) -> None:
+    """Raises `InvalidRequest` for what only models with an encoder have, or only those without one."""
+    if sources is None:
+        for field in ("decoder_prompt_token_ids", "decoder_prompt", "sound"):
+            if getattr(message, field).ByteSize() if field != "decoder_prompt" else message.decoder_prompt:
+                raise InvalidRequest(f"{field} is given, and the model has no encoder", field)
+        return
+    for field in ("echo", "suffix", "prompt_embeds", "prompt_embedding_table"):
+        if field in (each.name for each, _ in message.ListFields()):
+            raise InvalidRequest(f"{field} cannot be used with a model whose encoder reads the prompt", field)
+
+
+def _cut(given: Sequence[int], message: gateway_pb2.GenerateRequest, max_source_len: int) -> Sequence[int]:
+    """What `truncate_prompt_tokens` leaves of an encoder's prompt. Raises `InvalidRequest` if there is none."""
+    if not given:
+        raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
+    if not message.HasField("truncate_prompt_tokens"):
+        return given
+    num_kept = min(len(given), message.truncate_prompt_tokens or max_source_len)
+    return given[:num_kept] if message.keep_first_tokens else given[-num_kept:]
 
 
 async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:

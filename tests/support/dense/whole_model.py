@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
+from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks, build_cache
 from services.attn_worker.cache.kv_cache import PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.attention.rope import length_dependent_beyond
@@ -24,11 +26,15 @@ from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import E
 from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.gated.recurrence_weights import load_recurrence_weights
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.relative_bias import load_relative_bias
+from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
+from services.step.sources import source_pieces
 from tests.support.plans import make_plan
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, NUM_STATE_SLOTS = 4, 64, 12
+NUM_SOURCE_SLOTS, MAX_SEAM_ROWS = 3, 24
 
 
 class WholeModel:
@@ -60,6 +66,8 @@ class WholeModel:
             spec = replace(spec, window_blocks=WindowBlocks(window, num_window_blocks))
         if spec.gated_delta:
             spec = replace(spec, num_state_slots=NUM_STATE_SLOTS)
+        if self.config.encoder is not None:
+            spec = replace(spec, source_slots=SourceSlots(NUM_SOURCE_SLOTS, self.config.encoder.max_source_len))
         self.cache = build_cache(
             num_blocks,
             BLOCK_SIZE,
@@ -67,9 +75,11 @@ class WholeModel:
             length_dependent_beyond=beyond,
             window_blocks=spec.window_blocks,
             num_state_slots=spec.num_state_slots or None,
+            sources=spec.source_slots,
         )
         if make_attention is None:
             make_attention = layered_torch_attention if spec.gated_delta else TorchAttention
+            make_attention = crossed_torch_attention if spec.cross_layers else make_attention
         self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
         if sinks := load_sinks(path, whole):
             own, layers = rank.share(whole.num_heads), rank.layers(whole.num_layers)
@@ -78,16 +88,38 @@ class WholeModel:
             layers = rank.layers(whole.num_layers)
             own_layers = {layer - layers.start: each for layer, each in gated_delta.items() if layer in layers}
             self.attention.use_gated_delta(own_layers)
+        if bias := load_relative_bias(path, whole):
+            self.attention.use_relative_bias(bias)
         self._path, self._make_dense = path, make_dense
         self._token_ids: dict[int, list[int]] = {}
         self._tables: dict[int, LoadedEmbeds] = {}
+        self._sources: dict[int, torch.Tensor] = {}  # what the encoder reads, of sequences that wait for its output
 
-    def open(self, seq_id: int, prompt: list[int], table: LoadedEmbeds | None = None) -> int:
-        """Opens a sequence; returns the number of its tokens that lie in the prefix cache."""
+    def open(
+        self,
+        seq_id: int,
+        prompt: list[int],
+        table: LoadedEmbeds | None = None,
+        source: torch.Tensor | None = None,
+    ) -> int:
+        """Opens a sequence; returns the number of its tokens that lie in the prefix cache.
+
+        source: what the encoder reads, which the sequence's next step computes, if the cache lacks its output
+        """
         self._token_ids[seq_id] = list(prompt)
         if table is not None:
             self._tables[seq_id] = table
-        return self.cache.open_sequence(seq_id, prompt, len(prompt)).num_cached_tokens
+        num_rows, key = 0, b""
+        if source is not None:
+            num_rows, key = self.weights.encoder.rows.num_rows(source), hashlib.sha256(source.numpy()).digest()
+        opened = self.cache.open_sequence(seq_id, prompt, len(prompt), key, num_source_tokens=num_rows)
+        if not opened.has_source:
+            self._sources[seq_id] = source
+        return opened.num_cached_tokens
+
+    def waits_for_source(self, seq_id: int) -> bool:
+        """Whether the next step of a sequence computes the output of its encoder."""
+        return seq_id in self._sources
 
     def replace_dense(self) -> None:
         """As after the death of a dense worker: the weights are loaded anew, the cache stays."""
@@ -134,7 +166,11 @@ class WholeModel:
             self._token_ids[child] = self._token_ids[parent][:position]
         for seq_id, token_id in (*sampled, *forced):
             self._token_ids[seq_id].append(token_id)
-        plan = make_plan(entries, sampled=sampled, forks=forks, forced=forced)
+        sources = [(seq_id, self._sources.pop(seq_id)) for seq_id, _, _ in entries if seq_id in self._sources]
+        num_rows_of = [(seq_id, self.weights.encoder.rows.num_rows(source)) for seq_id, source in sources]
+        plan = replace(
+            make_plan(entries, sampled=sampled, forks=forks, forced=forced), sources=tuple(num_rows_of)
+        )
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
         token_ids: list[int] = []
@@ -148,7 +184,22 @@ class WholeModel:
         for group, copies in enumerate(planned.block_copies):
             if copies:
                 self.attention.copy_blocks(copies, group)
+        self._write_sources([source for _, source in sources], planned)
         return planned, token_ids, given
+
+    def _write_sources(self, sources: list[torch.Tensor], planned: PlannedStep) -> None:
+        """What crosses the seam before the layers of a step that computes outputs of the encoder."""
+        if not sources:
+            return
+        operations, slots = TorchOperations(), [slot for slot, _ in planned.metadata.sources.writes]
+        output = self.weights.encoder.forward(operations, [each.to(self.device) for each in sources])
+        first = 0
+        for pieces in source_pieces([length for _, length in planned.metadata.sources.writes], MAX_SEAM_ROWS):
+            rows = output[first : first + sum(piece.num_rows for piece in pieces)]
+            first += len(rows)
+            of_layers = self.weights.encoder.keys_and_values(operations, rows)
+            for layer, keys_and_values in zip(self.attention.cross_layers, of_layers, strict=True):
+                self.attention.store_source(layer, keys_and_values, pieces, slots)
 
     def run(self, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None) -> torch.Tensor:
         """token_ids int64 [n], padding included -> logits [n, vocab_size], by the segments and the attention calls."""

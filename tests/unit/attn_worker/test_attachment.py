@@ -65,7 +65,7 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
         used.append(channel)
         return FinishedStep()
 
-    runner: Any = SimpleNamespace(attach=lambda channels, scales, sinks, gated_delta: None, launch=launch)
+    runner: Any = SimpleNamespace(attach=lambda channels, scales, *others: None, launch=launch)
     metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
     engine = AttentionEngine(build_cache(8, 4, max_model_len=32), runner, metrics)
     attachment = Attachment(7, channels, max_num_tokens=16)
@@ -80,7 +80,7 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
 def test_blocks_stored_with_other_scales_are_not_found() -> None:
     used: list[KVScales] = []
     runner: Any = SimpleNamespace(
-        attach=lambda channels, scales, sinks, gated_delta: used.append(scales),
+        attach=lambda channels, scales, *others: used.append(scales),
         launch=lambda step, channel: FinishedStep(),
     )
     engine = AttentionEngine(
@@ -110,7 +110,7 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
 
 def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
     runner: Any = SimpleNamespace(
-        attach=lambda channels, scales, sinks, gated_delta: None, launch=lambda step, channel: FinishedStep()
+        attach=lambda channels, scales, *others: None, launch=lambda step, channel: FinishedStep()
     )
     engine = AttentionEngine(
         build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)

@@ -18,6 +18,7 @@ from services.common.families.names import NAMES
 from services.common.families.registry import FAMILIES, TEXT_PARTS
 from services.common.model_config import load_model_config
 from services.dense_worker.model.weights import empty_weights, load_weights
+from tests.support.dense.encoder_decoder_models import ENCODER_DECODERS
 from tests.support.dense.family_models import VARIANTS, make_family_model
 
 CPU = torch.device("cpu")
@@ -31,7 +32,8 @@ def rewrite(path: Path, **fields: Any) -> Path:
 
 def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
     older = {"llama", "mistral", "qwen2", "qwen3"}  # compared with transformers elsewhere
-    assert set(NAMES) == set(FAMILIES) == {family for family, _ in VARIANTS.values()} | older
+    of_encoders = {family for family, _ in ENCODER_DECODERS.values()}
+    assert set(NAMES) == set(FAMILIES) == {family for family, _ in VARIANTS.values()} | older | of_encoders
 
 
 @pytest.mark.parametrize(

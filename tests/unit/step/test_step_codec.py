@@ -22,6 +22,7 @@ from services.step import (
     PromptEmbedsRef,
     SequenceOpened,
     SequenceSpec,
+    SourceRef,
     StepPlan,
     TokenColumns,
 )
@@ -50,6 +51,7 @@ NEW_SEQUENCES = st.builds(
     prefix_key=st.binary(max_size=5),
     ignores_prefix_cache=st.booleans(),
     max_cached_tokens=st.none() | st.integers(0, 2**32 - 1),
+    num_source_tokens=COUNTS,
     traceparent=st.text(max_size=5),
 )
 SPEC_FIELDS = dict(
@@ -70,6 +72,7 @@ SPEC_FIELDS = dict(
     | st.builds(PromptEmbedsRef, st.text("0af", min_size=1, max_size=5), COUNTS, COUNTS, st.text(max_size=5), COUNTS),
     beam_search=st.none()
     | st.builds(BeamSearchOptions, COUNTS, COUNTS, st.floats(-10, 10), st.sampled_from(EarlyStopping)),
+    source=st.none() | st.builds(SourceRef, st.text("0af", min_size=1, max_size=5), COUNTS),
     features=st.dictionaries(st.text(max_size=5), st.binary(max_size=5), max_size=3),
 )
 SPECS = st.builds(SequenceSpec, **SPEC_FIELDS)
@@ -83,6 +86,7 @@ PLANS = st.builds(
     new_sequences=st.lists(NEW_SEQUENCES, max_size=2).map(tuple),
     forced=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
     lane=st.integers(0, 3),
+    sources=st.lists(st.tuples(SEQ_IDS, COUNTS), max_size=2).map(tuple),
 )
 
 
@@ -104,9 +108,9 @@ def test_what_was_asked_for_survives_the_wire(spec: SequenceSpec) -> None:
     assert decode_spec(sequence_pb2.SequenceSpec.FromString(data)) == spec
 
 
-@given(SEQ_IDS, st.lists(COUNTS, min_size=4, max_size=4), st.none() | st.text(max_size=9))
-def test_an_opening_survives_the_wire(seq_id: int, counts: list[int], error: str | None) -> None:
-    opened = SequenceOpened(seq_id, *counts, error=error)
+@given(SEQ_IDS, st.lists(COUNTS, min_size=4, max_size=4), st.booleans(), st.none() | st.text(max_size=9))
+def test_an_opening_survives_the_wire(seq_id: int, counts: list[int], has_source: bool, error: str | None) -> None:
+    opened = SequenceOpened(seq_id, *counts, has_source=has_source, error=error)
     data = encode_opened(opened).SerializeToString()
     assert decode_answer(attn_pb2.PlanAnswer.FromString(data)) == opened
 

@@ -94,8 +94,9 @@ def layered_torch_attention(
 
 
 def attention_layers(config: ModelConfig) -> ModelConfig:
-    """The config without its gated delta layers, as the backend of the others needs it."""
-    layers = [layer for layer in range(config.num_layers) if layer not in config.gated_delta_layers]
+    """The config without layers that keep nothing of each token, as the backend of the others needs it."""
+    others = {*config.gated_delta_layers, *config.cross_layers}
+    layers = [layer for layer in range(config.num_layers) if layer not in others]
     heads = tuple(config.layer_heads[layer] for layer in layers)
     assert all(each.kv_layer is None for each in heads), "no such model has layers that read the keys of others"
     options = config.attention

@@ -19,6 +19,7 @@ from services.attn_worker.layers.mha.padded_groups import PaddedGroup, build_pad
 from services.attn_worker.layers.mha.torch_layer_cache import make_layer_cache
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import rows_of_layer
+from services.common.attention.relative_bias import causal_buckets
 from services.common.attention.rope import RotaryEmbedding, UnboundedRotaryEmbedding
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import LayerHeads, ModelConfig, RopeConfig
@@ -118,6 +119,9 @@ class TorchAttention:
             for rope in set().union(*self._kind_ropes)
         }
         self._sinks: torch.Tensor | None = None  # float32 [num_layers, num_heads], of models that have them
+        # [num_heads, max_model_len], by distance to a key before the query; None: the model has no relative bias
+        self._relative_bias: torch.Tensor | None = None
+        self._max_model_len = max_model_len
         self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
         self._layer_groups = [spec.group_of(layer) for layer in range(spec.num_layers)]
         # By group of layers: their windows, and their kinds of heads.
@@ -142,6 +146,13 @@ class TorchAttention:
     def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
         """Sets the learned sinks of all layers."""
         self._sinks = torch.tensor(sinks, dtype=torch.float32, device=self._device)
+
+    def use_relative_bias(self, bias: Sequence[Sequence[float]]) -> None:
+        """Sets the bias of all layers."""
+        options = self._config.attention.relative_bias
+        assert options is not None, "`read_relative_bias` refuses this"
+        table = torch.tensor(bias, dtype=torch.float32, device=self._device)
+        self._relative_bias = table[causal_buckets(options, self._max_model_len, self._device)].T.contiguous()
 
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""
@@ -351,15 +362,16 @@ class TorchAttention:
     def _masks(self, group: PaddedGroup, windows: set[int | None]) -> dict[int | None, torch.Tensor | None]:
         """The mask to add to the scores, [group_size, 1, max_tokens, max_context], by distinct window.
 
-        With ALiBi it has all heads: [group_size, num_heads, max_tokens, max_context], or for single tokens
-        [group_size, num_kv_heads, heads of a group, max_context]. None if a single token sees everything, or if a first
-        chunk only needs the causal triangle.
+        With ALiBi or a relative bias it has all heads: [group_size, num_heads, max_tokens, max_context], or for single
+        tokens [group_size, num_kv_heads, heads of a group, max_context]. None if a single token sees everything, or if
+        a first chunk only needs the causal triangle.
         """
         is_unpadded = bool((group.query_positions == group.max_context - 1).all())
         masks: dict[int | None, torch.Tensor | None] = {}
         for window in windows:
             has_window = window is not None and window < group.max_context
-            if not has_window and (group.is_causal or is_unpadded) and not len(self._slopes):
+            has_bias = len(self._slopes) > 0 or self._relative_bias is not None
+            if not has_window and (group.is_causal or is_unpadded) and not has_bias:
                 masks[window] = None
                 continue
             queries = self._to_device(group.query_positions).int()[:, None, :, None]
@@ -369,8 +381,8 @@ class TorchAttention:
                 is_far = distance >= window
                 is_far[..., : self._num_sink_tokens] = False
                 is_hidden |= is_far
-            if len(self._slopes):
-                mask = (self._slopes[:, None, None] * -distance).masked_fill_(is_hidden, float("-inf")).to(self._dtype)
+            if has_bias:
+                mask = self._bias(distance).masked_fill_(is_hidden, float("-inf")).to(self._dtype)
                 if mask.shape[2] == 1:
                     mask = mask.view(len(mask), self._config.num_kv_heads, -1, group.max_context)
                 masks[window] = mask
@@ -378,6 +390,12 @@ class TorchAttention:
             mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=self._device)
             masks[window] = mask.masked_fill_(is_hidden, float("-inf"))
         return masks
+
+    def _bias(self, distance: torch.Tensor) -> torch.Tensor:
+        """What is added to scores, [n, num_heads, ...], by distance [n, 1, ...] to keys, which is negative behind."""
+        if self._relative_bias is None:
+            return self._slopes[:, None, None] * -distance
+        return self._relative_bias[:, distance[:, 0].clamp(min=0)].transpose(0, 1)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         """The array as an int64 index tensor on the device."""

@@ -118,7 +118,7 @@ class Admission:
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
-        if sequence.num_rows > self._num_places:
+        if sequence.num_rows > self._num_places or not self._session.has_room_for_source:
             return False
         session, num_blocks = self._session, self.blocks_to_reserve(sequence)
         if sequence.seq_id in session.orphaned_blocks:

@@ -28,6 +28,7 @@ class PlanBuilder:
         self.forks: list[Fork] = []
         self.forced: list[tuple[int, int]] = []  # (seq_id, token_id)
         self.evicts_blocks = False
+        self.sources: list[tuple[int, int]] = []  # (seq_id, rows of the encoder's output that the step writes)
 
     @property
     def has_entries(self) -> bool:
@@ -76,6 +77,18 @@ class PlanBuilder:
         sequence.num_computed_tokens += num_tokens
         sequence.num_pending_tokens += num_logits > 0
         sequence.num_draft_tokens = len(drafts)
+
+    def write_source(self, sequence: Sequence) -> bool:
+        """Has the step write the output of a sequence's encoder, if its budget allows it; returns whether it does.
+
+        A step writes at least one output, however long it is. The rows count as tokens.
+        """
+        if self.sources and sequence.num_source_rows >= self.num_tokens:
+            return False
+        self.sources.append((sequence.seq_id, sequence.num_source_rows))
+        self.num_tokens = max(1, self.num_tokens - sequence.num_source_rows)
+        sequence.needs_source = False
+        return True
 
     def fork(self, parent_seq_id: int, child_seq_id: int, position: int) -> None:
         """Adds a fork; the step needs the parent to stay open."""

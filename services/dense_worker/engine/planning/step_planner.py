@@ -214,12 +214,21 @@ class StepPlanner:
         drafts = self._drafting.propose(sequence, self._session, step) if is_last else ()
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted in this plan
+        if sequence.needs_source and not self._plan_source(step, sequence):
+            return
         num_blocks = self._session.take_blocks(sequence, num_tokens + len(drafts))
         if num_blocks is None:
             self._give_up_blocks(step, sequence)
         else:
             has_evicted = self._session.evict_blocks(sequence)
             step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_evicted)
+
+    def _plan_source(self, step: PlanBuilder, sequence: Sequence) -> bool:
+        """Has the step write what the sequence reads of its encoder; returns whether the sequence may run in it."""
+        if self._session.has_written(sequence):
+            sequence.needs_source = False
+            return True
+        return step.write_source(sequence)
 
     def _plan_rows(self, step: PlanBuilder, sequence: Sequence, policy: RowPolicy, num_tokens: int) -> None:
         """Adds all rows of a sequence that has a policy, or nothing.

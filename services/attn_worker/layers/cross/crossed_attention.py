@@ -1,0 +1,96 @@
+"""Backends for decoders whose layers attend by turns over their tokens and over an encoder's output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers.cross.source_storage import SourceStorage
+from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
+from services.attn_worker.layers.gated_delta.layered_attention import attention_layers
+from services.attn_worker.layers.mha.torch_attention import TorchAttention
+from services.attn_worker.runner.step_metadata import StepMetadata
+from services.channel import rows_of_layer
+from services.common.kv_cache.scales import KVScales
+from services.common.model_config import ModelConfig
+from services.step.sources import SourcePiece
+
+
+class CrossBackend(Protocol):
+    """The layers with cross attention of a model on one device; it owns what they read."""
+
+    storage: SourceStorage
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Prepares the data that all layers of a step share."""
+        ...
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """Runs one layer; see `AttentionBackend.forward`. A row of qkv has q heads alone."""
+        ...
+
+
+class CrossedAttention:
+    """An AttentionBackend of two others. It also stores what steps write of encoders' outputs."""
+
+    def __init__(self, attention: AttentionBackend, cross: CrossBackend, spec: KVCacheSpec) -> None:
+        """`attention` is made for the `attention_layers` of the config, and those of `spec`."""
+        self._attention = attention
+        self._cross = cross
+        self._sizes = {layer: heads.source_size for layer, heads in spec.cross_layers.items()}
+        of_tokens = [layer for layer in range(spec.num_layers) if layer not in self._sizes]
+        self._places = {layer: place for place, layer in enumerate(of_tokens)}  # in `attention`
+        self.cross_layers = tuple(self._sizes)
+
+    @property
+    def storage(self) -> BlockStorage:
+        """That of the layers with keys of tokens."""
+        return self._attention.storage
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+        """Copies blocks of the layers with keys of tokens. Sequences share slots, which never change."""
+        self._attention.copy_blocks(copies, group)
+
+    def use_scales(self, scales: KVScales) -> None:
+        """Sets the scales of FP8 layers with keys of tokens."""
+        keys, values = (tuple(each[layer] for layer in self._places) for each in (scales.keys, scales.values))
+        self._attention.use_scales(KVScales(keys, values))
+
+    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
+        """No such model has learned sinks."""
+        raise AssertionError("a model with an encoder has no sinks")
+
+    def use_relative_bias(self, bias: Sequence[Sequence[float]]) -> None:
+        """Sets the bias of the layers with keys of tokens."""
+        self._attention.use_relative_bias(bias)
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Begins the step in both."""
+        self._attention.begin_step(step)
+        self._cross.begin_step(step)
+
+    def store_source(
+        self, layer: int, rows: torch.Tensor, pieces: Sequence[SourcePiece], slots: Sequence[int]
+    ) -> None:
+        """rows: of the seam, [n, widest layer], of which those of the layer are the pieces' keys and values."""
+        self._cross.storage.write(layer, rows_of_layer(rows, self._sizes[layer]), pieces, slots)
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """Runs the layer in the one that has it."""
+        if layer in self._places:
+            self._attention.forward(self._places[layer], qkv, out)
+        else:
+            self._cross.forward(layer, qkv, out)
+
+
+def crossed_torch_attention(
+    config: ModelConfig, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> CrossedAttention:
+    """Both kinds of layers in torch operations. Raises CapacityError if memory is too small."""
+    attention = TorchAttention(attention_layers(config), spec.attention_layers(), dtype, device, max_model_len)
+    return CrossedAttention(attention, TorchCrossAttention(spec, config.attention.scale, device), spec)

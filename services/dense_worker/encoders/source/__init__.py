@@ -1,0 +1,1 @@
+"""Encoders of models whose decoders have cross attention: their parts, and how they are built."""

@@ -1,0 +1,123 @@
+"""`SourceFeature`: runs the encoder before the layers of a step that writes its output to the KV cache.
+
+For each layer with cross attention its keys and values cross the seam like the rows of a step: the attention worker
+stores them, and keeps them for all sequences of equal input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.channel import Channel, Flag, qkv_flag, rows_of_layer
+from services.common.errors import InvalidRequest
+from services.dense_worker.encoders.source.source_encoder import SourceEncoder
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.sequence_feature import SequenceFeature
+from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
+from services.dense_worker.model.torch_operations import TorchOperations
+from services.pb import source_pb2
+from services.step.sources import source_pieces
+
+if TYPE_CHECKING:
+    from services.common.families.shape import EncoderConfig
+    from services.pb import dense_pb2
+    from services.step import SequenceSpec
+
+NAME = "source"
+
+
+class SequenceSource(SequenceFeature):
+    """Holds what the encoder reads, on the host, until the sequence ends: it may have to be read again."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        """source: int64 [length] token ids, or float32 [num_mel_bins, length] features of sound"""
+        self.source = source
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows(StepPart):
+    """A step that writes the outputs for these inputs, in the order of its plan."""
+
+    encoder: SourceEncoder
+    inputs: SequenceOf[torch.Tensor]
+
+    def before_layers(self, channel: Channel) -> None:
+        """Runs the encoder, and hands over keys and values of its output layer by layer."""
+        operations, first = TorchOperations(), 0
+        inputs = [_to_device(each, channel.qkv) for each in self.inputs]
+        lengths = [self.encoder.rows.num_rows(each) for each in inputs]
+        output = self.encoder.forward(operations, inputs)
+        for pieces in source_pieces(lengths, len(channel.qkv)):
+            num_rows = sum(piece.num_rows for piece in pieces)
+            for rows in self.encoder.keys_and_values(operations, output[first : first + num_rows]):
+                rows_of_layer(channel.qkv[:num_rows], rows.shape[1]).copy_(rows)
+                channel.signal(qkv_flag(num_rows))
+                channel.wait(Flag.ATTENTION_READY)
+            first += num_rows
+
+
+class SourceFeature(Feature):
+    """Of a model with an encoder; `encoder`: None in one without, whose sequences have no source."""
+
+    sequence_type = SequenceSource
+    name = NAME
+
+    def __init__(self, encoder: SourceEncoder | None, config: EncoderConfig | None) -> None:
+        self._encoder = encoder
+        self._config = config
+
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceSource | None:
+        """What the encoder reads. Raises `InvalidRequest` if the model cannot read it, or has no encoder."""
+        if spec.source is None:
+            if self._config is None:
+                return None
+            raise InvalidRequest("the model has an encoder, and the sequence has no input for it", "prompt")
+        if self._config is None:
+            raise InvalidRequest("the sequence has an input for an encoder, and the model has none", "prompt")
+        message = source_pb2.Source.FromString(spec.features[NAME])
+        source = _read_tokens(message, self._config) if self._config.vocab_size else _read_sound(message, self._config)
+        num_rows = len(source) if self._config.vocab_size else self._config.max_source_len
+        if num_rows != spec.source.num_rows:
+            raise InvalidRequest(f"the encoder makes {num_rows} rows of it, not {spec.source.num_rows}", "prompt")
+        return SequenceSource(source)
+
+    def prepare_step(self, step: StepView, rows: FeatureRows) -> SourceRows | None:
+        """The inputs of the outputs that the step writes; mostly none."""
+        if not step.sources:
+            return None
+        assert self._encoder is not None, "the model has an encoder"
+        places = {int(step.entries.seq_ids[index]): place for place, index in enumerate(rows.indexes.tolist())}
+        return SourceRows(self._encoder, [rows.features[places[seq_id]].source for seq_id, _ in step.sources])
+
+
+def _read_tokens(message: source_pb2.Source, config: EncoderConfig) -> torch.Tensor:
+    ids = np.array(message.tokens.ids, np.int64)
+    if not 1 <= len(ids) <= config.max_source_len:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens, the encoder reads 1 to {config.max_source_len}", "prompt"
+        )
+    if ids.max() >= config.vocab_size:
+        raise InvalidRequest(f"the prompt has token {ids.max()}, the encoder knows {config.vocab_size}", "prompt")
+    return torch.from_numpy(ids)
+
+
+def _read_sound(message: source_pb2.Source, config: EncoderConfig) -> torch.Tensor:
+    shape = (config.num_mel_bins, 2 * config.max_source_len)
+    if len(message.log_mel) != 4 * shape[0] * shape[1]:
+        raise InvalidRequest(
+            f"the sound has {len(message.log_mel)} bytes of features, the encoder reads {4 * shape[0] * shape[1]}",
+            "file",
+        )
+    return torch.from_numpy(np.frombuffer(message.log_mel, "<f4").astype(np.float32).reshape(shape))
+
+
+def _to_device(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """An input on the device, tokens as they are and sound in the model's dtype."""
+    if like.device.type != "cpu":
+        source = source.pin_memory().to(like.device, non_blocking=True)
+    return source.to(like.dtype) if source.is_floating_point() else source

@@ -1,0 +1,109 @@
+"""Requests to a model with an encoder: it reads the prompt, and the decoder begins with other tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.errors import InvalidRequest, ModelError
+from services.common.families.shape import EncoderConfig
+from services.common.json_files.read_json import read_json
+from services.common.model_config import ModelConfig
+from services.gateway.request.context_length import too_long
+from services.gateway.text.tokenizer import Tokenizer
+from services.pb import gateway_pb2, source_pb2
+from services.step.sequence_spec import SourceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is asked for of the encoder."""
+
+    ref: SourceRef
+    input: bytes  # the message of the feature `source`
+
+    @classmethod
+    def of(cls, message: source_pb2.Source, num_rows: int) -> Source:
+        """The source of a message that is right."""
+        data = message.SerializeToString(deterministic=True)
+        return cls(SourceRef(hashlib.blake2b(data, digest_size=32).hexdigest(), num_rows), data)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReader:
+    """Knows what the encoder can read, and what the decoder begins with."""
+
+    encoder: EncoderConfig
+    start_token_id: int  # what all outputs begin with
+    forced_token_ids: tuple[int, ...]  # that follow it where a client names no others
+
+    @property
+    def reads_sound(self) -> bool:
+        """Whether the encoder reads sound, and no tokens."""
+        return self.encoder.num_mel_bins > 0
+
+    def read_tokens(self, token_ids: Sequence[int]) -> Source:
+        """The source of a prompt. Raises `InvalidRequest` for what the encoder cannot read."""
+        encoder = self.encoder
+        if self.reads_sound:
+            raise InvalidRequest(
+                "the model reads sound, not text: /v1/audio/transcriptions and /v1/audio/translations take it", "prompt"
+            )
+        if len(token_ids) > encoder.max_source_len:
+            raise too_long(encoder.max_source_len, f"the encoder's prompt has {len(token_ids)}", "prompt")
+        if max(token_ids) >= encoder.vocab_size:
+            index = next(i for i, each in enumerate(token_ids) if each >= encoder.vocab_size)
+            raise InvalidRequest(
+                f"prompt[{index}] is {token_ids[index]}, must be below the encoder's {encoder.vocab_size}", "prompt"
+            )
+        return Source.of(source_pb2.Source(tokens=source_pb2.SourceTokens(ids=token_ids)), len(token_ids))
+
+    def read_sound(self, message: source_pb2.Source) -> Source:
+        """The source of the features of sound. Raises `InvalidRequest` for features of another shape."""
+        encoder = self.encoder
+        num_bytes = 4 * encoder.num_mel_bins * 2 * encoder.max_source_len
+        if not self.reads_sound:
+            raise InvalidRequest("the model reads text, not sound", "sound")
+        if len(message.log_mel) != num_bytes:
+            raise InvalidRequest(
+                f"the features have {len(message.log_mel)} bytes, the encoder reads {num_bytes}:"
+                f" {encoder.num_mel_bins} mel bins of {2 * encoder.max_source_len} numbers in float32",
+                "sound",
+            )
+        return Source.of(message, encoder.max_source_len)
+
+    async def read_decoder_prompt(self, message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+        """What the decoder begins with. Raises `InvalidRequest` if two things are given."""
+        has_ids, text = message.HasField("decoder_prompt_token_ids"), message.decoder_prompt
+        if has_ids and text:
+            raise InvalidRequest("decoder_prompt is given as text and as token ids", "decoder_prompt")
+        if not has_ids and not text:
+            return [self.start_token_id, *self.forced_token_ids]
+        given = list(message.decoder_prompt_token_ids.ids) if has_ids else await tokenizer.encode(text, False)
+        return given if given[:1] == [self.start_token_id] else [self.start_token_id, *given]
+
+
+def make_source_reader(path: Path, config: ModelConfig) -> SourceReader | None:
+    """The reader of a model in `path`; None if it has no encoder.
+
+    Raises ModelError if its files do not say what the decoder begins with.
+    """
+    if config.encoder is None:
+        return None
+    files = [read_json(path / name) or {} for name in ("generation_config.json", "config.json")]
+
+    def find(name: str) -> int | None:
+        value = next((each[name] for each in files if each.get(name) is not None), None)
+        if value is not None and (type(value) is not int or not 0 <= value < config.vocab_size):
+            raise ModelError(f"{path} has {name} {value!r}, expected a token id below {config.vocab_size}")
+        return value
+
+    start = find("decoder_start_token_id")
+    if start is None:
+        start = find("bos_token_id")
+    if start is None:
+        raise ModelError(f"{path} has no decoder_start_token_id, with which a decoder begins")
+    forced = find("forced_bos_token_id")
+    return SourceReader(config.encoder, start, () if forced is None else (forced,))

@@ -1,0 +1,21 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Source(_message.Message):
+    __slots__ = ("tokens", "log_mel")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOG_MEL_FIELD_NUMBER: _ClassVar[int]
+    tokens: SourceTokens
+    log_mel: bytes
+    def __init__(self, tokens: _Optional[_Union[SourceTokens, _Mapping]] = ..., log_mel: _Optional[bytes] = ...) -> None: ...
+
+class SourceTokens(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
