@@ -83,11 +83,16 @@ def make_encoder_decoder(path: Path, variant: str, seed: int = 0, **overrides: A
         model = kind.from_config(AutoConfig.for_model(family, **fields | overrides))
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+                torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
             elif "relative_attention_bias" in name:
                 torch.nn.init.normal_(parameter)
+            elif "embed_positions" in name:
+                if family not in ("marian", "fsmt"):  # which have them by a formula
+                    parameter.data.normal_(std=0.5)
+            elif "embed" not in name and "shared" not in name:
+                parameter.data.mul_(2.0)  # else a tied head repeats the last token
         if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.normal_()
+            model.final_logits_bias.normal_(std=0.2)
     model.save_pretrained(path)
     words = {f"w{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
