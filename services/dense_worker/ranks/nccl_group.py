@@ -38,9 +38,11 @@ class NcclGroup:
         options._timeout = timedelta(seconds=timeout_s)
         with naming_ranks():
             self._group = dist.ProcessGroupNCCL(store, rank.index, rank.count, options)
-            self.add(torch.zeros(1, device=device))  # makes the communicator, which no graph can
+            own = torch.zeros(1, device=device)  # its operation makes the communicator, which no graph can
             if rank.is_stage:
-                self._meet_neighbours(torch.zeros(1, device=device))
+                self._meet_neighbours(own)
+            else:
+                self.add(own)
             torch.cuda.current_stream(device).synchronize()
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -78,7 +80,7 @@ class NcclGroup:
             _finish(self._group.recv([tensor], sender, 0))
 
     def _meet_neighbours(self, tensor: torch.Tensor) -> None:
-        """Makes the communicators of two, around the ring of stages, before any graph needs them."""
+        """Makes the communicators of two, around the ring of stages."""
         index, count = self.rank.index, self.rank.count
         following, before = (index + 1) % count, (index - 1) % count
         if index:

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: the tokens of Hugging Face in float32, also when any process of a rank dies."""
+"""Two ranks or stages on two GPUs: the tokens of Hugging Face in float32, also when any of their processes dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import request as request_of
 from tests.support.rank_processes import PROCESSES, pid_of
 from tests.support.reference import make_served_model, random_prompts, reference_tokens
 
@@ -31,10 +32,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_served_model(directory, "llama", hidden_size=128, head_dim=32, max_position_embeddings=2048)
 
 
-@pytest.fixture(scope="module")
-def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def cluster(
+    request: pytest.FixtureRequest, path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     settings = (f"model.path={path}", "model.dtype=float32", "scheduler.max_num_seqs=8", "attention.num_blocks=400")
-    ranks = ("dense.tensor_parallel_size=2", "dense.captures_lazily=true", "attention.captures_lazily=true")
+    ranks = (f"dense.{request.param}_parallel_size=2", "dense.captures_lazily=true", "attention.captures_lazily=true")
     with running_cluster(tmp_path_factory.mktemp("ranks"), *settings, *ranks) as cluster:
         yield cluster
 
@@ -46,7 +49,7 @@ def tokens_of(cluster: Cluster, name: str | None = None) -> list[list[int]]:
         if name is not None:
             os.kill(pid_of(cluster, name), signal.SIGKILL)
 
-    messages = [request(prompt, NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    messages = [request_of(prompt, NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     return [each.token_ids[0] for each in collect_all(cluster.gateway, messages, kill)]
 
 
