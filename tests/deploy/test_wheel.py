@@ -56,7 +56,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("environment")
     venv.create(directory, with_pip=False, symlinks=True)
     python = directory / "bin" / "python"
-    pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
+    pip("--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
     [packages] = directory.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     add_decoy(packages)

@@ -10,7 +10,7 @@ from tests.support.cluster import Cluster, free_port, running_cluster
 from tests.support.observed import Observed, running_observed
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     http_address = f"gateway.http_address=127.0.0.1:{free_port()}"  # browsers know no Unix sockets
     directory = tmp_path_factory.mktemp("shared-cluster")
@@ -19,7 +19,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     with running_observed(tmp_path_factory.mktemp("observed-cluster")) as observed:
         yield observed
