@@ -37,8 +37,10 @@ LEAST_CACHE_FRACTION = 0.01  # nor a smaller part of a GPU
 COPY_BYTES = 64 * 2**20  # of a GPU, with a host tier
 # Of one layer in one CUDA graph, counted low: eight kernels, each with its arguments and the driver's records
 GRAPH_LAYER_BYTES = 2**14
+DRAFT_BLOCK_SIZE = 64  # tokens of a block of the KV cache of drafts
 RANK_STEP = 16  # slots for adapters have room for ranks that are multiples of it
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
+_ALL_WINDOWS = {"mistral", "mixtral"}  # families in which every layer has the window of config.json
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # by the name in a header
 _ADAPTED_DTYPES = {*_FLOAT_BYTES, "F8_E4M3", "I8"}  # whose matrices have the shapes of their products
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # by torch's name
@@ -95,10 +97,10 @@ def plan_memory(config: Config) -> list[Place]:
     has_tier = has_attention and tier_bytes > 0
     tiers = [tier] if has_tier and is_tier_in_memory else []
     host, num_ranks = [*tiers], config.dense.num_ranks
-    if has_attention and not is_attention_on_gpu and config.attention.num_blocks is None:
+    if has_attention and not is_attention_on_gpu:
         num_bytes = config.attention.kv_cache_bytes * num_ranks
         mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)
-        host.append(Need("the KV cache", num_bytes, mend))
+        host.append(_blocks(config, on_gpu=False) or Need("the KV cache", num_bytes, mend))
     if not is_dense_on_gpu:
         host += weights + drafts
         host += [_workspaces(config, rank=0, num_parts=1)] if has_dense else []
@@ -157,7 +159,9 @@ def _gpu(
     needs = [*first, Need("contexts", num_workers * CONTEXT_BYTES)]
     fraction = config.attention.kv_cache_memory_fraction
     left = gpu.free_bytes - sum(need.num_bytes for need in needs)
-    if has_cache and left > 0 and config.attention.num_blocks is None:
+    if has_cache and (of_blocks := _blocks(config, on_gpu=True)) is not None:
+        needs.append(of_blocks)
+    elif has_cache and left > 0:
         num_bytes = int(left * fraction)
 
         def mend(excess: int) -> str | None:
@@ -219,15 +223,103 @@ def _weights(config: Config, *, on_gpu: bool) -> Iterator[Need]:
 
 
 def _drafts(config: Config, *, on_gpu: bool) -> Iterator[Need]:
-    """The draft model, which the first rank has as a whole."""
-    path = config.scheduler.draft_model
-    if path is not None and config.model.load_format == "safetensors":
-        num_bytes = weight_bytes(path, _weights_dtype(config, on_gpu=on_gpu))
-        yield Need(f"the draft model {path.name}", num_bytes, _off("scheduler.speculation", num_bytes))
+    """The draft model, which the first rank has as a whole, or the heads that draft; and their KV cache."""
+    scheduler, dtype = config.scheduler, _weights_dtype(config, on_gpu=on_gpu)
+    path = scheduler.draft_model or scheduler.speculation_model
+    if path is None:
+        return
+    if scheduler.draft_model is None:
+        what, num_bytes = f"the heads {path.name}", _head_bytes(config, path, dtype)
+    else:
+        what, num_bytes = f"the draft model {path.name}", weight_bytes(path, dtype)
+    if config.model.load_format == "safetensors":
+        yield Need(what, num_bytes, _off("scheduler.speculation", num_bytes))
+    if scheduler.speculation == "medusa":
+        return
+    raw = read_json(path / "config.json") or {}
+    raw = raw.get("transformer_layer_config", raw)  # of a head
+    block_bytes = DRAFT_BLOCK_SIZE * _token_bytes(raw, _item_bytes(config, on_gpu=on_gpu))
+    if not block_bytes:
+        return
+    most_tokens = _size(_text_config(config.model.path), "max_position_embeddings")
+    longest = min(config.model.max_model_len or most_tokens, _size(raw, "max_position_embeddings") or most_tokens)
+    most = 1 + scheduler.max_num_seqs * -(-longest // DRAFT_BLOCK_SIZE)
+    cache_bytes = min(scheduler.draft_cache_bytes // block_bytes, most) * block_bytes
+    mend = _lower("scheduler.draft_cache_bytes", cache_bytes, 2 * block_bytes)
+    yield Need("the KV cache of drafts", cache_bytes, mend)
+
+
+def _head_bytes(config: Config, path: Path, dtype: str) -> int:
+    """Bytes of Medusa's or EAGLE-3's heads; of Medusa's only as many are loaded as there are drafts."""
+    is_medusa = config.scheduler.speculation == "medusa"
+    own_file = path / "medusa_lm_head.safetensors"
+    num_bytes = 0
+    for tensor in _tensors(path, own_file if is_medusa and own_file.is_file() else path / "model.safetensors"):
+        head = re.search(r"\d+", tensor.name)  # the first number of Medusa's names
+        is_loaded = not (is_medusa and head) or int(head[0]) < config.scheduler.num_speculative_tokens
+        if tensor.dtype in _FLOAT_BYTES and is_loaded:
+            num_bytes += math.prod(tensor.shape) * _ITEM_BYTES.get(dtype, _FLOAT_BYTES[tensor.dtype])
+    return num_bytes
+
+
+def _blocks(config: Config, *, on_gpu: bool) -> Need | None:
+    """The KV cache if `attention.num_blocks` says its size: of one GPU, or of all ranks together. None: it does not."""
+    section = config.attention
+    if section.num_blocks is None:
+        return None
+    raw, item_bytes = _text_config(config.model.path), _item_bytes(config, on_gpu=on_gpu)
+    num_scales = 0
+    if section.kv_cache_dtype in ("fp8", "int8"):
+        item_bytes, num_scales = 1, int(section.kv_cache_dtype == "int8")
+    elif section.kv_cache_dtype == "auto" and "kv_cache_scheme" in (raw.get("quantization_config") or {}):
+        item_bytes = 1
+    num_parts, num_stages = config.dense.tensor_parallel_size, config.dense.pipeline_parallel_size
+    token_bytes = _token_bytes(raw, item_bytes, num_scales, config.model.num_layers, num_parts)
+    block_bytes = section.block_size * (token_bytes // num_stages if on_gpu else token_bytes * num_parts)
+
+    def mend(excess: int) -> str | None:
+        fitting = section.num_blocks - -(-excess // block_bytes) if block_bytes else 0
+        return f"attention.num_blocks to {fitting} or less" if fitting > 0 else None
+
+    return Need(f"{section.num_blocks} blocks of the KV cache", section.num_blocks * block_bytes, mend)
+
+
+def _token_bytes(
+    raw: dict[str, Any], item_bytes: int, num_scales: int = 0, num_layers: int | None = None, num_parts: int = 1
+) -> int:
+    """Bytes of a token's keys and values in the layers that keep all of them; 0 if config.json has other fields.
+
+    num_scales: of four bytes, beside each head's keys and its values. num_parts: into which the heads are cut; fewer
+    heads than parts are copied.
+    """
+    depth, kinds = _depth(raw, num_layers), raw.get("layer_types")
+    if isinstance(kinds, list):
+        num_full = kinds[:depth].count("full_attention")
+        depth = num_full or kinds[:depth].count("sliding_attention")
+    elif raw.get("sliding_window") is not None and raw.get("use_sliding_window", True):
+        if raw.get("model_type") not in _ALL_WINDOWS:
+            return 0
+    elif "full_attention_interval" in raw:
+        return 0
+    if "num_kv_shared_layers" in raw or "global_head_dim" in raw:
+        return 0
+    if "kv_lora_rank" in raw:
+        return depth * (_size(raw, "kv_lora_rank") + _size(raw, "qk_rope_head_dim")) * item_bytes
+    heads, kv_heads = _size(raw, "num_attention_heads"), _size(raw, "num_key_value_heads")
+    if not heads or not kv_heads:
+        return 0
+    head_dim = _size(raw, "head_dim") or _size(raw, "hidden_size") // heads
+    return depth * 2 * max(1, kv_heads // num_parts) * (head_dim * item_bytes + 4 * num_scales)
 
 
 def _weights_dtype(config: Config, *, on_gpu: bool) -> str:
     return config.model.dtype if on_gpu or config.model.dtype != "auto" else "float32"
+
+
+def _item_bytes(config: Config, *, on_gpu: bool) -> int:
+    """Bytes of a number in the model's dtype."""
+    dtype, raw = _weights_dtype(config, on_gpu=on_gpu), _text_config(config.model.path)
+    return _ITEM_BYTES.get(dtype) or _ITEM_BYTES.get(raw.get("dtype") or raw.get("torch_dtype"), 2)
 
 
 def _standbys(config: Config) -> Iterator[Need]:
@@ -400,9 +492,9 @@ def _sizes(path: Path, names: CheckpointNames, dtype: str, num_layers: int | Non
             yield math.prod(tensor.shape) * item_bytes
 
 
-def _tensors(path: Path) -> Iterator[_Tensor]:
+def _tensors(path: Path, single: Path | None = None) -> Iterator[_Tensor]:
     """All tensors of the files that a worker opens: a single file, or those of an index."""
-    single = path / "model.safetensors"
+    single = single or path / "model.safetensors"
     index = None if single.is_file() else read_json(path / "model.safetensors.index.json")
     try:
         files = [single] if index is None else [path / name for name in sorted(set(index["weight_map"].values()))]

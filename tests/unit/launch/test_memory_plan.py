@@ -13,15 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.attn_worker.build import StepLimits, make_cache_spec
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
-from services.common.config import EMBEDDED_MODEL, load_config
+from services.common.config import EMBEDDED_MODEL, Config, load_config
 from services.common.errors import CapacityError, ModelError
+from services.common.resolve import resolve_model
 from services.dense_worker import standby
 from services.dense_worker.build import resolve_dense_model
+from services.dense_worker.features.drafting.eagle.load_eagle import find_eagle_head, make_eagle_model
 from services.launch import memory_plan
 from services.launch.gpus import Gpu
-from services.launch.memory_plan import check_memory, plan_memory, weight_bytes
+from services.launch.memory_plan import Need, check_memory, plan_memory, weight_bytes
 from tests.support.cluster import REPOSITORY
+from tests.support.dense import medusa_heads
+from tests.support.dense.eagle_head import config_of, in_layout_of_vllm, random_head, write_head
 from tests.support.dense.family_models import load_true_model, make_family_model
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
@@ -147,6 +152,7 @@ def test_what_a_gpu_has_no_room_for_is_named_with_a_setting_that_fits(
     check_memory(load_config(None, [*whole, f"{named}={value}"]))
 
 
+PARTS = "the (weights|draft model|KV cache of drafts|buffers)"
 RANKS = ("model.dtype=bfloat16", "scheduler.max_num_batched_tokens=64", "dense.tensor_parallel_size=2", *LAZY)
 
 
@@ -166,11 +172,17 @@ def test_each_rank_has_its_part_and_the_first_one_the_draft_model_and_the_logits
     whole = weight_bytes(EMBEDDED_MODEL, "bfloat16")
     buffers = 2 * 64 * (256 + 2 * 704 // 2)
     of_first, of_second = [
-        {re.match(r"the (weights|draft model|buffers)", need.what)[0]: need.num_bytes for need in place.needs[:count]}
-        for place, count in ((first, 3), (second, 2))
+        {re.match(PARTS, need.what)[0]: need.num_bytes for need in place.needs[:count]}
+        for place, count in ((first, 4), (second, 2))
     ]
     logits = (2 + 4) * 64 * 1024
-    assert of_first == {"the weights": whole // 2, "the draft model": whole, "the buffers": buffers + logits}
+    cache = (1 + 64 * 2048 // 64) * 64 * 4 * 2 * 128 * 2  # for 64 sequences of 2,048 tokens, and one block more
+    assert of_first == {
+        "the weights": whole // 2,
+        "the draft model": whole,
+        "the KV cache of drafts": cache,
+        "the buffers": buffers + logits,
+    }
     assert of_second == {"the weights": whole // 2, "the buffers": buffers}
 
 
@@ -196,6 +208,63 @@ def test_slots_for_adapters_have_two_matrices_of_each_linear_layer(monkeypatch: 
     config = load_config(None, ["model.dtype=bfloat16", "dense.max_loras=3", "dense.max_lora_rank=17"])
     [need] = [need for need in plan_memory(config)[-1].needs if "adapters" in need.what]
     assert linears and need.num_bytes == sum(3 * 32 * (each.in_features + each.out_features) * 2 for each in linears)
+
+
+def needs_of(config: Config, text: str) -> list[Need]:
+    return [need for place in plan_memory(config) for need in place.needs if text in need.what]
+
+
+@pytest.mark.parametrize("kind", ["model", "int8", "fp8"])
+@pytest.mark.parametrize("variant", ["mistral", "mixtral", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_next"])
+def test_blocks_whose_number_is_set_are_those_of_the_attention_worker(variant: str, kind: str, tmp_path: Path) -> None:
+    path = make_family_model(tmp_path, variant)
+    if kind != "model" and variant in ("deepseek_v3", "qwen3_next"):
+        return  # have no cache of 8 bits
+    settings = ("attention.num_blocks=640", f"attention.kv_cache_dtype={kind}", "attention.block_size=8")
+    config = load_config(None, [f"model.path={path}", *CPU, *settings])
+    model = resolve_model(config.model, "cpu", config.attention)
+    spec = make_cache_spec(config.attention, model, StepLimits(config.scheduler.max_num_seqs, 64))
+    [need] = needs_of(config, "640 blocks")
+    # Without states, and without the window's blocks of layers that have fewer.
+    exact = 640 * 8 * spec.group_token_bytes(0)
+    assert need.num_bytes in (exact, 0), "what is counted is exact"
+    assert need.num_bytes or variant in ("gemma2",), "and most is counted"
+
+
+def test_blocks_of_the_embedded_model_are_counted_and_fewer_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, [*CPU, "attention.num_blocks=20000"])
+    spec = make_cache_spec(config.attention, resolve_model(config.model, "cpu", config.attention))
+    [need] = needs_of(config, "20000 blocks")
+    assert need.num_bytes == spec.num_bytes
+    with_memory(monkeypatch, plan_memory(config)[0].num_bytes - spec.block_bytes // 2)
+    with pytest.raises(CapacityError, match=r"set attention\.num_blocks to 19999 or less"):
+        check_memory(config)
+
+
+def test_heads_that_draft_and_their_cache_are_counted(tmp_path: Path) -> None:
+    head = random_head(256, 1024, layers=(1, 2, 3), draft_vocab_size=100, has_embedding=True)
+    path = write_head(tmp_path / "head", in_layout_of_vllm(head), config_of(head, 1024))
+    settings = ("scheduler.speculation=eagle3", f"scheduler.speculation_model={path}", "scheduler.max_num_seqs=2")
+    config = load_config(None, [*CPU, *settings])
+    [weights], [cache] = needs_of(config, "the heads head"), needs_of(config, "cache of drafts")
+    floats = sum(each.numel() for each in head.tensors.values() if each.is_floating_point())
+    assert weights.num_bytes == 4 * floats
+    model = resolve_model(config.model, "cpu", config.attention)
+    stored = find_eagle_head(config.scheduler, model)
+    eagle = make_eagle_model(stored.load(), torch.empty(1024, 256), config.scheduler, model)
+    assert cache.num_bytes == eagle.num_blocks * 64 * 2 * 2 * 16 * 4, "keys and values of 64 tokens and 2 heads of 16"
+
+
+def test_only_the_heads_that_run_are_counted(tmp_path: Path) -> None:
+    heads = medusa_heads.random_heads(4, 256, 1024)
+    for layout in (medusa_heads.in_layout_of_medusa, medusa_heads.in_layout_of_vllm):
+        path = medusa_heads.write_heads(
+            tmp_path / layout.__name__, layout(heads), medusa_num_heads=4, medusa_num_layers=1
+        )
+        settings = (f"scheduler.speculation_model={path}", "scheduler.num_speculative_tokens=3")
+        config = load_config(None, [*CPU, "scheduler.speculation=medusa", *settings])
+        [need] = needs_of(config, f"the heads {path.name}")
+        assert need.num_bytes == 3 * 4 * (256 * 256 + 256 + 1024 * 256)
 
 
 def test_a_host_tier_in_a_file_must_fit_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
