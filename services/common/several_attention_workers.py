@@ -13,7 +13,7 @@ from services.common.errors import ConfigError
 
 def has_several(config: Config) -> bool:
     """Whether there are several attention workers, or may be."""
-    return config.attention.workers > 1 or bool(config.attention.addresses)
+    return config.attention.workers > 1 or config.attention.elastic or bool(config.attention.addresses)
 
 
 def check_attention_workers(config: Config) -> None:
@@ -21,6 +21,8 @@ def check_attention_workers(config: Config) -> None:
     if has_several(config):
         attention = config.attention
         names = f"attention.workers is {attention.workers}"
+        if attention.elastic:
+            names += " and attention.elastic is true"
         if attention.addresses:
             names = f"attention.addresses names {len(attention.addresses)}"
         for obstacle, mend in _obstacles(config):
@@ -36,7 +38,7 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         yield f"dense.tensor_parallel_size is {dense.tensor_parallel_size}", "ranks have one attention worker each"
     if attention.kv_events is not None:
         yield f"attention.kv_events is {attention.kv_events!r}, and the events are of one cache", "leave it out"
-    if attention.workers > 1 and not {"attn_worker", "dense_worker"}.issubset(launch.services):
+    if (attention.workers > 1 or attention.elastic) and not {"attn_worker", "dense_worker"}.issubset(launch.services):
         yield (
             f"launch.services is {', '.join(launch.services)}",
             "one launcher must start the dense worker, too; or start attention workers elsewhere, and name them in"

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from services.dense_worker.engine.observer import EngineCounts, StepStats
+from services.dense_worker.engine.observer import CacheCounts, EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.rpc.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S
 
@@ -63,6 +63,15 @@ class DenseMetrics:
     def watch_experts(self, read_loads: Callable[[], dict[int, list[int]]]) -> None:
         """Adds the loads of experts by layer; `read_loads` is called on the scraper's thread."""
         self._registry.register(_ExpertCollector(read_loads))
+
+    def watch_caches(
+        self, read_caches: Callable[[], list[CacheCounts]], read_names: Callable[[], dict[int, str]]
+    ) -> None:
+        """Adds what each of several attention workers has; both are called on the scraper's thread.
+
+        read_names: their addresses, by cache_id
+        """
+        self._registry.register(_CachesCollector(read_caches, read_names))
 
     def on_submitted(self, *, is_recovered: bool) -> None:
         """Counts the sequences that gateways have submitted again with tokens. Called on the event loop."""
@@ -145,3 +154,26 @@ class _ExpertCollector:
             if any(counts):
                 imbalance.add_metric([str(layer)], max(counts) * len(counts) / sum(counts))
         yield imbalance
+
+
+class _CachesCollector:
+    """Reads what the attention workers have when a scraper asks. The label is a worker's address."""
+
+    def __init__(self, read_caches: Callable[[], list[CacheCounts]], read_names: Callable[[], dict[int, str]]) -> None:
+        self._read_caches, self._read_names = read_caches, read_names
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = [
+            GaugeMetricFamily(f"twostroke_dense_attention_worker_{name}", text, labels=["worker"])
+            for name, text in (
+                ("sequences", "Running sequences whose keys and values are in this attention worker."),
+                ("blocks", "Blocks of its KV cache."),
+                ("free_blocks", "Of these, those that the scheduler knows to be free, cached prefixes included."),
+            )
+        ]
+        names = self._read_names()
+        for each in self._read_caches():
+            values = each.num_sequences, each.num_blocks, each.num_free_blocks
+            for gauge, value in zip(gauges, values, strict=True):
+                gauge.add_metric([names.get(each.cache_id, "gone")], value)
+        yield from gauges

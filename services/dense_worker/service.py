@@ -210,7 +210,10 @@ class DenseWorker:
         if config.attention.addresses:
             heads = model.resolved.config.layer_heads
             layers = [LayerSizes(each.qkv_size, each.attn_size) for each in heads]
-            return AttentionWorkersClient(config.attention.addresses, first[1], layers, *first[2:])
+            client = AttentionWorkersClient(config.attention.addresses, first[1], layers, *first[2:])
+            self._servicer.attention_workers = client
+            self._metrics.watch_caches(lambda: self._engine.caches, lambda: client.addresses)
+            return client
         if model.resolved.rank.count == 1:
             return AttentionClient(*first)
         addresses = zip(self._options.rank_attention_addresses, self._options.shard_addresses, strict=True)

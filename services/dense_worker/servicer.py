@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import grpc
@@ -19,6 +19,7 @@ from services.common.dense_info import dense_info_metadata
 from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
+from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
@@ -57,6 +58,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._preparing: dict[asyncio.Task[None], _Outbox] = {}  # of sequences that are not ready for the queue
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
+        self.attention_workers: AttentionWorkersClient | None = None  # None: there is one, or none yet
         self._engine: Engine | None = None
         self._watchdog: Watchdog | None = None
         self._features: SequenceOf[Feature] = ()
@@ -146,6 +148,25 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             await asyncio.sleep(_POLL_S)
         return dense_pb2.TakeOverReply()
 
+    async def AddAttentionWorker(
+        self, request: dense_pb2.AddAttentionWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.AddAttentionWorkerReply:
+        await self._require_attention_workers().add(request.address, request.timeout_ms / 1000)
+        return dense_pb2.AddAttentionWorkerReply()
+
+    async def RemoveAttentionWorker(
+        self, request: dense_pb2.RemoveAttentionWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.RemoveAttentionWorkerReply:
+        await self._require_attention_workers().remove(request.address, request.timeout_ms / 1000)
+        return dense_pb2.RemoveAttentionWorkerReply()
+
+    def _require_attention_workers(self) -> AttentionWorkersClient:
+        if self.attention_workers is None:
+            raise InvalidRequest(
+                "this dense worker has a single attention worker: start it with attention.elastic, or with several"
+            )
+        return self.attention_workers
+
     async def GetStatus(
         self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseStatus:
@@ -159,7 +180,19 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             status.num_running = counts.num_running
             status.num_steps = counts.num_steps
             status.num_preemptions = counts.num_preemptions
+            if self.attention_workers is not None:
+                status.attention_workers.extend(self._describe_attention_workers(self.attention_workers.addresses))
         return status
+
+    def _describe_attention_workers(self, addresses: Mapping[int, str]) -> Iterator[dense_pb2.AttentionWorkerStatus]:
+        for each in [] if self._engine is None else self._engine.caches:
+            if each.cache_id in addresses:
+                yield dense_pb2.AttentionWorkerStatus(
+                    address=addresses[each.cache_id],
+                    num_sequences=each.num_sequences,
+                    num_blocks=each.num_blocks,
+                    num_free_blocks=each.num_free_blocks,
+                )
 
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext

@@ -137,6 +137,11 @@ class Child:
         """The process id, or None if it was never started."""
         return self._process.pid if self._process else None
 
+    def reconfigure(self, config: Config) -> None:
+        """Gives it another config from its next start on."""
+        self.config = config
+        self.config_file.write_text(dump_config(config))
+
     def retire(self) -> None:
         """Lets it run, but does not restart it when it ends."""
         self._is_stopping = True

@@ -31,6 +31,15 @@ class Children:
         self._watchers[child] = asyncio.create_task(child.watch())
         self._watchers[child].add_done_callback(self._note_end)
 
+    def adopt(self, child: Child, watcher: asyncio.Task[None]) -> None:
+        """Adds a service, which its `watch` task `watcher` has started."""
+        self._watchers[child] = watcher
+        watcher.add_done_callback(self._note_end)
+
+    async def forget(self, child: Child) -> None:
+        """Leaves out a service that has been stopped."""
+        await asyncio.gather(self._watchers.pop(child), return_exceptions=True)
+
     def replace(self, old: Child, new: Child, watcher: asyncio.Task[None]) -> None:
         """Replaces a service by another one, which its `watch` task `watcher` has started."""
         self._watchers = {new if child is old else child: each for child, each in self._watchers.items()}

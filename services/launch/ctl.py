@@ -39,6 +39,10 @@ def main(argv: Sequence[str], program: str = "services.launch ctl") -> int:
         try:
             if arguments.command == "status":
                 return print_status(stub)
+            if arguments.command == "add-attention":
+                return add_attention(stub, arguments)
+            if arguments.command == "drain-attention":
+                return drain_attention(stub, arguments)
             return replace_dense(stub, arguments)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -91,6 +95,11 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="accept another precision of the same model: running requests go on with the present KV cache",
     )
     replace.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then it is undone (3600)")
+    add = commands.add_parser("add-attention", help="start one more attention worker, which gets the next sequences")
+    add.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="then it is undone (300)")
+    drain = commands.add_parser("drain-attention", help="move the sequences of an attention worker, and stop it")
+    drain.add_argument("name", help="its name, as `status` has it")
+    drain.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="then it stays (60)")
     commands.add_parser("status", help="list the running services and their standbys")
     return parser
 
@@ -116,12 +125,27 @@ def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namesp
     return DONE
 
 
+def add_attention(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namespace) -> int:
+    """Adds an attention worker and prints its name."""
+    reply = stub.AddAttention(launch_pb2.AddAttentionRequest(), timeout=arguments.timeout)
+    print(f"added {reply.name}, process {reply.pid}")
+    return DONE
+
+
+def drain_attention(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namespace) -> int:
+    """Takes an attention worker away."""
+    request = launch_pb2.DrainAttentionRequest(name=arguments.name, timeout_ms=round(1000 * arguments.timeout))
+    stub.DrainAttention(request, timeout=arguments.timeout + STATUS_TIMEOUT_S)
+    print(f"{arguments.name} has no sequence any more, and has been stopped")
+    return DONE
+
+
 def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
     """Prints one line per service."""
     reply = stub.GetStatus(launch_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S)
     for service in reply.services:
         last_end = f", last end: {service.last_end}" if service.last_end else ""
-        print(f"{service.role} process {service.pid}, {service.num_restarts} restarts{last_end}")
+        print(f"{service.name} process {service.pid}, {service.num_restarts} restarts{last_end}")
     for standby in reply.standbys:
         print(describe_standby(standby))
     return DONE

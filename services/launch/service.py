@@ -20,6 +20,7 @@ from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key, service_manager_of_environment
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.launch.addresses import check_addresses, check_tls, place_sockets
+from services.launch.attention_workers import AttentionWorkers
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
 from services.launch.gpu_faults import INTERVAL_S, GpuFaults
@@ -126,7 +127,11 @@ class Launcher:
             replacer = DenseReplacer(
                 self._children, addresses[DENSE_ROLE], config.attention.address, make_child, standby
             )
-        await self._start_control(run_dir, replacer)
+        attention_workers = None
+        if has_several(config) and len(addresses) == len(SECTIONS):
+            standby = self._standbys[DENSE_ROLE]
+            attention_workers = AttentionWorkers(self._children, make_child, standby, config, run_dir)
+        await self._start_control(run_dir, replacer, attention_workers)
 
     async def run(self) -> None:
         """Runs until the prompt is answered, or all has drained. Raises the error that ends a service for good."""
@@ -155,8 +160,11 @@ class Launcher:
         standby = self._standbys.get(child.role)
         return standby is not None and standby.succeed(child)
 
-    async def _start_control(self, run_dir: Path, replacer: DenseReplacer | None) -> None:
-        control = make_control(run_dir, self._children, replacer, list(self._standbys.values()), self._config)
+    async def _start_control(
+        self, run_dir: Path, replacer: DenseReplacer | None, attention_workers: AttentionWorkers | None
+    ) -> None:
+        standbys = list(self._standbys.values())
+        control = make_control(run_dir, self._children, replacer, standbys, self._config, attention_workers)
         self._opened.push_async_callback(control.stop, 0.0)
         if replacer is not None:
             self._opened.push_async_callback(replacer.close)

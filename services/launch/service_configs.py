@@ -70,7 +70,7 @@ def service_configs(
     ]
     if config.dense.num_ranks > 1:
         starts = rank_starts(config, run_dir, starts)
-    if config.attention.workers > 1:
+    if ATTENTION_ROLE in addresses and (config.attention.workers > 1 or config.attention.elastic):
         starts = attention_starts(config, run_dir, starts)
     if "gateway" in config.launch.services:
         gateways = gateway_configs(config, run_dir, counts_dir)
@@ -127,6 +127,12 @@ def attention_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceSt
 def with_attention(config: Config, **changes: object) -> Config:
     """The config with these values in its section attention."""
     return config.model_copy(update={"attention": config.attention.model_copy(update=changes)})
+
+
+def attention_worker_config(config: Config, index: int, address: str) -> Config:
+    """The config of an attention worker that is started beside those that serve, whatever memory they have left."""
+    own = with_address(_of_attention_worker(config, index), ATTENTION_ROLE, address)
+    return with_attention(own, kv_cache_memory_fraction=config.attention.kv_cache_memory_fraction)
 
 
 def _of_attention_worker(config: Config, index: int) -> Config:

@@ -10,6 +10,7 @@ import grpc
 from services.common.config import Config
 from services.common.errors import InvalidRequest
 from services.launch.addresses import control_address
+from services.launch.attention_workers import AttentionWorkers
 from services.launch.children import Children
 from services.launch.replace import DenseReplacer
 from services.launch.resumables import SERVICE_NAME as RESUMABLES_SERVICE_NAME
@@ -24,7 +25,12 @@ SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
 
 
 def make_control(
-    run_dir: Path, children: Children, replacer: DenseReplacer | None, standbys: Sequence[Standby], config: Config
+    run_dir: Path,
+    children: Children,
+    replacer: DenseReplacer | None,
+    standbys: Sequence[Standby],
+    config: Config,
+    attention_workers: AttentionWorkers | None = None,
 ) -> GrpcServer:
     """Creates the server, without starting it."""
     gateway, names = config.gateway, [SERVICE_NAME]
@@ -33,7 +39,8 @@ def make_control(
         names.append(RESUMABLES_SERVICE_NAME)
         max_message_bytes += gateway.max_message_bytes  # a record has the message of a client
     server = GrpcServer(control_address(run_dir), names, max_message_bytes)
-    launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer, standbys), server.server)
+    servicer = LauncherServicer(children, replacer, standbys, attention_workers)
+    launch_pb2_grpc.add_LauncherServicer_to_server(servicer, server.server)
     if gateway.resume:
         max_number = gateway.max_resumable * num_gateways(config)  # those of dead processes beside as many that run
         resumables = Resumables(max_number, gateway.max_held_bytes, gateway.resume_timeout_s)
@@ -44,8 +51,15 @@ def make_control(
 class LauncherServicer(launch_pb2_grpc.LauncherServicer):
     """Answers `ctl`. Raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`."""
 
-    def __init__(self, children: Children, replacer: DenseReplacer | None, standbys: Sequence[Standby]) -> None:
-        """`replacer`: none if another launcher has the dense worker."""
+    def __init__(
+        self,
+        children: Children,
+        replacer: DenseReplacer | None,
+        standbys: Sequence[Standby],
+        attention_workers: AttentionWorkers | None = None,
+    ) -> None:
+        """`replacer`: none if another launcher has the dense worker. `attention_workers`: none if there is only one."""
+        self._attention_workers = attention_workers
         self._children = children
         self._replacer = replacer
         self._standbys = standbys
@@ -70,13 +84,36 @@ class LauncherServicer(launch_pb2_grpc.LauncherServicer):
             has_other_weights=replaced.has_other_weights,
         )
 
+    async def AddAttention(
+        self, request: launch_pb2.AddAttentionRequest, context: grpc.aio.ServicerContext
+    ) -> launch_pb2.AddAttentionReply:
+        child = await self._require_attention_workers().add()
+        return launch_pb2.AddAttentionReply(name=child.name, pid=child.pid or 0)
+
+    async def DrainAttention(
+        self, request: launch_pb2.DrainAttentionRequest, context: grpc.aio.ServicerContext
+    ) -> launch_pb2.DrainAttentionReply:
+        await self._require_attention_workers().drain(request.name, request.timeout_ms / 1000)
+        return launch_pb2.DrainAttentionReply()
+
+    def _require_attention_workers(self) -> AttentionWorkers:
+        if self._attention_workers is None:
+            raise InvalidRequest(
+                "this launcher has no set of attention workers: start all services with it, and attention.elastic=true"
+            )
+        return self._attention_workers
+
     async def GetStatus(
         self, request: launch_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> launch_pb2.LauncherStatus:
         return launch_pb2.LauncherStatus(
             services=[
                 launch_pb2.ServiceStatus(
-                    role=child.role, pid=child.pid or 0, num_restarts=child.num_restarts, last_end=child.last_end
+                    role=child.role,
+                    pid=child.pid or 0,
+                    num_restarts=child.num_restarts,
+                    last_end=child.last_end,
+                    name=child.name if child.options.attention_index else child.role,
                 )
                 for child in self._children
             ],

@@ -272,7 +272,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DenseStatus(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "num_steps", "num_preemptions", "resident_bytes", "state", "stall", "weights_hash", "loading", "device_bytes")
+    __slots__ = ("num_waiting", "num_running", "num_steps", "num_preemptions", "resident_bytes", "state", "stall", "weights_hash", "loading", "device_bytes", "attention_workers")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[DenseStatus.State]
@@ -295,6 +295,7 @@ class DenseStatus(_message.Message):
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_WORKERS_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     num_steps: int
@@ -305,7 +306,44 @@ class DenseStatus(_message.Message):
     weights_hash: str
     loading: str
     device_bytes: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., state: _Optional[_Union[DenseStatus.State, str]] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., weights_hash: _Optional[str] = ..., loading: _Optional[str] = ..., device_bytes: _Optional[int] = ...) -> None: ...
+    attention_workers: _containers.RepeatedCompositeFieldContainer[AttentionWorkerStatus]
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., state: _Optional[_Union[DenseStatus.State, str]] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., weights_hash: _Optional[str] = ..., loading: _Optional[str] = ..., device_bytes: _Optional[int] = ..., attention_workers: _Optional[_Iterable[_Union[AttentionWorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class AttentionWorkerStatus(_message.Message):
+    __slots__ = ("address", "num_sequences", "num_blocks", "num_free_blocks")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    num_sequences: int
+    num_blocks: int
+    num_free_blocks: int
+    def __init__(self, address: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
+
+class AddAttentionWorkerRequest(_message.Message):
+    __slots__ = ("address", "timeout_ms")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    timeout_ms: int
+    def __init__(self, address: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class AddAttentionWorkerReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RemoveAttentionWorkerRequest(_message.Message):
+    __slots__ = ("address", "timeout_ms")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    timeout_ms: int
+    def __init__(self, address: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class RemoveAttentionWorkerReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ()

@@ -64,6 +64,16 @@ class DenseWorkerStub:
                 request_serializer=dense__pb2.TakeOverRequest.SerializeToString,
                 response_deserializer=dense__pb2.TakeOverReply.FromString,
                 _registered_method=True)
+        self.AddAttentionWorker = channel.unary_unary(
+                '/twostroke.dense.v1.DenseWorker/AddAttentionWorker',
+                request_serializer=dense__pb2.AddAttentionWorkerRequest.SerializeToString,
+                response_deserializer=dense__pb2.AddAttentionWorkerReply.FromString,
+                _registered_method=True)
+        self.RemoveAttentionWorker = channel.unary_unary(
+                '/twostroke.dense.v1.DenseWorker/RemoveAttentionWorker',
+                request_serializer=dense__pb2.RemoveAttentionWorkerRequest.SerializeToString,
+                response_deserializer=dense__pb2.RemoveAttentionWorkerReply.FromString,
+                _registered_method=True)
 
 
 class DenseWorkerServicer:
@@ -113,6 +123,22 @@ class DenseWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAttentionWorker(self, request, context):
+        """Attaches to a further attention worker, which gets sequences from the next step on. Fails with a single attention
+        worker that was not started to have others beside it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAttentionWorker(self, request, context):
+        """Lets the sequences of an attention worker move to the others, and detaches from it. If others have no room within
+        the time, it fails, and the worker stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DenseWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +171,16 @@ def add_DenseWorkerServicer_to_server(servicer, server):
                     servicer.TakeOver,
                     request_deserializer=dense__pb2.TakeOverRequest.FromString,
                     response_serializer=dense__pb2.TakeOverReply.SerializeToString,
+            ),
+            'AddAttentionWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAttentionWorker,
+                    request_deserializer=dense__pb2.AddAttentionWorkerRequest.FromString,
+                    response_serializer=dense__pb2.AddAttentionWorkerReply.SerializeToString,
+            ),
+            'RemoveAttentionWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAttentionWorker,
+                    request_deserializer=dense__pb2.RemoveAttentionWorkerRequest.FromString,
+                    response_serializer=dense__pb2.RemoveAttentionWorkerReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +345,60 @@ class DenseWorker:
             '/twostroke.dense.v1.DenseWorker/TakeOver',
             dense__pb2.TakeOverRequest.SerializeToString,
             dense__pb2.TakeOverReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAttentionWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.dense.v1.DenseWorker/AddAttentionWorker',
+            dense__pb2.AddAttentionWorkerRequest.SerializeToString,
+            dense__pb2.AddAttentionWorkerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAttentionWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.dense.v1.DenseWorker/RemoveAttentionWorker',
+            dense__pb2.RemoveAttentionWorkerRequest.SerializeToString,
+            dense__pb2.RemoveAttentionWorkerReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0claunch.proto\x12\x13twostroke.launch.v1\"\x87\x02\n\x13ReplaceDenseRequest\x12\x11\n\toverrides\x18\x01 \x03(\t\x12\x13\n\x0b\x64rop_caches\x18\x02 \x01(\x08\x12\x13\n\x0bkeep_caches\x18\x03 \x01(\x08\x12L\n\ropen_requests\x18\x04 \x01(\x0e\x32\x35.twostroke.launch.v1.ReplaceDenseRequest.OpenRequests\x12\x17\n\x0fwait_timeout_ms\x18\x05 \x01(\r\"L\n\x0cOpenRequests\x12\x1d\n\x19OPEN_REQUESTS_UNSPECIFIED\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\x08\n\x04WAIT\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03\"^\n\x11ReplaceDenseReply\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x10\n\x08pause_ms\x18\x02 \x01(\x01\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11has_other_weights\x18\x04 \x01(\x08\"\x12\n\x10GetStatusRequest\"R\n\rServiceStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x03 \x01(\r\x12\x10\n\x08last_end\x18\x04 \x01(\t\"\x8c\x02\n\rStandbyStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x37\n\x05state\x18\x02 \x01(\x0e\x32(.twostroke.launch.v1.StandbyStatus.State\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x13\n\x0bhas_weights\x18\x05 \x01(\x08\x12\x12\n\nhost_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x07 \x01(\x04\x12\x16\n\x0enum_take_overs\x18\x08 \x01(\r\"@\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x07\n\x03OFF\x10\x01\x12\x0c\n\x08STARTING\x10\x02\x12\t\n\x05READY\x10\x03\"|\n\x0eLauncherStatus\x12\x34\n\x08services\x18\x01 \x03(\x0b\x32\".twostroke.launch.v1.ServiceStatus\x12\x34\n\x08standbys\x18\x02 \x03(\x0b\x32\".twostroke.launch.v1.StandbyStatus2\xc5\x01\n\x08Launcher\x12`\n\x0cReplaceDense\x12(.twostroke.launch.v1.ReplaceDenseRequest\x1a&.twostroke.launch.v1.ReplaceDenseReply\x12W\n\tGetStatus\x12%.twostroke.launch.v1.GetStatusRequest\x1a#.twostroke.launch.v1.LauncherStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0claunch.proto\x12\x13twostroke.launch.v1\"\x87\x02\n\x13ReplaceDenseRequest\x12\x11\n\toverrides\x18\x01 \x03(\t\x12\x13\n\x0b\x64rop_caches\x18\x02 \x01(\x08\x12\x13\n\x0bkeep_caches\x18\x03 \x01(\x08\x12L\n\ropen_requests\x18\x04 \x01(\x0e\x32\x35.twostroke.launch.v1.ReplaceDenseRequest.OpenRequests\x12\x17\n\x0fwait_timeout_ms\x18\x05 \x01(\r\"L\n\x0cOpenRequests\x12\x1d\n\x19OPEN_REQUESTS_UNSPECIFIED\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\x08\n\x04WAIT\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03\"^\n\x11ReplaceDenseReply\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x10\n\x08pause_ms\x18\x02 \x01(\x01\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11has_other_weights\x18\x04 \x01(\x08\"\x15\n\x13\x41\x64\x64\x41ttentionRequest\".\n\x11\x41\x64\x64\x41ttentionReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\"9\n\x15\x44rainAttentionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"\x15\n\x13\x44rainAttentionReply\"\x12\n\x10GetStatusRequest\"`\n\rServiceStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x03 \x01(\r\x12\x10\n\x08last_end\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"\x8c\x02\n\rStandbyStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x37\n\x05state\x18\x02 \x01(\x0e\x32(.twostroke.launch.v1.StandbyStatus.State\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x13\n\x0bhas_weights\x18\x05 \x01(\x08\x12\x12\n\nhost_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x64\x65vice_bytes\x18\x07 \x01(\x04\x12\x16\n\x0enum_take_overs\x18\x08 \x01(\r\"@\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x07\n\x03OFF\x10\x01\x12\x0c\n\x08STARTING\x10\x02\x12\t\n\x05READY\x10\x03\"|\n\x0eLauncherStatus\x12\x34\n\x08services\x18\x01 \x03(\x0b\x32\".twostroke.launch.v1.ServiceStatus\x12\x34\n\x08standbys\x18\x02 \x03(\x0b\x32\".twostroke.launch.v1.StandbyStatus2\x8f\x03\n\x08Launcher\x12`\n\x0cReplaceDense\x12(.twostroke.launch.v1.ReplaceDenseRequest\x1a&.twostroke.launch.v1.ReplaceDenseReply\x12`\n\x0c\x41\x64\x64\x41ttention\x12(.twostroke.launch.v1.AddAttentionRequest\x1a&.twostroke.launch.v1.AddAttentionReply\x12\x66\n\x0e\x44rainAttention\x12*.twostroke.launch.v1.DrainAttentionRequest\x1a(.twostroke.launch.v1.DrainAttentionReply\x12W\n\tGetStatus\x12%.twostroke.launch.v1.GetStatusRequest\x1a#.twostroke.launch.v1.LauncherStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,16 +37,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLACEDENSEREQUEST_OPENREQUESTS']._serialized_end=301
   _globals['_REPLACEDENSEREPLY']._serialized_start=303
   _globals['_REPLACEDENSEREPLY']._serialized_end=397
-  _globals['_GETSTATUSREQUEST']._serialized_start=399
-  _globals['_GETSTATUSREQUEST']._serialized_end=417
-  _globals['_SERVICESTATUS']._serialized_start=419
-  _globals['_SERVICESTATUS']._serialized_end=501
-  _globals['_STANDBYSTATUS']._serialized_start=504
-  _globals['_STANDBYSTATUS']._serialized_end=772
-  _globals['_STANDBYSTATUS_STATE']._serialized_start=708
-  _globals['_STANDBYSTATUS_STATE']._serialized_end=772
-  _globals['_LAUNCHERSTATUS']._serialized_start=774
-  _globals['_LAUNCHERSTATUS']._serialized_end=898
-  _globals['_LAUNCHER']._serialized_start=901
-  _globals['_LAUNCHER']._serialized_end=1098
+  _globals['_ADDATTENTIONREQUEST']._serialized_start=399
+  _globals['_ADDATTENTIONREQUEST']._serialized_end=420
+  _globals['_ADDATTENTIONREPLY']._serialized_start=422
+  _globals['_ADDATTENTIONREPLY']._serialized_end=468
+  _globals['_DRAINATTENTIONREQUEST']._serialized_start=470
+  _globals['_DRAINATTENTIONREQUEST']._serialized_end=527
+  _globals['_DRAINATTENTIONREPLY']._serialized_start=529
+  _globals['_DRAINATTENTIONREPLY']._serialized_end=550
+  _globals['_GETSTATUSREQUEST']._serialized_start=552
+  _globals['_GETSTATUSREQUEST']._serialized_end=570
+  _globals['_SERVICESTATUS']._serialized_start=572
+  _globals['_SERVICESTATUS']._serialized_end=668
+  _globals['_STANDBYSTATUS']._serialized_start=671
+  _globals['_STANDBYSTATUS']._serialized_end=939
+  _globals['_STANDBYSTATUS_STATE']._serialized_start=875
+  _globals['_STANDBYSTATUS_STATE']._serialized_end=939
+  _globals['_LAUNCHERSTATUS']._serialized_start=941
+  _globals['_LAUNCHERSTATUS']._serialized_end=1065
+  _globals['_LAUNCHER']._serialized_start=1068
+  _globals['_LAUNCHER']._serialized_end=1467
 # @@protoc_insertion_point(module_scope)

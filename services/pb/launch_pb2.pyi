@@ -43,21 +43,47 @@ class ReplaceDenseReply(_message.Message):
     has_other_weights: bool
     def __init__(self, pid: _Optional[int] = ..., pause_ms: _Optional[float] = ..., backend: _Optional[str] = ..., has_other_weights: _Optional[bool] = ...) -> None: ...
 
+class AddAttentionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AddAttentionReply(_message.Message):
+    __slots__ = ("name", "pid")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pid: int
+    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class DrainAttentionRequest(_message.Message):
+    __slots__ = ("name", "timeout_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    timeout_ms: int
+    def __init__(self, name: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class DrainAttentionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ServiceStatus(_message.Message):
-    __slots__ = ("role", "pid", "num_restarts", "last_end")
+    __slots__ = ("role", "pid", "num_restarts", "last_end", "name")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     LAST_END_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     role: str
     pid: int
     num_restarts: int
     last_end: str
-    def __init__(self, role: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., last_end: _Optional[str] = ...) -> None: ...
+    name: str
+    def __init__(self, role: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., last_end: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StandbyStatus(_message.Message):
     __slots__ = ("role", "state", "reason", "pid", "has_weights", "host_bytes", "device_bytes", "num_take_overs")

@@ -39,6 +39,16 @@ class LauncherStub:
                 request_serializer=launch__pb2.ReplaceDenseRequest.SerializeToString,
                 response_deserializer=launch__pb2.ReplaceDenseReply.FromString,
                 _registered_method=True)
+        self.AddAttention = channel.unary_unary(
+                '/twostroke.launch.v1.Launcher/AddAttention',
+                request_serializer=launch__pb2.AddAttentionRequest.SerializeToString,
+                response_deserializer=launch__pb2.AddAttentionReply.FromString,
+                _registered_method=True)
+        self.DrainAttention = channel.unary_unary(
+                '/twostroke.launch.v1.Launcher/DrainAttention',
+                request_serializer=launch__pb2.DrainAttentionRequest.SerializeToString,
+                response_deserializer=launch__pb2.DrainAttentionReply.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/twostroke.launch.v1.Launcher/GetStatus',
                 request_serializer=launch__pb2.GetStatusRequest.SerializeToString,
@@ -51,6 +61,21 @@ class LauncherServicer:
 
     def ReplaceDense(self, request, context):
         """Starts a second dense worker, which takes over between two steps. If the new worker fails, the old one stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddAttention(self, request, context):
+        """Starts one more attention worker, which gets sequences from the next step on. If it fails, nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainAttention(self, request, context):
+        """Lets the sequences of an attention worker move to the others, and stops it. If others have no room for them within
+        the time, it stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +95,16 @@ def add_LauncherServicer_to_server(servicer, server):
                     servicer.ReplaceDense,
                     request_deserializer=launch__pb2.ReplaceDenseRequest.FromString,
                     response_serializer=launch__pb2.ReplaceDenseReply.SerializeToString,
+            ),
+            'AddAttention': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAttention,
+                    request_deserializer=launch__pb2.AddAttentionRequest.FromString,
+                    response_serializer=launch__pb2.AddAttentionReply.SerializeToString,
+            ),
+            'DrainAttention': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainAttention,
+                    request_deserializer=launch__pb2.DrainAttentionRequest.FromString,
+                    response_serializer=launch__pb2.DrainAttentionReply.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -104,6 +139,60 @@ class Launcher:
             '/twostroke.launch.v1.Launcher/ReplaceDense',
             launch__pb2.ReplaceDenseRequest.SerializeToString,
             launch__pb2.ReplaceDenseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAttention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.launch.v1.Launcher/AddAttention',
+            launch__pb2.AddAttentionRequest.SerializeToString,
+            launch__pb2.AddAttentionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainAttention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.launch.v1.Launcher/DrainAttention',
+            launch__pb2.DrainAttentionRequest.SerializeToString,
+            launch__pb2.DrainAttentionReply.FromString,
             options,
             channel_credentials,
             insecure,

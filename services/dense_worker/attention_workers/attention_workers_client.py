@@ -8,7 +8,6 @@ that of a single attention worker does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.channel import Channel
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, DeviceError, PeerError
+from services.common.errors import ConfigError, DeviceError, InvalidRequest, PeerError
 from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
 from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
@@ -45,6 +44,8 @@ from services.step.codec import decode_answer, encode_plan
 log = structlog.get_logger()
 
 _RETRY_S = 0.1  # between two attempts to reach a worker whose sequences others have taken over
+_RETRY_REFUSED_S = 5.0  # the same if it has another model or other sizes
+_POLL_S = 0.02
 _LANE = 0
 _ALIKE = ("block_size", "window", "num_sink_tokens", "layer_window")  # what the caches must have in common
 
@@ -58,6 +59,7 @@ class _Worker:
         self.stub = attn_pb2_grpc.AttentionWorkerStub(self.grpc)
         self.health = health_pb2_grpc.HealthStub(self.grpc)
         self.last_error = ""  # of attempts to attach
+        self.refusal: ConfigError | None = None  # of the last attempt, which another one will not change
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +71,8 @@ class _Link:
     reply: attn_pb2.AttachReply
     channel: Channel
     call: grpc.aio.StreamStreamCall
-    plans: asyncio.Queue[StepPlan] = field(default_factory=asyncio.Queue)  # that it has not been sent
+    # Plans that it has not been sent, and at last why it is given up.
+    plans: asyncio.Queue[StepPlan | AttachmentEnd] = field(default_factory=asyncio.Queue)
 
     @property
     def cache_id(self) -> int:
@@ -105,6 +108,7 @@ class AttentionWorkersClient(AttentionClient):
         self._splitter: PlanSplitter | None = None
         self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
         self._listener: AttentionListener | None = None
+        self._leaving: dict[int, asyncio.Future[None]] = {}  # by cache_id: workers whose sequences move to others
         self._serving: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -124,11 +128,89 @@ class AttentionWorkersClient(AttentionClient):
             joined.expect(plan.step_id, split.rows)
         self._post(attachment, split)
 
+    # Workers that come and go
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        """Of the attached workers, by cache_id."""
+        return {cache_id: link.worker.address for cache_id, link in self._links.items()}
+
+    async def add(self, address: str, timeout_s: float) -> None:
+        """Attaches to a further worker, which then gets sequences.
+
+        Raises `InvalidRequest` if it is there, `ConfigError` if it refuses, `PeerError` if it does not come in time.
+        """
+        if address in self._workers:
+            raise InvalidRequest(f"the attention worker at {address} is one of those that serve")
+        attachment = self._require_attachment()
+        worker = self._workers[address] = _Worker(address, self._peers)
+        self._start(seeking := self._loop.create_task(self._seek(attachment, worker)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while address not in self.addresses.values():
+                    if worker.refusal is not None:
+                        raise worker.refusal
+                    await asyncio.sleep(_POLL_S)
+        except BaseException as error:  # also when the caller goes away
+            seeking.cancel()
+            del self._workers[address]
+            await worker.grpc.close()
+            if isinstance(error, TimeoutError):
+                raise PeerError(
+                    f"no attention worker at {address} within {timeout_s:g} s: {worker.last_error}"
+                ) from error
+            raise
+
+    async def remove(self, address: str, timeout_s: float) -> None:
+        """Lets the sequences of a worker move to the others, and detaches from it when it has none.
+
+        Raises `InvalidRequest` if it is not there or no other one is, and `PeerError` if it still has some after
+        `timeout_s` seconds: then it stays.
+        """
+        attachment = self._require_attachment()
+        assert self._listener is not None, "it is attached"
+        cache_id = next((each for each, own in self.addresses.items() if own == address), None)
+        if cache_id is None:
+            known = ", ".join(self.addresses.values())
+            raise InvalidRequest(f"no attention worker at {address} is attached; there are {known}")
+        if not self._links.keys() - self._leaving.keys() - {cache_id}:
+            raise InvalidRequest(f"the attention worker at {address} is the last one: add another one before")
+        left = self._leaving.setdefault(cache_id, self._loop.create_future())
+        self._listener.on_cache_given_up(attachment, cache_id, True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(left)
+        except BaseException as error:
+            if not left.done():
+                del self._leaving[cache_id]
+                self._listener.on_cache_given_up(attachment, cache_id, False)
+            if isinstance(error, TimeoutError):
+                raise PeerError(
+                    f"the attention worker at {address} still has sequences after {timeout_s:g} s: others had no room"
+                    " for them; it goes on"
+                ) from error
+            raise
+
+    def release(self, attachment: Attachment, cache_id: int) -> None:
+        self._loop.call_soon_threadsafe(self._release, cache_id)
+
+    def _release(self, cache_id: int) -> None:
+        if cache_id in self._leaving and (link := self._links.get(cache_id)) is not None:
+            link.plans.put_nowait(AttachmentEnd("it was asked to leave", is_crash=False))
+
+    def _require_attachment(self) -> Attachment:
+        if self._attachment is None or not self._links:
+            raise PeerError("no attention worker is attached now")
+        return self._attachment
+
     # Attaching
 
     async def _attach_once(self) -> Attachment:
         """Attaches to all workers; after the first time to those that are there, at least one."""
         self._links, self._next_cache_id, self._awaited = {}, 0, {}
+        for left in self._leaving.values():
+            left.cancel()
+        self._leaving.clear()
         links = list[_Link]()
         try:
             await self._check_health()
@@ -259,7 +341,7 @@ class AttentionWorkersClient(AttentionClient):
     async def _wait_ended(self) -> None:
         await self._ended
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
         """Runs a coroutine as long as the attachment lasts; its error ends the attachment."""
         task = asyncio.ensure_future(coroutine)
         self._serving.add(task)
@@ -287,7 +369,10 @@ class AttentionWorkersClient(AttentionClient):
         self._lose(attachment, cache_id, end)
         if not self._links:
             raise Ended(end)
-        self._start(self._seek(attachment, link.worker))
+        if link.worker.address in self._workers:
+            self._start(self._seek(attachment, link.worker))
+        else:
+            await link.worker.grpc.close()
 
     def _pass_answer(self, attachment: Attachment, cache_id: int, answer: SequenceOpened | PlanAccepted) -> None:
         assert self._listener is not None, "a link is served with a listener"
@@ -311,7 +396,10 @@ class AttentionWorkersClient(AttentionClient):
     def _lose(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Tells the engine that a worker is gone, and answers in its place what others have answered."""
         assert self._listener is not None and self._joined is not None, "a link is served with them"
-        del self._links[cache_id]
+        link = self._links.pop(cache_id)
+        if (left := self._leaving.pop(cache_id, None)) is not None:
+            left.set_result(None)
+            self._workers.pop(link.worker.address, None)
         self._joined.lose(cache_id)
         if self._links:
             self._listener.on_cache_lost(attachment, cache_id, end)
@@ -326,12 +414,13 @@ class AttentionWorkersClient(AttentionClient):
     def _break(self, cache_id: int, reason: str) -> None:
         if (link := self._links.get(cache_id)) is not None:
             log.warning("an attention worker has left a step", address=link.worker.address, reason=reason)
-            link.plans.put_nowait(StepPlan(-1))
+            link.plans.put_nowait(AttachmentEnd("it has not come back in a step", is_crash=True))
 
     async def _seek(self, attachment: Attachment, worker: _Worker) -> None:
-        """Attaches to a worker again, and serves it."""
+        """Attaches to a worker, for the first time or again, as long as others are left, and serves it."""
         while True:
-            with contextlib.suppress(PeerError):  # it is tried again, as long as others are left
+            try:
+                worker.refusal = None
                 if await self._is_ready(worker):
                     link = await self._link(worker, list(self._links.values()))
                     try:
@@ -340,6 +429,12 @@ class AttentionWorkersClient(AttentionClient):
                         link.drop()
                         raise
                     break
+            except PeerError as error:
+                worker.last_error = str(error)
+            except ConfigError as error:
+                log.error("an attention worker cannot be used", reason=str(error))
+                worker.refusal = error
+                await asyncio.sleep(_RETRY_REFUSED_S)
             await asyncio.sleep(_RETRY_S)
         self._links[link.cache_id] = link
         assert self._listener is not None and self._joined is not None, "a link is served with them"
@@ -362,11 +457,11 @@ class AttentionWorkersClient(AttentionClient):
 
 
 async def _write_plans(call: grpc.aio.StreamStreamCall, link: _Link) -> None:
-    """Sends a worker its plans. A plan without a number ends the link."""
+    """Sends a worker its plans. Raises `Ended` when it is given up."""
     while True:
         plan = await link.plans.get()
-        if plan.step_id < 0:
-            raise Ended(AttachmentEnd("it has not come back in a step", is_crash=True))
+        if isinstance(plan, AttachmentEnd):
+            raise Ended(plan)
         try:
             await call.write(encode_plan(plan))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

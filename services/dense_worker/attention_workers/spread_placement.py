@@ -15,9 +15,9 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 
 CHUNK_TOKENS = 64  # prefixes are compared in steps of as many tokens
-# A prefix counts as long as its cache has promised no more blocks than twice those of another one, and than four
-# sequences as large as this one: beyond that, steps would wait for this worker.
-MOST_TIMES, MOST_SEQUENCES = 2, 4
+# A prefix counts as long as its cache has promised no more blocks than as many times those of another one and those of
+# this sequence: beyond that, steps would wait for this worker.
+MOST_TIMES = 2
 MAX_PREFIXES = 65_536  # that are remembered, the most recently used ones
 
 
@@ -38,7 +38,7 @@ class SpreadPlacement:
         if found is not None:
             ledger = session.ledgers[found]
             least = min(_num_promised(each, session) for each in fitting)
-            most = MOST_TIMES * least + MOST_SEQUENCES * ledger.blocks_for(sequence.max_num_cached_tokens)
+            most = MOST_TIMES * least + ledger.blocks_for(sequence.max_num_cached_tokens)
             if _num_promised(found, session) <= most:
                 return found
         return max(fitting, key=lambda each: (_free_part(sequence, each, session), -each))

@@ -50,6 +50,7 @@ class AttentionListener(Protocol):
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
     def on_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None: ...
     def on_cache_added(self, attachment: Attachment, cache: AttachedCache, add_seam: Callable[[], None]) -> None: ...
+    def on_cache_given_up(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None: ...
     def on_cache_lost(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None: ...
 
 
@@ -127,6 +128,10 @@ class AttentionClient:
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         """Gives up the attachment; a new one follows. Called on the engine thread; never blocks."""
         self._post(attachment, end)
+
+    def release(self, attachment: Attachment, cache_id: int) -> None:
+        """A KV cache that was given up is empty. Called on the engine thread; never blocks."""
+        raise AssertionError("a single attention worker is not given up")
 
     def _post(self, attachment: Attachment, message: _Message) -> None:
         self._loop.call_soon_threadsafe(self._inbox.put_nowait, (attachment, message))

@@ -11,6 +11,7 @@ handles calls from outside between two steps, while a GPU runs a step, and betwe
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
@@ -22,7 +23,7 @@ from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.observer import EngineCounts, EngineObserver, StepStats
+from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.plan_timing import PlanTiming
 from services.dense_worker.engine.scheduler import Scheduler
@@ -93,6 +94,16 @@ class Engine:
         session = self._session
         return session and progress_of(session, self.counts, num_layers)
 
+    @property
+    def caches(self) -> list[CacheCounts]:
+        """What each attention worker has. May be called from any thread."""
+        session = self._scheduler.session
+        num_sequences = Counter(each.cache_id for each in list(session.running))
+        return [
+            CacheCounts(cache_id, num_sequences[cache_id], ledger.num_blocks, ledger.num_free_blocks)
+            for cache_id, ledger in list(session.ledgers.items())
+        ]
+
     def spans_under_way(self) -> dict[int, range]:
         """The spans of tokens, by seq_id, that are being computed, or were when the last attachment ended.
 
@@ -142,6 +153,10 @@ class Engine:
         """One more attention worker has attached. `add_seam` adds its data regions to the attachment's channels."""
         self._thread.post(self._add_cache, attachment, cache, add_seam)
 
+    def on_cache_given_up(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None:
+        """One of several attention workers is to go, or is to stay after all."""
+        self._thread.post(self._give_up_cache, attachment, cache_id, is_given_up)
+
     def on_cache_lost(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """One of several attention workers has gone."""
         self._thread.post(self._lose_cache, attachment, cache_id, end)
@@ -190,6 +205,8 @@ class Engine:
 
     def _admit(self, session: Session) -> None:
         """Chooses the sequences to open next; the next plan opens them."""
+        for cache_id in self._scheduler.empty_caches():
+            self._attention.release(session.attachment, cache_id)
         if session.is_leaving or self._drains or not (admitted := self._scheduler.next_to_open()):
             return
         if self._has_run_suspect:
@@ -370,6 +387,11 @@ class Engine:
             add_seam()
             self._scheduler.add_cache(cache)
             log.info("one more attention worker", cache_id=cache.cache_id, num_blocks=cache.num_blocks)
+
+    def _give_up_cache(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None:
+        session = self._session
+        if session is not None and session.attachment is attachment and cache_id in session.ledgers:
+            self._scheduler.give_up_cache(cache_id, is_given_up)
 
     def _lose_cache(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Known already if a step found it first."""

@@ -32,6 +32,16 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """What is in the KV cache of one attention worker."""
+
+    cache_id: int
+    num_sequences: int
+    num_blocks: int
+    num_free_blocks: int  # that the scheduler knows to be free
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCounts:
     """Present counts of sequences, and total counts of steps and preemptions."""
 

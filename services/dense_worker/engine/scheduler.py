@@ -122,9 +122,9 @@ class Scheduler:
         """One more attention worker has attached, and may have sequences from now on."""
         self.session.add_cache(cache)
 
-    def give_up_cache(self, cache_id: int) -> None:
-        """The sequences of an attention worker move to the others, and no further one is opened there."""
-        self.session.draining.add(cache_id)
+    def give_up_cache(self, cache_id: int, is_given_up: bool = True) -> None:
+        """The sequences of an attention worker move to the others, and no further one is opened there; or do again."""
+        (self.session.draining.add if is_given_up else self.session.draining.discard)(cache_id)
 
     def empty_caches(self) -> list[int]:
         """Those that are given up and have no sequence any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from services.pb import gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
-from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.cluster import Cluster, ctl, request, running_cluster
 from tests.support.rank_processes import pid_of
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
@@ -53,6 +54,32 @@ def test_streams_are_those_of_one_worker(
 ) -> None:
     for collected, expected in zip(collect_all(workers.gateway, messages), of_one_worker, strict=True):
         collected.assert_equals(expected)
+    workers.wait_idle()
+
+
+def test_workers_come_and_go_under_streams(
+    workers: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected]
+) -> None:
+    added = ctl(workers, "add-attention")
+    assert re.fullmatch(r"added attn_worker-2, process \d+\n", added.stdout), added.stderr
+
+    def drain() -> None:
+        drained = ctl(workers, "drain-attention", "attn_worker-2")
+        assert drained.stdout == "attn_worker-2 has no sequence any more, and has been stopped\n", drained.stderr
+
+    num_sequences = list[int]()
+
+    def drain_when_it_has_some() -> None:
+        num_sequences[:] = [each.num_sequences for each in workers.dense_status().attention_workers]
+        drain()
+
+    disturbed = collect_all(workers.gateway, messages, drain_when_it_has_some)
+    for collected, expected in zip(disturbed, of_one_worker, strict=True):
+        collected.assert_equals(expected)
+    assert len(num_sequences) == 3 and num_sequences[2] > 0
+    assert len(workers.dense_status().attention_workers) == 2
+    refused = ctl(workers, "drain-attention", "attn_worker-2")
+    assert "there is no attention worker 'attn_worker-2'; there are attn_worker, attn_worker-1" in refused.stderr
     workers.wait_idle()
 
 

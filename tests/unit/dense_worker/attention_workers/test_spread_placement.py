@@ -50,8 +50,10 @@ def test_of_several_prefixes_the_longest_counts() -> None:
 def test_a_prefix_does_not_count_in_a_cache_that_has_promised_much_more_than_others() -> None:
     placement = SpreadPlacement()
     put(placement, make(1, SHARED), 0)
-    assert placement.choose(make(2, SHARED), [0, 1], make_session(48, 100)) == 0  # 4 times its 13 blocks
-    assert placement.choose(make(2, SHARED), [0, 1], make_session(47, 100)) == 1
+    assert placement.choose(make(2, SHARED), [0, 1], make_session(87, 100)) == 0  # its 13 blocks
+    assert placement.choose(make(2, SHARED), [0, 1], make_session(86, 100)) == 1
+    assert placement.choose(make(2, SHARED), [0, 1], make_session(67, 90)) == 0  # and twice those of the other one
+    assert placement.choose(make(2, SHARED), [0, 1], make_session(66, 90)) == 1
 
 
 def test_a_prefix_of_a_cache_that_is_gone_does_not_count() -> None:
