@@ -217,10 +217,10 @@ def check_directory(subject: str, directory: Path, least: int, mend: str) -> Fin
 def check_model(config: Config) -> Finding:
     """Whether the model is supported, and its weights are in a format that is read."""
     with importing():
-        from services.common.model_config import load_model_config
+        from services.common.encoders.served_config import read_served_config
     path = config.model.path
     try:
-        load_model_config(path, config.model.num_layers)
+        read_served_config(path, config.model.num_layers)
     except TwostrokeError as error:
         return Finding("failure", "model", str(error), "docs/models.md lists the supported families")
     files = sorted(path.glob("*.safetensors"))

@@ -106,9 +106,9 @@ def describe(name: str, path: Path) -> Row:
 def obstacle_of(path: Path) -> str | None:
     """Why the model in a directory cannot be served; None: it can."""
     with importing():
-        from services.common.model_config import load_model_config
+        from services.common.encoders.served_config import read_served_config
     try:
-        load_model_config(path)
+        read_served_config(path)
         weight_bytes(path, "auto")  # reads all headers
     except TwostrokeError as error:
         return shorten(str(error).replace(f"{path}/", "").removeprefix(f"{path} "))

@@ -21,8 +21,11 @@ def main() -> None:
     if options.standby is not None:
         import_at_low_priority("services.dense_worker.service")
     with importing():
+        from services.common.encoders.encoder_types import is_encoder
+        from services.dense_worker.encoders.text.encoder_worker import EncoderWorker
         from services.dense_worker.service import DenseWorker
-    run_service(serve(lambda: DenseWorker(config, options)))
+    worker = EncoderWorker if is_encoder(config.model.path) else DenseWorker
+    run_service(serve(lambda: worker(config, options)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 import grpc
 import numpy as np
@@ -20,7 +21,7 @@ from services.common.errors import InvalidRequest, PeerError, RequestAborted, Tw
 from services.common.process import resident_bytes
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
-from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
@@ -49,6 +50,35 @@ _LEAVE_TIMEOUT_S = 10.0  # for the running step to end
 _Outbox = asyncio.Queue[dense_pb2.StepOutput | Exception]  # an error ends the stream
 
 
+class GatewayEngine(Protocol):
+    """What the servicer needs of an engine: that of decoders (`Engine`), or that of an encoder (`EncoderEngine`).
+
+    All methods may be called from any thread, and none blocks.
+    """
+
+    @property
+    def counts(self) -> EngineCounts:
+        """The current counts."""
+
+    def spans_under_way(self) -> dict[int, range]:
+        """The spans of tokens, by seq_id, that are being computed, or were when the attention worker went away."""
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence. If it is refused, its gateway gets an output with an error."""
+
+    def cancel(self, seq_id: int) -> None:
+        """Forgets a sequence."""
+
+    def close_orphans(self, gateway: int) -> None:
+        """Closes all other sequences of a gateway that has submitted its sequences again."""
+
+    def drain(self, drains: bool) -> None:
+        """Starts no sequence any more, or again; those that run go on."""
+
+    def leave(self) -> None:
+        """Lets another dense worker take over after the running step, which is still reported."""
+
+
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     """Serves gateways. It knows which gateway owns which sequence; the engine does not."""
 
@@ -59,7 +89,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
         self.attention_workers: AttentionWorkersClient | None = None  # None: there is one, or none yet
-        self._engine: Engine | None = None
+        self._engine: GatewayEngine | None = None
         self._watchdog: Watchdog | None = None
         self._features: SequenceOf[Feature] = ()
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
@@ -69,7 +99,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._stream_numbers = itertools.count(1)
         self._readers: set[asyncio.Task[None]] = set()
 
-    def set_engine(self, engine: Engine, watchdog: Watchdog, features: SequenceOf[Feature]) -> None:
+    def set_engine(self, engine: GatewayEngine, watchdog: Watchdog, features: SequenceOf[Feature]) -> None:
         """Called when the model is loaded. features: those of the engine"""
         self._engine, self._watchdog, self._features = engine, watchdog, features
 
@@ -293,14 +323,14 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         current, outbox = self._owned.get(sequence.seq_id, (None, None))
         return outbox if current is sequence else None
 
-    def _require_ready(self) -> tuple[Engine, dense_pb2.DenseInfo]:
+    def _require_ready(self) -> tuple[GatewayEngine, dense_pb2.DenseInfo]:
         if self._engine is None or self._info is None:
             state = dense_pb2.DenseStatus.State.Name(self.status.state).lower()
             raise PeerError(f"the dense worker does not serve now: it is {state}")
         return self._engine, self._info
 
     async def _read(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, number: int, vocab_size: int
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: GatewayEngine, number: int, vocab_size: int
     ) -> None:
         outbox = self._streams[number]
         try:
@@ -309,7 +339,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             outbox.put_nowait(error)
 
     async def _handle_all(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, number: int, vocab_size: int
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: GatewayEngine, number: int, vocab_size: int
     ) -> None:
         outbox = self._streams[number]
         receivers = {feature.message: feature for feature in self._features if feature.message}
@@ -365,7 +395,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         return [each for each in preparations if each is not None]
 
     async def _submit_prepared(
-        self, sequence: Sequence, preparations: SequenceOf[Awaitable[None]], engine: Engine
+        self, sequence: Sequence, preparations: SequenceOf[Awaitable[None]], engine: GatewayEngine
     ) -> None:
         """Submits a sequence when all that it needs is ready. An error ends only this sequence."""
         try:

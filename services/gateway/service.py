@@ -11,9 +11,11 @@ from prometheus_client.registry import Collector
 
 from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
+from services.common.encoders.encoder_config import EncoderConfig
+from services.common.encoders.served_config import read_served_config
 from services.common.errors import PeerError
 from services.common.json_files.read_json import read_json
-from services.common.model_config import ModelConfig, load_model_config
+from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
 from services.common.pooling.pooling_config import read_pooling
 from services.common.shared_counts import Counts, SharedCounts
@@ -86,7 +88,7 @@ class Gateway:
         address = config.gateway.metrics_address
         self._opened.enter_context(serving_metrics(address, self._registry, "gateway.metrics_address"))
         tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
-        model_config, is_dummy = load_model_config(config.model.path), config.model.load_format == "dummy"
+        model_config, is_dummy = read_served_config(config.model.path), config.model.load_format == "dummy"
         client_templates = None
         if config.gateway.trust_request_chat_template:
             client_templates = ClientTemplates()
@@ -216,7 +218,7 @@ class Gateway:
         return VllmMetrics(self._registry, self._metrics, pool, name, max_loras, read_adapters)
 
     def _make_request_service(
-        self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer, peers: GatewayPeers
+        self, tokenizer: Tokenizer, model_config: ModelConfig | EncoderConfig, tracer: Tracer, peers: GatewayPeers
     ) -> RequestService:
         section, model = self._section, self._config.model
         names = ModelNames(
@@ -227,7 +229,8 @@ class Gateway:
         prompt_embeds = None
         if section.enable_prompt_embeds:
             prompt_embeds = PromptEmbedsReader(model_config.embedding_size)
-        shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
+        has_adapters = self._config.dense.max_loras > 0 and not isinstance(model_config, EncoderConfig)
+        shapes = adapted_shapes(model_config) if has_adapters else {}
         return RequestService(
             names,
             model_config.eos_token_ids,

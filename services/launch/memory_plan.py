@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from services.channel.shm_cleanup import SHM_DIR
 from services.common.batch_buckets import batch_buckets, chunk_buckets, token_buckets
 from services.common.config import Config
+from services.common.encoders.encoder_types import is_encoder_type
 from services.common.errors import CapacityError, ModelError
 from services.common.families.names import NAMES, CheckpointNames
 from services.common.json_files.read_json import read_json
@@ -188,6 +189,10 @@ def weight_bytes(path: Path, dtype: str, *, num_layers: int | None = None, to_fp
     layers are made FP8. Layers beyond `num_layers`, other parts than the model of text, and a tied head do not count.
     Raises `ModelError`.
     """
+    if is_encoder_type(_text_config(path)):
+        return sum(
+            math.prod(each.shape) * _ITEM_BYTES.get(dtype, _FLOAT_BYTES.get(each.dtype, 8)) for each in _tensors(path)
+        )
     names = _names(path)
     return 0 if names is None else sum(_sizes(path, names, dtype, num_layers, to_fp8))
 

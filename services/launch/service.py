@@ -31,7 +31,13 @@ from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, find_mps, start_mps, stop_mps
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
-from services.launch.service_configs import make_own_key, num_gateways, service_configs, with_host_kv_path
+from services.launch.service_configs import (
+    make_own_key,
+    num_gateways,
+    service_configs,
+    with_host_kv_path,
+    without_needless_services,
+)
 from services.launch.service_manager import ServiceManager
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
@@ -65,7 +71,9 @@ class Launcher:
         Raises `ConfigError`, `PeerError`, and what `check_memory` raises.
         """
         run_dir = self._opened.enter_context(run_directory())
-        config = self._config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
+        config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
+        self._serves_alone = config.launch.runs_all
+        config = self._config = without_needless_services(config)
         check_addresses(config)
         check_attention_workers(config)
         check_tls(config)
@@ -201,7 +209,7 @@ class Launcher:
     async def _wait_started(self) -> None:
         """Waits until clients are served, or until only services of other launchers are missing."""
         deadline = StartDeadline(self._config.launch.start_timeout_s)
-        if not self._config.launch.runs_all:
+        if not self._serves_alone:
             await asyncio.gather(*(wait_started(child, deadline) for child in self._children))
             return
         [dense] = self._children.of_role(DENSE_ROLE)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from services.common.addresses import MAX_PORT
 from services.common.child_options import ChildOptions
 from services.common.config import Config, add_api_key, api_keys_of_environment
+from services.common.encoders.encoder_types import is_encoder
 from services.common.errors import ConfigError
 from services.common.process import available_cores
 from services.common.shared_counts import SharedCounts
@@ -40,6 +41,15 @@ class ServiceStart(NamedTuple):
     role: str
     config: Config
     options: ChildOptions
+
+
+def without_needless_services(config: Config) -> Config:
+    """The config without the attention worker if the model is an encoder, which has no past. Raises `ModelError`."""
+    if not is_encoder(config.model.path):
+        return config
+    services = tuple(name for name in config.launch.services if name != ATTENTION_ROLE)
+    launch = config.launch.model_copy(update={"services": services})
+    return config.model_copy(update={"launch": launch})
 
 
 def num_gateways(config: Config) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.common.encoders.encoder_types import is_encoder_type
 from services.common.families.registry import FAMILIES
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -23,11 +24,6 @@ def has_language_head(raw: dict[str, Any]) -> bool:
 def is_classifier(raw: dict[str, Any]) -> bool:
     """Whether it gives a value for each of some labels."""
     return _architecture_of(raw).endswith(_CLASSIFIER)
-
-
-def is_encoder_type(raw: dict[str, Any]) -> bool:
-    """Whether the model sees whole inputs at once and generates nothing."""
-    return False
 
 
 def _architecture_of(raw: dict[str, Any]) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from services.common.config import ModelSection
+from services.common.encoders.encoder_types import is_encoder_type
 from services.common.errors import ConfigError, ModelError
 from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json, read_json_list
-from services.common.pooling.architectures import has_language_head, is_classifier, is_encoder_type
+from services.common.pooling.architectures import has_language_head, is_classifier
 
 MODULES_FILE = "modules.json"
 
@@ -66,6 +67,7 @@ class PoolingConfig:
     head: ClassifierHead | None = None  # None: vectors are embeddings
     labels: tuple[str, ...] = ()  # of a classifier
     is_multi_label: bool = False  # each label is true or false by itself
+    is_raw: bool = False  # the values of labels are shown as they are, without sigmoid or softmax
     tokens: tuple[str, ...] = ()  # those of `ClassifierHead.TOKENS`
     max_input_tokens: int | None = None  # which sentence-transformers keeps of longer inputs; None: it says nothing
 
@@ -123,9 +125,28 @@ def _read_classifier(raw: dict[str, Any], path: Path, is_encoder: bool) -> Pooli
     if problem not in (None, "regression", "single_label_classification", "multi_label_classification"):
         raise ModelError(f"{path} has problem_type {problem!r}, supported: those of transformers")
     method = PoolingMethod.CLS if is_encoder else PoolingMethod.LAST
+    if raw.get("model_type") == "modernbert" and raw.get("classifier_pooling", "cls") == "mean":
+        method = PoolingMethod.MEAN
     head = ClassifierHead.ENCODER if is_encoder else ClassifierHead.SCORE
-    is_multi_label = problem == "multi_label_classification"
-    return PoolingConfig(method, False, head=head, labels=labels, is_multi_label=is_multi_label)
+    return PoolingConfig(
+        method,
+        False,
+        head=head,
+        labels=labels,
+        is_multi_label=problem == "multi_label_classification",
+        is_raw=_has_no_activation(raw, path) or (problem == "regression" and len(labels) > 1),
+    )
+
+
+def _has_no_activation(raw: dict[str, Any], path: Path) -> bool:
+    """Whether the cross-encoder of sentence-transformers gives its value as it is; by default it is a sigmoid's."""
+    settings = raw.get("sentence_transformers")
+    name = settings.get("activation_fn") if isinstance(settings, dict) else None
+    name = name or raw.get("sbert_ce_default_activation_function") or "torch.nn.modules.activation.Sigmoid"
+    kind = str(name).rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise ModelError(f"{path} has activation_fn {name!r}, supported: Sigmoid, Identity")
+    return kind == "Identity"
 
 
 def _read_modules(modules: list[Any], path: Path) -> PoolingConfig:

@@ -34,6 +34,7 @@ from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
 from services.gateway.apis.vectors.routes import vector_routes
+from services.gateway.apis.vectors.score_routes import score_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
@@ -75,6 +76,7 @@ def build_app(
     app.include_router(responses_routes(service, section, store))
     app.include_router(stored_response_routes(service, section, store))
     app.include_router(vector_routes(vectors, section))
+    app.include_router(score_routes(vectors, section))
     app.include_router(token_routes(service, section))
     app.include_router(model_routes(service))
     app.include_router(server_routes(service, registry))

@@ -128,6 +128,11 @@ class RequestService:
         )
 
     @property
+    def max_input_tokens(self) -> int:
+        """The longest input of which a vector can be made. A decoder's has room for one token more."""
+        return self._dense.model.max_model_len - self._generates
+
+    @property
     def heavy_work(self) -> HeavyWork:
         """Where all that takes long is done."""
         return self.tokenizer.heavy_work

@@ -213,7 +213,7 @@ async def read_request(
         num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_front))
     if not num_kept:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    check_prompt_length(num_front + num_kept, limits.max_model_len)
+    check_prompt_length(num_front + num_kept, limits.max_model_len + (not limits.generates))
     prompt_token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
     num_rows = len(table_ids) - num_front  # that token ids of the prompt may stand for
     check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name, num_rows)

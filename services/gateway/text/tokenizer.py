@@ -85,7 +85,8 @@ class Tokenizer:
     async def encode_input(
         self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int | None
     ) -> tuple[list[int], int]:
-        """Token ids of a text, or of two that belong together, and how many of them are before the second one's part.
+        """Token ids of a text, or of two that belong together, and how many of them are before the second one's part:
+        0 if the model is not told.
 
         With `max_tokens` the longer text loses tokens at its end until all are so many; special tokens remain.
         """
@@ -236,8 +237,9 @@ class Tokenizer:
                 for piece, count in zip(reversed(by_length), (room - shorter, shorter), strict=False):
                     piece.truncate(count)
         encoding = self._backend.post_process(*pieces, add_special_tokens=adds_special_tokens)
-        first_of_second = next((i for i, each in enumerate(encoding.type_ids) if each), 0)
-        return encoding.ids, first_of_second
+        if len(texts) == 1 or "token_type_ids" not in self.hf_tokenizer.model_input_names:
+            return encoding.ids, 0
+        return encoding.ids, next((i for i, each in enumerate(encoding.type_ids) if each), 0)
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encode(text, add_special_tokens=False) for text in texts]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,7 @@ Text = str | Sequence[int]  # or its token ids, used as they are
 class VectorInput:
     """A text, or two that belong together."""
 
+    name: str  # in error messages, such as input[3]
     first: Text
     second: str | None = None
 
@@ -51,6 +52,10 @@ class InputOptions:
     adds_special_tokens: bool = True
     max_tokens: int | None = None  # longer inputs are cut behind so many tokens; 0: the model's limit; None: refused
     cache_salt: str = ""
+
+    def cut(self, max_tokens: int) -> InputOptions:
+        """The same, with inputs cut behind so many tokens."""
+        return replace(self, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,11 @@ class Vectors:
             return len(pooling.labels)
         return pooling.stages[-1].out_features if pooling.stages else self.service.model.hidden_size
 
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raises `InvalidRequest` if vectors have fewer values."""
+        if dimensions is not None and dimensions > self.size:
+            raise InvalidRequest(f"dimensions is {dimensions}, the model's vectors have {self.size}", "dimensions")
+
     async def pool(
         self,
         inputs: Sequence[VectorInput],
@@ -105,8 +115,8 @@ class Vectors:
     ) -> list[PooledInput]:
         """The vector of each input, in order. The caller releases `held`, which takes their memory.
 
-        field: the inputs in error messages. Raises the `TwostrokeError` of the first input that fails, and cancels the
-        others then.
+        field: what has the inputs, in error messages. Raises the `TwostrokeError` of the first input that fails, and
+        cancels the others then.
         """
         service = self.service
         try:
@@ -124,17 +134,14 @@ class Vectors:
         results: list[PooledInput | None] = [None] * len(inputs)
         waiting, starting = iter(enumerate(inputs)), asyncio.Lock()
         num_readers = min(len(inputs), MAX_AT_ONCE, caller.usage.most_answers or MAX_AT_ONCE)
-        names = [f"{field}[{i}]" if len(inputs) > 1 else field for i in range(len(inputs))]
-        readers = [
-            self._read_some(waiting, names, options, caller, starting, results) for _ in range(num_readers)
-        ]
-        await gather_or_cancel(readers)
+        await gather_or_cancel(
+            [self._read_some(waiting, options, caller, starting, results) for _ in range(num_readers)]
+        )
         return [each for each in results if each is not None]
 
     async def _read_some(
         self,
         waiting: Iterator[tuple[int, VectorInput]],
-        names: Sequence[str],
         options: InputOptions,
         caller: Caller,
         starting: asyncio.Lock,
@@ -145,28 +152,29 @@ class Vectors:
             async with self._turns.turn(caller.number):
                 async with starting:
                     await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
-                    request_id = f"{options.request_id}-{index}" if len(names) > 1 else options.request_id
-                    message = await self._message(each, options, names[index])
-                    message.request_id = request_id
-                    generation = await self.service.start(message, caller, prompt_name=names[index])
+                    message = await self._message(each, options)
+                    message.request_id = f"{options.request_id}-{index}" if len(results) > 1 else options.request_id
+                    generation = await self.service.start(message, caller, prompt_name=each.name)
                 try:
                     _, prompt = await generation.completions()
                 finally:
                     generation.close()
             vector = prompt and prompt.reports.get(POOLING.name)
             if not isinstance(vector, PooledVector):  # it was aborted
-                raise PeerError(f"{names[index]} ended without its vector")
+                raise PeerError(f"{each.name} ended without its vector")
             results[index] = PooledInput(vector.values, len(prompt.token_ids))
 
-    async def _message(self, each: VectorInput, options: InputOptions, name: str) -> gateway_pb2.GenerateRequest:
+    async def _message(self, each: VectorInput, options: InputOptions) -> gateway_pb2.GenerateRequest:
         """The request for one input. Raises `InvalidRequest` if it is empty or too long."""
-        limit, tokenizer = self.service.model.max_model_len - 1, self.service.tokenizer
+        name = each.name
+        limit, tokenizer = self.service.max_input_tokens, self.service.tokenizer
         most = limit if not options.max_tokens else min(limit, options.max_tokens)
         is_cut, second_segment = options.max_tokens is not None, 0
         if isinstance(each.first, str):
             texts = [each.first] if each.second is None else [each.first, each.second]
             num_characters = sum(map(len, texts))
-            if num_characters > self.service.model.max_model_len * tokenizer.max_token_characters:
+            # A space may stand between two tokens. What is cut may be of any length: long texts are read in a thread.
+            if not is_cut and num_characters > limit * (1 + tokenizer.max_token_characters):
                 raise too_long(
                     limit,
                     f"{name} has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",

@@ -77,6 +77,18 @@ def test_inputs_are_cut_only_if_asked(cluster: Cluster) -> None:
     np.testing.assert_allclose(raw / np.linalg.norm(raw), wanted(prompt), atol=TOLERANCE)
 
 
+def test_scores_are_cosines_between_embeddings(cluster: Cluster) -> None:
+    query, documents = "What is the capital of France?", ["Paris", "San Francisco is a", "a", "Paris"]
+    lists = post(cluster, {"prompt": [query, *documents]}, path="/tokenize")["tokens"]
+    vectors = [wanted(each) for each in lists]
+    cosines = [float(vectors[0] @ each) for each in vectors[1:]]
+    data = post(cluster, {"text_1": query, "text_2": documents}, path="/score")["data"]
+    assert [each["score"] for each in data] == pytest.approx(cosines, abs=TOLERANCE)
+    results = post(cluster, {"query": query, "documents": documents}, path="/v1/rerank")["results"]
+    assert [each["index"] for each in results] == sorted(range(4), key=lambda i: -cosines[i])
+    assert "no classifier" in post(cluster, {"input": "a"}, 400, "/classify")["error"]["message"]
+
+
 def test_many_inputs_of_one_request(cluster: Cluster) -> None:
     """More than may be under way at once; they come back in order."""
     prompts = [random_prompt(1 + i % 7, seed=i) for i in range(300)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
@@ -70,6 +71,22 @@ class PooledAnswer(Response):
 async def receive_nothing() -> dict[str, str]:
     """A response does not read."""
     return {"type": "http.disconnect"}
+
+
+def list_answer(
+    request_id: str, model: str, objects: Iterator[Iterator[bytes]], pooled: Sequence[PooledInput]
+) -> Iterator[bytes]:
+    """The JSON of an answer with an object, which comes in pieces itself, for each of several things."""
+    head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
+    yield to_json(head)[:-1] + b',"data":'
+    yield from list_pieces(objects)
+    yield b',"usage":' + to_json(usage_of(pooled)) + b"}"
+
+
+def usage_of(pooled: Sequence[PooledInput]) -> dict[str, int]:
+    """An `InputUsage`."""
+    num_tokens = sum(each.num_tokens for each in pooled)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 def list_pieces(objects: Iterator[Iterator[bytes]]) -> Iterator[bytes]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic_core import to_json
 
 from services.common.config import GatewaySection
-from services.common.errors import InvalidRequest
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_pieces, number_pieces
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, number_pieces
 from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest, input_list
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
@@ -34,21 +31,15 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         body.log_unknown_fields(request_id)
         embeds = vectors.embeds
         normalizes = embeds.normalizes if body.normalize is None else body.normalize
-        size = vectors.size
-        if body.dimensions is not None and body.dimensions > size:
-            raise InvalidRequest(f"dimensions is {body.dimensions}, the model's vectors have {size}", "dimensions")
+        vectors.check_dimensions(body.dimensions)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            head = {"id": request_id, "object": "list", "created": int(time.time()), "model": body.model or ""}
-            head["model"] = body.model or service.names.first
-            yield to_json(head)[:-1] + b',"data":'
-            yield from list_pieces(
-                _object_pieces(index, shaped(each.values, body.dimensions, normalizes), body.encoding_format)
-                for index, each in enumerate(pooled)
+            vectors_of = (shaped(each.values, body.dimensions, normalizes) for each in pooled)
+            objects = (
+                vector_pieces("embedding", "embedding", index, values, body.encoding_format)
+                for index, values in enumerate(vectors_of)
             )
-            num_tokens = sum(each.num_tokens for each in pooled)
-            usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-            yield b',"usage":' + to_json(usage) + b"}"
+            return list_answer(request_id, body.model or service.names.first, objects, pooled)
 
         options = body.options(request_id, request.headers.get("traceparent", ""))
         return PooledAnswer(vectors, input_list(body.input), options, write)
@@ -62,8 +53,11 @@ def shaped(values: np.ndarray, dimensions: int | None, normalizes: bool) -> np.n
     return normalized(kept) if normalizes else kept
 
 
-def _object_pieces(index: int, values: np.ndarray, encoding_format: str | None) -> Iterator[bytes]:
-    yield b'{"object":"embedding","index":%d,"embedding":' % index
+def vector_pieces(
+    kind: str, field: str, index: int, values: np.ndarray, encoding_format: str | None
+) -> Iterator[bytes]:
+    """The JSON of one vector's object, in which the numbers, or their bytes in base64, are `field`."""
+    yield b'{"object":"%b","index":%d,"%b":' % (kind.encode(), index, field.encode())
     if encoding_format == "base64":
         yield b'"' + base64.b64encode(values.astype("<f4").tobytes()) + b'"}'
     else:

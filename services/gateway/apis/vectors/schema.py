@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_INPUTS
+from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, TokenIdList, at_most
 from services.gateway.vectors.vectors import InputOptions, VectorInput
 
@@ -33,11 +34,9 @@ Input = Annotated[
 
 def input_list(given: str | list[Any]) -> list[VectorInput]:
     """All inputs of an `Input`, one element each."""
-    if isinstance(given, str):
-        return [VectorInput(given)]
-    if given and isinstance(given[0], int):
-        return [VectorInput(given)]
-    return [VectorInput(each) for each in given]
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [VectorInput("input", given)]
+    return [VectorInput(f"input[{i}]" if len(given) > 1 else "input", each) for i, each in enumerate(given)]
 
 
 class InputFields(RequestModel):
@@ -88,6 +87,75 @@ class EmbeddingRequest(InputFields):
     normalize: bool | None = Field(None, description="Give vectors of length 1; default: as the model says")
 
 
+class ClassifyRequest(InputFields):
+    """The inputs to classify, as vLLM has them."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "messages": (),
+        "activation": (True,),
+        "use_activation": (True,),
+    }
+
+    input: Input = Field(description="A text, token ids, or a list of either")
+
+
+class PoolingRequest(EmbeddingRequest):
+    """Like a request for embeddings, of any model that makes vectors."""
+
+    task: Literal["embed", "classify", "score"] | None = Field(
+        None, description="What the model is for; default: what it is for"
+    )
+
+
+TextOrTexts = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<texts>")],
+    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+]
+
+
+class ScoreRequest(InputFields):
+    """Pairs of texts: one with each of several, or as many firsts as seconds."""
+
+    text_1: TextOrTexts = Field(description="The first text of each pair, such as a question")
+    text_2: TextOrTexts = Field(description="The second text of each pair, such as a document")
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """All pairs. Raises `InvalidRequest` for numbers that do not fit."""
+        firsts, seconds = (each if isinstance(each, list) else [each] for each in (self.text_1, self.text_2))
+        if len(firsts) == 1:
+            firsts = firsts * len(seconds)
+        if len(firsts) != len(seconds):
+            raise InvalidRequest(
+                f"text_1 has {len(firsts)} texts and text_2 has {len(seconds)}, must be one and any number, or as many",
+                "text_1",
+            )
+        return list(zip(firsts, seconds, strict=True))
+
+
+class Document(RequestModel):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankRequest(InputFields):
+    """Documents to put in order, as Cohere and Jina have them."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rank_fields": ([], ["text"]), "max_chunks_per_doc": ()}
+
+    query: str
+    documents: Annotated[list[str | Document], at_most(MAX_INPUTS)]
+    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="Give only so many first ones; 0: all")
+    return_documents: bool | None = Field(None, description="Give the texts, too; default true")
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Cohere's field: cut a query with its document behind so many tokens"
+    )
+
+    def texts(self) -> list[str]:
+        """The documents."""
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
 class EmbeddingObject(TypedDict):
     """The vector of one input: a list of numbers, or their bytes in base64."""
 
@@ -101,6 +169,88 @@ class InputUsage(TypedDict):
 
     prompt_tokens: int
     total_tokens: int
+
+
+class ClassObject(TypedDict):
+    """The likeliest label of an input, and the probabilities of all of them."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassList(TypedDict):
+    """The classes in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassObject]
+    usage: InputUsage
+
+
+class ScoreObject(TypedDict):
+    """How well the texts of a pair belong together."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(TypedDict):
+    """The scores in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreObject]
+    usage: InputUsage
+
+
+class DocumentObject(TypedDict):
+    """A document's text."""
+
+    text: str
+
+
+class RankObject(TypedDict):
+    """A document by its index in the request."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[DocumentObject]
+
+
+class RankList(TypedDict):
+    """The documents, the best first. `meta` is Cohere's."""
+
+    id: str
+    model: str
+    usage: InputUsage
+    meta: dict[str, Any]
+    results: list[RankObject]
+
+
+class PoolingObject(TypedDict):
+    """The vector of one input."""
+
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class PoolingList(TypedDict):
+    """The vectors in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PoolingObject]
+    usage: InputUsage
 
 
 class EmbeddingList(TypedDict):

@@ -1,0 +1,1 @@
+"""Models that see whole inputs at once and generate nothing: what their config.json says."""

@@ -1,0 +1,227 @@
+"""`EncoderConfig`: the shape of an encoder of text, read from a Hugging Face directory.
+
+transformers parses config.json, and a function for each family reads the result. What would change the computation and
+is not supported is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from services.common.errors import ModelError
+from services.common.json_files.fields import Fields
+from services.common.json_files.read_json import read_json
+
+MAX_SIZE = 2**24  # of anything that a config counts
+
+_ACTIVATIONS = {  # by transformers' names
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    """What one layer has of its own."""
+
+    rope_theta: float | None = None  # None: positions are not rotated
+    window: int | None = None  # a token sees those at most so many places away; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """An encoder. Its layers normalise either sums (as BERT) or their inputs (`has_norms_before`, as ModernBERT)."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    layers: tuple[EncoderLayer, ...]
+    norm_eps: float
+    activation: str  # gelu, gelu_tanh, relu or silu
+    max_input_tokens: int
+    checkpoint_dtype: str
+    position_offset: int | None = 0  # row of the table of the first token's position; None: there is no table
+    num_positions: int = 0  # rows of this table
+    num_token_types: int = 0  # rows of the table of types of tokens; 0: there is none
+    num_distance_buckets: int = 0  # of a bias of attention by distance; 0: there is none
+    has_norms_before: bool = False
+    is_gated: bool = False  # the MLP multiplies its activation by a second projection
+    has_attention_bias: bool = True
+    has_mlp_bias: bool = True
+    has_norm_bias: bool = True
+    classifier_activation: str = "tanh"  # of the layer before a classifier's last one
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """None: it generates nothing."""
+        return ()
+
+    @property
+    def embedding_size(self) -> int:
+        return self.hidden_size
+
+
+def read_encoder_config(path: Path, num_layers: int | None = None) -> EncoderConfig:
+    """Reads `path`/config.json of an encoder. `num_layers` keeps only so many first layers. Raises `ModelError`."""
+    raw = read_json(path / "config.json")
+    if raw is None:
+        raise ModelError(f"model directory {path} has no config.json")
+    family = raw.get("model_type")
+    if family not in _ENCODERS:
+        raise ModelError(f"{path} has model_type {family!r}, the encoders are {', '.join(_ENCODERS)}")
+    if raw.get("quantization_config") is not None:
+        raise ModelError(f"{path} has quantization_config, which encoders do not support")
+    try:
+        values = AutoConfig.for_model(**raw).to_dict()
+    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} has no valid {family} config.json: {error}") from error
+    config = _ENCODERS[family](_EncoderFields(values, str(path)))
+    if config.hidden_size % config.num_heads:
+        size, count = config.hidden_size, config.num_heads
+        raise ModelError(f"{path} has hidden size {size}, expected a multiple of its {count} heads")
+    if num_layers is not None:
+        if not 1 <= num_layers <= config.num_layers:
+            raise ModelError(f"num_layers is {num_layers}, the model in {path} allows 1 to {config.num_layers}")
+        config = replace(config, layers=config.layers[:num_layers])
+    return config
+
+
+class _EncoderFields(Fields):
+    """The fields of a config.json with transformers' defaults."""
+
+    def size(self, name: str) -> int:
+        value = self.get(name)
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            raise self.error(name, value, f"expected a whole number from 1 to {MAX_SIZE}")
+        return value
+
+    def activation(self, name: str) -> str:
+        value = self.get(name)
+        if value not in _ACTIVATIONS:
+            raise self.unsupported(name, value, ", ".join(_ACTIVATIONS))
+        return _ACTIVATIONS[value]
+
+    @property
+    def dtype(self) -> str:
+        name = str(self.get("dtype", "float32")).removeprefix("torch.")
+        if name not in ("float32", "bfloat16", "float16"):
+            raise self.unsupported("dtype", name, "float32, bfloat16, float16")
+        return name
+
+
+def _read_bert(fields: _EncoderFields) -> EncoderConfig:
+    """BERT, and what RoBERTa, XLM-R and MPNet have in common with it."""
+    fields.one_of("position_embedding_type", ("absolute",), "absolute")
+    fields.refuse("is_decoder", "add_cross_attention")
+    num_positions = fields.size("max_position_embeddings")
+    return EncoderConfig(
+        family=fields.get("model_type"),
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=fields.size("num_attention_heads"),
+        layers=(EncoderLayer(),) * fields.size("num_hidden_layers"),
+        norm_eps=float(fields.number("layer_norm_eps") or 0.0),
+        activation=fields.activation("hidden_act"),
+        max_input_tokens=num_positions,
+        checkpoint_dtype=fields.dtype,
+        num_positions=num_positions,
+        num_token_types=fields.get("type_vocab_size", 0),
+    )
+
+
+def _read_roberta(fields: _EncoderFields) -> EncoderConfig:
+    """RoBERTa and XLM-R: positions begin behind that of padding."""
+    config = _read_bert(fields)
+    offset = int(fields.get("pad_token_id", 0)) + 1
+    if offset >= config.num_positions:
+        raise fields.error("max_position_embeddings", config.num_positions, f"expected more than {offset}")
+    return replace(config, position_offset=offset, max_input_tokens=config.num_positions - offset)
+
+
+def _read_mpnet(fields: _EncoderFields) -> EncoderConfig:
+    """MPNet: a bias of attention by distance, the same in all layers; no types of tokens."""
+    config = _read_roberta(fields)
+    return replace(config, num_distance_buckets=fields.size("relative_attention_num_buckets"), num_token_types=0)
+
+
+def _read_distilbert(fields: _EncoderFields) -> EncoderConfig:
+    """DistilBERT: BERT without types of tokens, in other words."""
+    num_positions = fields.size("max_position_embeddings")
+    return EncoderConfig(
+        family="distilbert",
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("dim"),
+        intermediate_size=fields.size("hidden_dim"),
+        num_heads=fields.size("n_heads"),
+        layers=(EncoderLayer(),) * fields.size("n_layers"),
+        norm_eps=1e-12,
+        activation=fields.activation("activation"),
+        max_input_tokens=num_positions,
+        checkpoint_dtype=fields.dtype,
+        num_positions=num_positions,
+        classifier_activation="relu",
+    )
+
+
+def _read_modernbert(fields: _EncoderFields) -> EncoderConfig:
+    """ModernBERT: rotated positions, windows in most layers, gated MLPs, norms before both halves of a layer."""
+    ropes = fields.inner("rope_parameters")
+    kinds, layers = fields.get("layer_types"), list[EncoderLayer]()
+    if not isinstance(kinds, list) or len(kinds) != fields.size("num_hidden_layers"):
+        raise fields.error("layer_types", kinds, f"expected one for each of {fields.get('num_hidden_layers')} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.unsupported("layer_types", kind, "full_attention, sliding_attention")
+        rope = ropes.inner(kind)
+        rope.one_of("rope_type", ("default",), "default")
+        window = fields.size("local_attention") // 2 if kind == "sliding_attention" else None
+        layers.append(EncoderLayer(rope.number("rope_theta"), window))
+    return EncoderConfig(
+        family="modernbert",
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=fields.size("num_attention_heads"),
+        layers=tuple(layers),
+        norm_eps=float(fields.number("norm_eps") or 0.0),
+        activation=fields.activation("hidden_activation"),
+        max_input_tokens=fields.size("max_position_embeddings"),
+        checkpoint_dtype=fields.dtype,
+        position_offset=None,
+        has_norms_before=True,
+        is_gated=True,
+        has_attention_bias=bool(fields.get("attention_bias")),
+        has_mlp_bias=bool(fields.get("mlp_bias")),
+        has_norm_bias=bool(fields.get("norm_bias")),
+        classifier_activation=fields.activation("classifier_activation"),
+    )
+
+
+_ENCODERS: Mapping[str, Callable[[Any], EncoderConfig]] = {  # by model_type, see `ENCODER_TYPES`
+    "bert": _read_bert,
+    "roberta": _read_roberta,
+    "xlm-roberta": _read_roberta,
+    "distilbert": _read_distilbert,
+    "mpnet": _read_mpnet,
+    "modernbert": _read_modernbert,
+}

@@ -1,0 +1,1 @@
+"""Encoders of text, such as BERT: the models, and a dense worker that serves one alone."""

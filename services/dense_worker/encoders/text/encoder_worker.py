@@ -1,0 +1,223 @@
+"""`EncoderWorker`: a dense worker that serves an encoder. It attaches to no attention worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+
+import structlog
+import torch
+
+from services.common.child_options import ChildOptions
+from services.common.config import Config
+from services.common.encoders.encoder_config import EncoderConfig, read_encoder_config
+from services.common.errors import ConfigError
+from services.common.pooling.pooling_config import PoolingConfig, read_pooling
+from services.common.resolve import resolve_device, use_device
+from services.dense_worker.encoders.text.encoder_engine import EncoderEngine
+from services.dense_worker.encoders.text.load_encoder import load_encoder, random_encoder
+from services.dense_worker.encoders.text.pooled_text import TextPooling
+from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEncoder
+from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
+from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.session import NO_ATTACHMENT
+from services.dense_worker.engine.step_log import writing_step_log
+from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.model.checkpoint import checkpoint_files
+from services.dense_worker.model.weights import heads_hash
+from services.dense_worker.readiness import Readiness
+from services.dense_worker.service import MAX_CONNECTION_AGE_MS, METRICS, SERVICE_NAME, STOP_GRACE_S
+from services.dense_worker.servicer import DenseServicer
+from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.client import read_peer_tls
+from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
+from services.rpc.server import GrpcServer, run_together
+from services.rpc.tracing import tracing
+from services.rpc.watchdog import Watchdog
+
+log = structlog.get_logger()
+
+
+class EncoderWorker:
+    """A `Service`. Like `DenseWorker`, it may be a standby, and another one may take over from it."""
+
+    def __init__(self, config: Config, options: ChildOptions) -> None:
+        self._config = config
+        self._options = options
+        self._opened = contextlib.AsyncExitStack()
+        self._registry = new_registry("dense")
+        self._metrics = DenseMetrics(self._registry)
+        self._has_left = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begins to answer health checks, loads the weights, and starts the engine."""
+        config, loop = self._config, asyncio.get_running_loop()
+        address = None if self._options.has_predecessor else config.dense.metrics_address
+        self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
+        step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
+        tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
+        check_config(config)
+        shape, pooling = read_encoder_config(config.model.path, config.model.num_layers), read_pooling(config.model)
+        if pooling is None:
+            raise ConfigError("model.runner is generate, but the model is an encoder, which generates nothing")
+        self._shape = shape
+        self._max_input_tokens = input_limit(config, shape, pooling)
+        device = resolve_device(config.dense.device)
+        use_device(device, config.dense.num_threads)
+        await self._start_server(SequenceTracer(tracer))
+        if self._options.standby is not None:
+            self._servicer.status.state = dense_pb2.DenseStatus.STANDBY
+            await self._servicer.may_attach.wait()
+            self._servicer.status.state = dense_pb2.DenseStatus.LOADING
+        self._encoder = await asyncio.to_thread(load, config, shape, pooling, device)
+        self._weights_hash = weights_hash(config)
+
+        def deliver(report: StepReport) -> None:
+            loop.call_soon_threadsafe(self._servicer.deliver, report)
+
+        scheduler = config.scheduler
+        self._engine = EncoderEngine(
+            self._encoder,
+            pooling.method,
+            SchedulerLimits(
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                max_model_len=self._max_input_tokens,
+                max_num_waiting=scheduler.max_num_waiting,
+                policy=scheduler.policy,
+                max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
+                priority_ageing_s=scheduler.priority_ageing_s,
+            ),
+            deliver,
+            [self._metrics, *step_logs],
+            lambda: loop.call_soon_threadsafe(self._has_left.set),
+        )
+        self._metrics.watch(lambda: self._engine.counts)
+        self._watchdog = Watchdog(
+            "dense_worker", self._engine.progress, self._server.set_stall, config.watchdog.stall_timeout_s
+        )
+        self._engine.start()
+        self._opened.push_async_callback(asyncio.to_thread, self._engine.stop, STOP_GRACE_S)
+        self._servicer.set_engine(self._engine, self._watchdog, [TextPooling()])
+        self._servicer.status.weights_hash = self._weights_hash
+        self._servicer.may_attach.set()
+
+    async def run(self) -> None:
+        """Serves until cancelled. Raises errors of the engine."""
+        try:
+            await run_together(
+                self._serve(Readiness(self._servicer, self._server, self._describe)),
+                asyncio.shield(asyncio.wrap_future(self._engine.failure)),
+                self._watchdog.run(),
+                self._serve_late_metrics(),
+            )
+        except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
+            self._servicer.set_info(None)
+            self._servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
+            await self._servicer.wait_ended(STOP_GRACE_S)
+            raise
+
+    async def stop(self) -> None:
+        """Closes everything that `start` opened, in reverse order."""
+        await self._opened.aclose()
+
+    async def _serve(self, readiness: Readiness) -> None:
+        """Serves gateways whenever it may, until another dense worker takes over."""
+        while True:
+            await self._servicer.may_attach.wait()
+            self._has_left.clear()
+            await readiness.ready(NO_ATTACHMENT)
+            await self._has_left.wait()
+            await readiness.detached(AttachmentEnd("another dense worker takes over", is_crash=False))
+
+    async def _start_server(self, tracer: SequenceTracer) -> None:
+        config, tls = self._config, read_peer_tls(self._config.peers)
+        self._server = GrpcServer(
+            config.dense.address,
+            [SERVICE_NAME],
+            config.peers.max_message_bytes,
+            tls and tls.files,
+            options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
+            setting="dense.address",
+        )
+        self._servicer = DenseServicer(self._metrics, tracer)
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
+        await self._server.start()
+        self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
+
+    def _describe(self, attachment: Attachment) -> dense_pb2.DenseInfo:
+        shape = self._shape
+        return dense_pb2.DenseInfo(
+            family=shape.family,
+            dtype=str(self._encoder.dtype).removeprefix("torch."),
+            vocab_size=shape.vocab_size,
+            num_layers=shape.num_layers,
+            max_model_len=self._max_input_tokens,
+            weights_hash=self._weights_hash,
+            backend="torch",
+            device=str(self._encoder.device),
+            epoch=secrets.randbits(64),
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            hidden_size=shape.hidden_size,
+            continues_sequences=self._options.continues_sequences,
+        )
+
+    async def _serve_late_metrics(self) -> None:
+        """Serves the metrics of a worker that replaces another, once the old one has ended."""
+        if self._options.has_predecessor:
+            await self._servicer.may_attach.wait()
+            await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
+
+
+def check_config(config: Config) -> None:
+    """Refuses what an encoder has no place for. Raises `ConfigError`."""
+    dense, scheduler = config.dense, config.scheduler
+    for key, value, neutral in (
+        ("dense.backend", dense.backend, ("auto", "torch")),
+        ("dense.tensor_parallel_size", dense.tensor_parallel_size, (1,)),
+        ("dense.quantization", dense.quantization, ("checkpoint",)),
+        ("dense.deterministic", dense.deterministic, (False,)),
+        ("dense.max_loras", dense.max_loras, (0,)),
+        ("scheduler.speculation", scheduler.speculation, ("off",)),
+        ("model.classifier_from_token", config.model.classifier_from_token, ((),)),
+    ):
+        if value not in neutral:
+            supported = ", ".join(map(str, neutral))
+            raise ConfigError(f"{key} is {value!r}, but the model is an encoder: supported is {supported}")
+
+
+def input_limit(config: Config, shape: EncoderConfig, pooling: PoolingConfig) -> int:
+    """The longest input in tokens. Raises `ConfigError` if the config asks for more than the model has positions."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > shape.max_input_tokens:
+        raise ConfigError(f"model.max_model_len is {asked}, the model's positions end at {shape.max_input_tokens}")
+    return asked or min(shape.max_input_tokens, pooling.max_input_tokens or shape.max_input_tokens)
+
+
+def load(config: Config, shape: EncoderConfig, pooling: PoolingConfig, device: torch.device) -> TextEncoder:
+    """The weights on the device, after a first short run: libraries choose and load their kernels."""
+    section, name = config.model, config.model.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else shape.checkpoint_dtype
+    dtype: torch.dtype = getattr(torch, name)
+    if section.load_format == "dummy":
+        encoder = random_encoder(shape, pooling, dtype, device, section.dummy_seed)
+    else:
+        encoder = load_encoder(section.path, shape, pooling, dtype, device)
+    with torch.inference_mode():
+        run = EncoderRun(encoder, [[0, 0]], [0])
+        while not run.is_done:
+            run.advance()
+        run.pool(pooling.method)
+    return encoder
+
+
+def weights_hash(config: Config) -> str:
+    """Identifies the weights, as that of decoders does."""
+    section = config.model
+    if section.load_format == "dummy":
+        return f"random-{section.dummy_seed}"
+    return heads_hash(section.path, checkpoint_files(section.path))

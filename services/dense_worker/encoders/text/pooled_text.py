@@ -1,0 +1,35 @@
+"""`TextPooling`: the one feature of a dense worker that serves an encoder. It makes a vector of every sequence."""
+
+from __future__ import annotations
+
+from services.common.errors import InvalidRequest
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.sequence_feature import SequenceFeature
+from services.pb import dense_pb2, pooling_pb2
+from services.step import SequenceSpec
+
+NAME = "pooling"  # of the feature by which gateways ask for vectors
+
+
+class PooledText(SequenceFeature):
+    """What is asked for of an input."""
+
+    name = NAME
+    reports = True
+
+    def __init__(self, request: pooling_pb2.PoolingRequest) -> None:
+        self.second_segment = request.second_segment
+
+
+class TextPooling(Feature):
+    """Refuses whatever is no input for a vector."""
+
+    name = NAME
+    sequence_type = PooledText
+
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> PooledText:
+        if NAME not in spec.features:
+            raise InvalidRequest("this model is an encoder: it makes vectors and generates nothing")
+        if spec.adapter is not None or spec.prompt_embeds is not None or spec.beam_search is not None:
+            raise InvalidRequest("this model is an encoder: it has no adapters, prompt embeddings or beams")
+        return PooledText(pooling_pb2.PoolingRequest.FromString(spec.features[NAME]))

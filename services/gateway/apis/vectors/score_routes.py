@@ -1,0 +1,150 @@
+"""POST /score, /rerank, /classify and /pooling, as vLLM has them, with the paths of Cohere and Jina."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, usage_of
+from services.gateway.apis.vectors.routes import shaped, vector_pieces
+from services.gateway.apis.vectors.schema import (
+    ClassifyRequest,
+    ClassList,
+    InputFields,
+    PoolingList,
+    PoolingRequest,
+    RankList,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    input_list,
+)
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.vectors.scores import probabilities, score_pairs
+from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors
+
+
+def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
+    """The routes for scores, ranks and classes of one gateway."""
+    service = vectors.service
+    route_class = json_route(section.max_body_values, service.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
+
+    async def begin(body: InputFields, request: Request) -> tuple[str, InputOptions]:
+        await next_turn(request)
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        return request_id, body.options(request_id, request.headers.get("traceparent", ""))
+
+    def answer(
+        request_id: str, body: InputFields, objects: Iterable[Iterator[bytes]], pooled: Sequence[PooledInput]
+    ) -> Iterator[bytes]:
+        return list_answer(request_id, body.model or service.names.first, iter(objects), pooled)
+
+    @router.post("/v1/score", response_class=Response, responses={200: {"model": ScoreList}})
+    @router.post("/score", response_class=Response, include_in_schema=False)
+    async def create_scores(body: ScoreRequest, request: Request) -> Response:
+        """How well the two texts of each pair belong together."""
+        request_id, options = await begin(body, request)
+        pairs = body.pairs()
+        names = [(f"text_1[{i}]", f"text_2[{i}]") for i in range(len(pairs))]
+        inputs, scores_of = score_pairs(pairs, names, vectors.pooling)
+
+        def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
+            objects = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores_of(pooled)))
+            return answer(request_id, body, map(_whole, objects), pooled)
+
+        return PooledAnswer(vectors, inputs, options, write, "text_2")
+
+    @router.post("/v2/rerank", response_class=Response, include_in_schema=False)
+    @router.post("/v1/rerank", response_class=Response, responses={200: {"model": RankList}})
+    @router.post("/rerank", response_class=Response, include_in_schema=False)
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """The documents in the order of how well they belong to the query."""
+        request_id, options = await begin(body, request)
+        if body.max_tokens_per_doc is not None and options.max_tokens is None:
+            options = options.cut(body.max_tokens_per_doc)
+        texts = body.texts()
+        names = [("query", f"documents[{i}]") for i in range(len(texts))]
+        inputs, scores_of = score_pairs([(body.query, text) for text in texts], names, vectors.pooling)
+
+        def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
+            scores = scores_of(pooled)
+            order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+            head = {
+                "id": request_id,
+                "model": body.model or service.names.first,
+                "usage": usage_of(pooled),
+                "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+            }
+
+            def ranked(i: int) -> Iterator[bytes]:
+                found: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
+                if body.return_documents is not False:
+                    found["document"] = {"text": texts[i]}
+                return _whole(found)
+
+            yield to_json(head)[:-1] + b',"results":'
+            yield from list_pieces(map(ranked, order))
+            yield b"}"
+
+        return PooledAnswer(vectors, inputs, options, write, "documents")
+
+    @router.post("/v1/classify", response_class=Response, include_in_schema=False)
+    @router.post("/classify", response_class=Response, responses={200: {"model": ClassList}})
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        """The probabilities of the labels of each input."""
+        request_id, options = await begin(body, request)
+        pooling = vectors.pooling
+        if not pooling.is_classifier:
+            raise InvalidRequest("this model is no classifier: it makes embeddings")
+
+        def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
+            def class_of(index: int, values: np.ndarray) -> dict[str, Any]:
+                found = probabilities(values, pooling)
+                label = pooling.labels[int(found.argmax())]
+                return {"index": index, "label": label, "probs": found.tolist(), "num_classes": len(found)}
+
+            objects = (class_of(index, each.values) for index, each in enumerate(pooled))
+            return answer(request_id, body, map(_whole, objects), pooled)
+
+        return PooledAnswer(vectors, input_list(body.input), options, write)
+
+    @router.post("/pooling", response_class=Response, responses={200: {"model": PoolingList}})
+    async def pool(body: PoolingRequest, request: Request) -> Response:
+        """The vector of each input: an embedding, or the probabilities of labels."""
+        request_id, options = await begin(body, request)
+        pooling = vectors.pooling
+        if body.task is not None and (body.task != "embed") != pooling.is_classifier:
+            kind = "a classifier" if pooling.is_classifier else "for embeddings"
+            raise InvalidRequest(f"task is {body.task!r}, this model is {kind}", "task")
+        vectors.check_dimensions(body.dimensions)
+        normalizes = pooling.normalizes if body.normalize is None else body.normalize
+
+        def values_of(each: PooledInput) -> np.ndarray:
+            values = probabilities(each.values, pooling) if pooling.is_classifier else each.values
+            return shaped(values, body.dimensions, normalizes)
+
+        def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
+            objects = (
+                vector_pieces("pooling", "data", index, values, body.encoding_format)
+                for index, values in enumerate(map(values_of, pooled))
+            )
+            return answer(request_id, body, objects, pooled)
+
+        return PooledAnswer(vectors, input_list(body.input), options, write)
+
+    return router
+
+
+def _whole(value: dict[str, Any]) -> Iterator[bytes]:
+    """The JSON of a small object."""
+    yield to_json(value)

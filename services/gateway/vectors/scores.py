@@ -1,0 +1,56 @@
+"""What is made of vectors: probabilities of classes, and scores of pairs of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.common.pooling.pooling_config import PoolingConfig
+from services.gateway.vectors.vectors import PooledInput, VectorInput, normalized
+
+Pair = tuple[str, str]
+
+
+def probabilities(values: np.ndarray, pooling: PoolingConfig) -> np.ndarray:
+    """float32 [num_labels]: by softmax, or by a sigmoid for each label where there is one or each counts by itself."""
+    if pooling.is_raw:
+        return values
+    if pooling.is_multi_label or len(values) == 1:
+        return sigmoid(values)
+    powers = np.exp(values - values.max())
+    return powers / powers.sum()
+
+
+def sigmoid(values: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)), of any float32."""
+    return 0.5 * (1.0 + np.tanh(0.5 * values))
+
+
+def score_pairs(
+    pairs: Sequence[Pair], names: Sequence[Pair], pooling: PoolingConfig
+) -> tuple[list[VectorInput], Callable[[Sequence[PooledInput]], list[float]]]:
+    """The inputs whose vectors give the scores of pairs, and what makes the scores of these vectors.
+
+    A classifier with one label reads both texts at once. With embeddings the score is the cosine between the two.
+    names: of the texts in error messages. Raises `InvalidRequest` for a classifier with several labels.
+    """
+    if pooling.is_classifier:
+        if not pooling.is_scorer:
+            raise InvalidRequest(
+                f"this model cannot score pairs: it is a classifier with {len(pooling.labels)} labels, must be 1"
+            )
+        inputs = [VectorInput(name, *pair) for (_, name), pair in zip(names, pairs, strict=True)]
+        return inputs, lambda pooled: [float(probabilities(each.values, pooling)[0]) for each in pooled]
+    texts = dict[str, VectorInput]()  # each is computed once
+    for pair, pair_names in zip(pairs, names, strict=True):
+        for text, name in zip(pair, pair_names, strict=True):
+            texts.setdefault(text, VectorInput(name, text))
+    places = {text: place for place, text in enumerate(texts)}
+
+    def cosines(pooled: Sequence[PooledInput]) -> list[float]:
+        units = [normalized(each.values) for each in pooled]
+        return [float(units[places[first]] @ units[places[second]]) for first, second in pairs]
+
+    return list(texts.values()), cosines

@@ -1,0 +1,149 @@
+"""A cross-encoder of BERT's form, served by two processes: it needs no attention worker."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.cluster import (
+    REQUEST_TIMEOUT_S,
+    Cluster,
+    children_of,
+    free_port,
+    running_cluster,
+    runs_role,
+)
+from tests.support.encoders import SIZES, WORDS, add_tokenizer, make_encoder
+
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Served:
+    cluster: Cluster
+    model: torch.nn.Module
+    tokenizer: PreTrainedTokenizerFast
+
+    def post(self, path: str, body: dict[str, Any], status: int = 200) -> Any:
+        url = f"http://{self.cluster.http_address}{path}"
+        response = httpx2.post(url, json=body, timeout=REQUEST_TIMEOUT_S)
+        assert response.status_code == status, response.text
+        return response.json()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("bert")
+    model, tokenizer = make_encoder(path, "bert", SIZES, num_labels=1), add_tokenizer(path)
+    settings = (f"model.path={path}", f"gateway.http_address=127.0.0.1:{free_port()}", "model.name=bert")
+    with running_cluster(tmp_path_factory.mktemp("encoder"), *settings, is_warm=True) as cluster:
+        yield Served(cluster, model, tokenizer)
+
+
+def test_there_is_no_attention_worker(served: Served) -> None:
+    pids = children_of(served.cluster.process.pid)
+    assert pids and not any(runs_role(pid, "attn_worker") for pid in pids)
+
+
+@torch.inference_mode()
+def wanted(served: Served, *texts: str) -> torch.Tensor:
+    """transformers' values of the labels of a text or a pair."""
+    return served.model(**served.tokenizer(*texts, return_tensors="pt")).logits[0]
+
+
+def test_probabilities_are_those_of_transformers(served: Served) -> None:
+    texts = ["w1 w2 w3", "w4", " ".join(WORDS[:60]), "unknown words", ""]
+    answer = served.post("/classify", {"input": texts})
+    probs = torch.stack([wanted(served, text).sigmoid() for text in texts])
+    torch.testing.assert_close(torch.tensor([each["probs"] for each in answer["data"]]), probs, rtol=0, atol=TOLERANCE)
+    assert {each["label"] for each in answer["data"]} == {"LABEL_0"}
+    assert answer["usage"]["prompt_tokens"] == sum(len(served.tokenizer(text).input_ids) for text in texts)
+    pooled = served.post("/pooling", {"input": texts})["data"]
+    torch.testing.assert_close(torch.tensor([each["data"] for each in pooled]), probs, rtol=0, atol=TOLERANCE)
+
+
+DOCUMENTS = ["w7 w8", "w1 w2", " ".join(WORDS[:30]), "w50", "w3 w2 w1"]
+
+
+def test_scores_are_those_of_transformers_for_pairs(served: Served) -> None:
+    """Which it tells apart by the types of tokens."""
+    scores = [wanted(served, "w1 w9", each).sigmoid().item() for each in DOCUMENTS]
+    assert max(scores) - min(scores) > 0.01
+    data = served.post("/score", {"text_1": "w1 w9", "text_2": DOCUMENTS})["data"]
+    assert [each["score"] for each in data] == pytest.approx(scores, abs=TOLERANCE)
+    data = served.post("/v1/score", {"text_1": DOCUMENTS[:2], "text_2": DOCUMENTS[2:4]})["data"]
+    by_pair = [wanted(served, *pair).sigmoid().item() for pair in zip(DOCUMENTS[:2], DOCUMENTS[2:4], strict=True)]
+    assert [each["score"] for each in data] == pytest.approx(by_pair, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_come_in_the_order_of_their_scores(served: Served, path: str) -> None:
+    scores = {i: wanted(served, "w1 w9", each).sigmoid().item() for i, each in enumerate(DOCUMENTS)}
+    order = sorted(scores, key=lambda i: -scores[i])
+    documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, *DOCUMENTS[2:]]
+    found = served.post(path, {"query": "w1 w9", "documents": documents, "top_n": 3})["results"]
+    assert [each["index"] for each in found] == order[:3]
+    assert [each["document"]["text"] for each in found] == [DOCUMENTS[i] for i in order[:3]]
+    assert [each["relevance_score"] for each in found] == pytest.approx([scores[i] for i in order[:3]], abs=TOLERANCE)
+    body = {"query": "w1 w9", "documents": documents, "return_documents": False, "model": "bert"}
+    assert all(each.keys() == {"index", "relevance_score"} for each in served.post(path, body)["results"])
+
+
+def test_pairs_are_cut_from_the_longer_text(served: Served) -> None:
+    """As transformers does it."""
+    first, second = " ".join(WORDS[:20]), " ".join(WORDS)
+    encoded = served.tokenizer(first, second, truncation=True, max_length=50, return_tensors="pt")
+    with torch.inference_mode():
+        score = served.model(**encoded).logits.sigmoid().item()
+    body = {"query": first, "documents": [second], "max_tokens_per_doc": 50}
+    [found] = served.post("/rerank", body)["results"]
+    assert found["relevance_score"] == pytest.approx(score, abs=TOLERANCE)
+
+
+def test_inputs_may_have_as_many_tokens_as_there_are_positions(served: Served) -> None:
+    """Also cut ones keep the token at the end."""
+    long = " ".join([*WORDS, *WORDS])
+    fits = " ".join(long.split()[:94])
+    for body in ({"input": fits}, {"input": long, "truncate_prompt_tokens": -1}):
+        [found] = served.post("/classify", body)["data"]
+        torch.testing.assert_close(
+            torch.tensor(found["probs"]), wanted(served, fits).sigmoid(), rtol=0, atol=TOLERANCE
+        )
+    error = served.post("/classify", {"input": long}, 400)["error"]
+    assert error["code"] == "context_length_exceeded" and "96" in error["message"] and "172" in error["message"]
+
+
+def test_a_killed_worker_changes_nothing(served: Served) -> None:
+    texts = [" ".join(WORDS[i : i + 50]) for i in range(20)] * 50
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answer = pool.submit(served.post, "/classify", {"input": texts})
+        while served.cluster.dense_status().num_steps < 5:
+            time.sleep(0.002)
+        assert not answer.done(), "the kill comes while it runs"
+        served.cluster.kill("dense_worker")
+        data = answer.result()["data"]
+    probs = torch.stack([wanted(served, text).sigmoid() for text in texts[:20]])
+    found = torch.tensor([each["probs"] for each in data])
+    torch.testing.assert_close(found, probs.repeat(50, 1), rtol=0, atol=TOLERANCE)
+
+
+def test_what_it_is_not_made_for_is_refused_by_name(served: Served) -> None:
+    for path, body, part in (
+        ("/v1/completions", {"prompt": "w1"}, "generates nothing"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}]}, "generates nothing"),
+        ("/v1/embeddings", {"input": "w1"}, "classifier"),
+        ("/rerank", {"query": "w1", "documents": []}, "0 elements"),
+        ("/rerank", {"query": "w1", "documents": [{"title": "w2"}]}, "documents[0]"),
+        ("/score", {"text_1": ["w1", "w2"], "text_2": ["w1", "w2", "w3"]}, "2 texts and text_2 has 3"),
+        ("/score", {"text_1": "w1", "text_2": ["w1"] * 2049}, "gateway.max_inputs"),
+        ("/pooling", {"input": "w1", "task": "embed"}, "classifier"),
+    ):
+        assert part in served.post(path, body, 400)["error"]["message"]

@@ -1,0 +1,95 @@
+"""Encoders of all families equal transformers, in float32, with several inputs of other lengths in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from services.common.config import ModelSection
+from services.common.encoders.encoder_config import read_encoder_config
+from services.common.errors import ModelError
+from services.common.pooling.pooling_config import PoolingMethod, read_pooling
+from services.dense_worker.encoders.text.load_encoder import load_encoder
+from services.dense_worker.encoders.text.text_encoder import EncoderRun
+from tests.support.encoders import SIZES, VOCAB_SIZE, make_encoder
+
+DISTIL = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", SIZES),
+    "bert-tanh": ("bert", SIZES | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5}),
+    "roberta": ("roberta", SIZES | {"type_vocab_size": 1}),
+    "xlm-roberta": ("xlm-roberta", SIZES | {"type_vocab_size": 1}),
+    "distilbert": ("distilbert", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 96, "pad_token_id": 1} | DISTIL),
+    "mpnet": ("mpnet", SIZES | {"max_position_embeddings": 400}),
+    "modernbert": ("modernbert", SIZES | {"num_hidden_layers": 4, "local_attention": 10}),
+    "modernbert-biased": ("modernbert", SIZES | {"attention_bias": True, "mlp_bias": True, "norm_bias": True}),
+}
+LENGTHS = (1, 17, 90, 5)
+METHODS = {"cls": PoolingMethod.CLS, "mean": PoolingMethod.MEAN, "last": PoolingMethod.LAST}
+
+
+def random_inputs(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(5, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def run(
+    path: Path, inputs: list[list[int]], method: PoolingMethod | None = None, second: list[int] | None = None
+) -> torch.Tensor:
+    pooling = read_pooling(ModelSection(path=path))
+    assert pooling is not None
+    encoder = load_encoder(path, read_encoder_config(path), pooling, torch.float32, torch.device("cpu"))
+    states = EncoderRun(encoder, inputs, second or [0] * len(inputs))
+    while not states.is_done:
+        states.advance()
+    return states.pool(method or pooling.method)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.inference_mode()
+def test_states_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """All three ways to pool."""
+    model, inputs = make_encoder(tmp_path, *VARIANTS[name]), random_inputs()
+    wanted = [model(torch.tensor([each])).last_hidden_state[0] for each in inputs]
+    ways = {"cls": lambda x: x[0], "mean": lambda x: x.mean(0), "last": lambda x: x[-1]}
+    for way, pick in ways.items():
+        found = run(tmp_path, inputs, METHODS[way])
+        torch.testing.assert_close(found, torch.stack([pick(each) for each in wanted]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "modernbert"])
+@torch.inference_mode()
+def test_classifiers_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Also of pairs, which BERT tells by the types of tokens."""
+    model, inputs = make_encoder(tmp_path, *VARIANTS[name], num_labels=3), random_inputs()
+    second = [0, 9, 40, 0]
+    wanted = []
+    for each, start in zip(inputs, second, strict=True):
+        types = {"token_type_ids": torch.tensor([[int(i >= start > 0) for i in range(len(each))]])}
+        wanted.append(model(torch.tensor([each]), **(types if name == "bert" else {})).logits[0])
+    torch.testing.assert_close(run(tmp_path, inputs, second=second), torch.stack(wanted), rtol=0, atol=5e-5)
+
+
+def test_positions_end_where_the_table_ends(tmp_path: Path) -> None:
+    make_encoder(tmp_path, *VARIANTS["roberta"])
+    assert read_encoder_config(tmp_path).max_input_tokens == 94
+
+
+@pytest.mark.parametrize(
+    "field, value, part",
+    [
+        ("position_embedding_type", "relative_key", "absolute"),
+        ("hidden_act", "quick_gelu", "gelu"),
+        ("is_decoder", True, "none"),
+        ("num_attention_heads", 5, "multiple of its 5"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(field: str, value: Any, part: str, tmp_path: Path) -> None:
+    AutoConfig.for_model("bert", **SIZES | {field: value}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=part):
+        read_encoder_config(tmp_path)

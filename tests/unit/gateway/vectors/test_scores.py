@@ -1,0 +1,46 @@
+"""Probabilities and scores equal torch's formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.errors import InvalidRequest
+from services.common.pooling.pooling_config import ClassifierHead, PoolingConfig, PoolingMethod
+from services.gateway.vectors.scores import probabilities, score_pairs
+from services.gateway.vectors.vectors import PooledInput
+
+VALUES = np.array([-90.0, 0.5, 88.0, 3.0], np.float32)
+LABELS = ("a", "b", "c", "d")
+CLASSIFIER = PoolingConfig(PoolingMethod.CLS, False, head=ClassifierHead.ENCODER, labels=LABELS)
+
+
+def test_labels_compete_or_count_by_themselves_or_are_shown_as_they_are() -> None:
+    values = torch.from_numpy(VALUES)
+    for pooling, wanted in (
+        (CLASSIFIER, values.softmax(0)),
+        (replace(CLASSIFIER, is_multi_label=True), values.sigmoid()),
+        (replace(CLASSIFIER, is_raw=True), values),
+    ):
+        np.testing.assert_allclose(probabilities(VALUES, pooling), wanted, atol=1e-6)
+    np.testing.assert_allclose(probabilities(VALUES[1:2], CLASSIFIER), values[1:2].sigmoid(), atol=1e-6)
+
+
+def test_a_classifier_with_several_labels_scores_nothing() -> None:
+    with pytest.raises(InvalidRequest, match="4 labels"):
+        score_pairs([("a", "b")], [("query", "documents[0]")], CLASSIFIER)
+
+
+def test_embeddings_of_equal_texts_are_computed_once() -> None:
+    embeds = PoolingConfig(PoolingMethod.LAST, True)
+    pairs = [("q", "x"), ("q", "y"), ("q", "x"), ("x", "q")]
+    inputs, scores_of = score_pairs(pairs, [("text_1[0]", f"text_2[{i}]") for i in range(4)], embeds)
+    assert [each.first for each in inputs] == ["q", "x", "y"]
+    assert [each.name for each in inputs] == ["text_1[0]", "text_2[0]", "text_2[1]"]
+    vectors = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    similar = torch.nn.functional.cosine_similarity
+    wanted = [similar(vectors[0], vectors[i], dim=0).item() for i in (1, 2, 1, 1)]
+    assert scores_of([PooledInput(each.numpy(), 1) for each in vectors]) == pytest.approx(wanted, abs=1e-6)
