@@ -21,7 +21,7 @@ from services.common.errors import InvalidRequest, PeerError, RequestAborted, Tw
 from services.common.process import resident_bytes
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
-from services.dense_worker.engine.observer import EngineCounts
+from services.dense_worker.engine.observer import CacheCounts, EngineCounts
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
 from services.dense_worker.engine.step_report import StepReport
@@ -59,6 +59,10 @@ class GatewayEngine(Protocol):
     @property
     def counts(self) -> EngineCounts:
         """The current counts."""
+
+    @property
+    def caches(self) -> SequenceOf[CacheCounts]:
+        """What each attention worker has."""
 
     def spans_under_way(self) -> dict[int, range]:
         """The spans of tokens, by seq_id, that are being computed, or were when the attention worker went away."""

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
-from services.common.encoders.encoder_config import EncoderConfig
+from services.common.encoders.encoder_config import TextEncoderConfig
 from services.common.encoders.served_config import read_served_config
 from services.common.errors import PeerError
 from services.common.json_files.read_json import read_json
@@ -218,7 +218,7 @@ class Gateway:
         return VllmMetrics(self._registry, self._metrics, pool, name, max_loras, read_adapters)
 
     def _make_request_service(
-        self, tokenizer: Tokenizer, model_config: ModelConfig | EncoderConfig, tracer: Tracer, peers: GatewayPeers
+        self, tokenizer: Tokenizer, model_config: ModelConfig | TextEncoderConfig, tracer: Tracer, peers: GatewayPeers
     ) -> RequestService:
         section, model = self._section, self._config.model
         names = ModelNames(
@@ -229,8 +229,10 @@ class Gateway:
         prompt_embeds = None
         if section.enable_prompt_embeds:
             prompt_embeds = PromptEmbedsReader(model_config.embedding_size)
-        has_adapters = self._config.dense.max_loras > 0 and not isinstance(model_config, EncoderConfig)
-        shapes = adapted_shapes(model_config) if has_adapters else {}
+        shapes, sources = {}, None
+        if not isinstance(model_config, TextEncoderConfig):
+            shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
+            sources = make_source_reader(model.path, model_config)
         return RequestService(
             names,
             model_config.eos_token_ids,
@@ -260,7 +262,7 @@ class Gateway:
             ),
             prompt_embeds,
             generates=has_language_head(read_json(model.path / "config.json") or {}),
-            sources=make_source_reader(model.path, model_config),
+            sources=sources,
         )
 
     def _make_server(

@@ -1,4 +1,4 @@
-"""`EncoderConfig`: the shape of an encoder of text, read from a Hugging Face directory.
+"""`TextEncoderConfig`: the shape of an encoder of text, read from a Hugging Face directory.
 
 transformers parses config.json, and a function for each family reads the result. What would change the computation and
 is not supported is refused by name.
@@ -38,7 +38,7 @@ class EncoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderConfig:
+class TextEncoderConfig:
     """An encoder. Its layers normalise either sums (as BERT) or their inputs (`has_norms_before`, as ModernBERT)."""
 
     family: str
@@ -80,7 +80,7 @@ class EncoderConfig:
         return self.hidden_size
 
 
-def read_encoder_config(path: Path, num_layers: int | None = None) -> EncoderConfig:
+def read_encoder_config(path: Path, num_layers: int | None = None) -> TextEncoderConfig:
     """Reads `path`/config.json of an encoder. `num_layers` keeps only so many first layers. Raises `ModelError`."""
     raw = read_json(path / "config.json")
     if raw is None:
@@ -128,12 +128,12 @@ class _EncoderFields(Fields):
         return name
 
 
-def _read_bert(fields: _EncoderFields) -> EncoderConfig:
+def _read_bert(fields: _EncoderFields) -> TextEncoderConfig:
     """BERT, and what RoBERTa, XLM-R and MPNet have in common with it."""
     fields.one_of("position_embedding_type", ("absolute",), "absolute")
     fields.refuse("is_decoder", "add_cross_attention")
     num_positions = fields.size("max_position_embeddings")
-    return EncoderConfig(
+    return TextEncoderConfig(
         family=fields.get("model_type"),
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
@@ -149,7 +149,7 @@ def _read_bert(fields: _EncoderFields) -> EncoderConfig:
     )
 
 
-def _read_roberta(fields: _EncoderFields) -> EncoderConfig:
+def _read_roberta(fields: _EncoderFields) -> TextEncoderConfig:
     """RoBERTa and XLM-R: positions begin behind that of padding."""
     config = _read_bert(fields)
     offset = int(fields.get("pad_token_id", 0)) + 1
@@ -158,16 +158,16 @@ def _read_roberta(fields: _EncoderFields) -> EncoderConfig:
     return replace(config, position_offset=offset, max_input_tokens=config.num_positions - offset)
 
 
-def _read_mpnet(fields: _EncoderFields) -> EncoderConfig:
+def _read_mpnet(fields: _EncoderFields) -> TextEncoderConfig:
     """MPNet: a bias of attention by distance, the same in all layers; no types of tokens."""
     config = _read_roberta(fields)
     return replace(config, num_distance_buckets=fields.size("relative_attention_num_buckets"), num_token_types=0)
 
 
-def _read_distilbert(fields: _EncoderFields) -> EncoderConfig:
+def _read_distilbert(fields: _EncoderFields) -> TextEncoderConfig:
     """DistilBERT: BERT without types of tokens, in other words."""
     num_positions = fields.size("max_position_embeddings")
-    return EncoderConfig(
+    return TextEncoderConfig(
         family="distilbert",
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("dim"),
@@ -183,7 +183,7 @@ def _read_distilbert(fields: _EncoderFields) -> EncoderConfig:
     )
 
 
-def _read_modernbert(fields: _EncoderFields) -> EncoderConfig:
+def _read_modernbert(fields: _EncoderFields) -> TextEncoderConfig:
     """ModernBERT: rotated positions, windows in most layers, gated MLPs, norms before both halves of a layer."""
     ropes = fields.inner("rope_parameters")
     kinds, layers = fields.get("layer_types"), list[EncoderLayer]()
@@ -196,7 +196,7 @@ def _read_modernbert(fields: _EncoderFields) -> EncoderConfig:
         rope.one_of("rope_type", ("default",), "default")
         window = fields.size("local_attention") // 2 if kind == "sliding_attention" else None
         layers.append(EncoderLayer(rope.number("rope_theta"), window))
-    return EncoderConfig(
+    return TextEncoderConfig(
         family="modernbert",
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
@@ -217,7 +217,7 @@ def _read_modernbert(fields: _EncoderFields) -> EncoderConfig:
     )
 
 
-_ENCODERS: Mapping[str, Callable[[Any], EncoderConfig]] = {  # by model_type, see `ENCODER_TYPES`
+_ENCODERS: Mapping[str, Callable[[Any], TextEncoderConfig]] = {  # by model_type, see `ENCODER_TYPES`
     "bert": _read_bert,
     "roberta": _read_roberta,
     "xlm-roberta": _read_roberta,

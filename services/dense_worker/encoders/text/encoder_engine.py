@@ -21,7 +21,7 @@ from services.common.pooling.pooling_config import PoolingMethod
 from services.dense_worker.encoders.text.pooled_text import PooledText
 from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEncoder
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.observer import EngineCounts, EngineObserver, StepStats
+from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport, record_started
@@ -88,6 +88,11 @@ class EncoderEngine:
         if not self._num_running:
             return None
         return Progress((self._num_steps, self._num_layers), self._num_steps)
+
+    @property
+    def caches(self) -> SequenceOf[CacheCounts]:
+        """None: there is no attention worker."""
+        return ()
 
     def spans_under_way(self) -> dict[int, range]:
         """None: they are told when an attention worker dies."""

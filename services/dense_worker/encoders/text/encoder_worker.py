@@ -11,7 +11,7 @@ import torch
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config
-from services.common.encoders.encoder_config import EncoderConfig, read_encoder_config
+from services.common.encoders.encoder_config import TextEncoderConfig, read_encoder_config
 from services.common.errors import ConfigError
 from services.common.pooling.pooling_config import PoolingConfig, read_pooling
 from services.common.resolve import resolve_device, use_device
@@ -189,7 +189,7 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{key} is {value!r}, but the model is an encoder: supported is {supported}")
 
 
-def input_limit(config: Config, shape: EncoderConfig, pooling: PoolingConfig) -> int:
+def input_limit(config: Config, shape: TextEncoderConfig, pooling: PoolingConfig) -> int:
     """The longest input in tokens. Raises `ConfigError` if the config asks for more than the model has positions."""
     asked = config.model.max_model_len
     if asked is not None and asked > shape.max_input_tokens:
@@ -197,7 +197,7 @@ def input_limit(config: Config, shape: EncoderConfig, pooling: PoolingConfig) ->
     return asked or min(shape.max_input_tokens, pooling.max_input_tokens or shape.max_input_tokens)
 
 
-def load(config: Config, shape: EncoderConfig, pooling: PoolingConfig, device: torch.device) -> TextEncoder:
+def load(config: Config, shape: TextEncoderConfig, pooling: PoolingConfig, device: torch.device) -> TextEncoder:
     """The weights on the device, after a first short run: libraries choose and load their kernels."""
     section, name = config.model, config.model.dtype
     if name == "auto":

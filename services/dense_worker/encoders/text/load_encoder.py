@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.common.encoders.encoder_config import EncoderConfig
+from services.common.encoders.encoder_config import TextEncoderConfig
 from services.common.errors import ModelError
 from services.common.pooling.pooling_config import ClassifierHead, PooledActivation, PoolingConfig
 from services.dense_worker.encoders.text.text_encoder import Affine, EncoderNorm, HeadLayer, LayerWeights, TextEncoder
@@ -51,7 +51,7 @@ class EncoderNames:
 
 
 _ROBERTA = EncoderNames("roberta", ("classifier.dense", "classifier.out_proj"))
-NAMES: dict[str, EncoderNames] = {  # by `EncoderConfig.family`
+NAMES: dict[str, EncoderNames] = {  # by `TextEncoderConfig.family`
     "bert": EncoderNames("bert", ("pooler.dense", "classifier")),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
@@ -91,7 +91,7 @@ NAMES: dict[str, EncoderNames] = {  # by `EncoderConfig.family`
 
 
 def load_encoder(
-    path: Path, config: EncoderConfig, pooling: PoolingConfig, dtype: torch.dtype, device: torch.device
+    path: Path, config: TextEncoderConfig, pooling: PoolingConfig, dtype: torch.dtype, device: torch.device
 ) -> TextEncoder:
     """Reads the safetensors of the directory `path`. Raises ModelError for a tensor that is missing or too many."""
     names = NAMES[config.family]
@@ -113,7 +113,7 @@ def load_encoder(
 
 
 def random_encoder(
-    config: EncoderConfig, pooling: PoolingConfig, dtype: torch.dtype, device: torch.device, seed: int
+    config: TextEncoderConfig, pooling: PoolingConfig, dtype: torch.dtype, device: torch.device, seed: int
 ) -> TextEncoder:
     """Random weights of standard deviation 0.02; those of norms are 1. The same seed gives the same."""
     generator = torch.Generator().manual_seed(seed)
@@ -127,7 +127,7 @@ def random_encoder(
 
 
 def _build(
-    config: EncoderConfig,
+    config: TextEncoderConfig,
     pooling: PoolingConfig,
     names: EncoderNames,
     read: Read,
@@ -187,7 +187,7 @@ def _build(
 
 
 def _head(
-    config: EncoderConfig, pooling: PoolingConfig, names: EncoderNames, read: Read, device: torch.device
+    config: TextEncoderConfig, pooling: PoolingConfig, names: EncoderNames, read: Read, device: torch.device
 ) -> tuple[HeadLayer, ...]:
     """The layers after pooling, in float32."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from services.common.encoders.encoder_config import EncoderConfig, EncoderLayer
+from services.common.encoders.encoder_config import EncoderLayer, TextEncoderConfig
 from services.common.pooling.pooling_config import PoolingMethod
 from services.dense_worker.encoders.packed_attention import PackedSequences, attend
 
@@ -81,7 +81,7 @@ class HeadLayer:
 class TextEncoder:
     """All weights of an encoder, on one device; never written after loading."""
 
-    config: EncoderConfig
+    config: TextEncoderConfig
     embedding: torch.Tensor  # [vocab, hidden]
     positions: torch.Tensor | None  # [num_positions, hidden]
     token_types: torch.Tensor | None  # [num_token_types, hidden]
