@@ -39,9 +39,10 @@ class Case:
     def nan(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
 
-    def check(self, found: torch.Tensor, exact: torch.Tensor) -> None:
+    def check(self, found: torch.Tensor, exact: torch.Tensor, least: float = 0.0) -> None:
+        """`least`: of tolerances"""
         error = ((found.double() - exact).norm() / exact.norm()).item()
-        assert error < TOLERANCES[self.dtype], error
+        assert error < max(TOLERANCES[self.dtype], least), error
 
     def norm(self, kind: str) -> Norm:
         """A norm over the features of x, with a random weight."""

@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.quantized.operands import CodeScales
 from services.dense_worker.kernels.linear.triton_gemv import gemv
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
@@ -29,6 +30,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.
 SHAPES = [(256, 512), (137, 272), (40, 1500), (6500, 96)]
+CODES_TOLERANCE = 6e-3  # the tensor cores round sums of FP8 to about 14 bits on the way
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -115,6 +117,36 @@ def test_skinny_linear_fuses_each_activation(
     weight, bias = (case.gate_up, case.gate_up_bias) if activation.is_gated else (case.weight, case.bias)
     skinny_linear(launcher, case.x, weight, bias, out, splits, activation=activation)
     case.check(out, exact_activation(linear(case.x, weight, bias), activation))
+
+
+@pytest.mark.parametrize("num_rows", [3, 64])
+@pytest.mark.parametrize("shape", [(256, 1024), (137, 272)])
+def test_skinny_linear_multiplies_codes_of_fp8(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int], num_rows: int
+) -> None:
+    """Of random bytes but NaN; the scales are applied to the sums."""
+    case = Case(kernel_device, dtype, num_rows, shape)
+    splits = SplitWorkspace(kernel_device, launcher.num_sms)
+
+    def codes(*size: int) -> torch.Tensor:
+        octets = torch.randint(0, 0x7F, size) + 0x80 * torch.randint(0, 2, size)
+        return octets.to(torch.uint8).to(kernel_device).view(torch.float8_e4m3fn)
+
+    x, gate_up, bias = codes(num_rows, shape[1]), codes(2 * shape[0], shape[1]), case.gate_up_bias
+    of_rows, of_weights = torch.rand(num_rows) * 1e-4, torch.rand(2 * shape[0])
+    scales = CodeScales(of_rows.to(kernel_device), of_weights.to(kernel_device), dtype)
+    product = linear(x.double() * scales.rows[:, None], gate_up.double() * scales.weights[:, None], bias)
+
+    gated = case.nan(num_rows, shape[0])
+    skinny_linear(launcher, x, gate_up, bias, gated, splits, scales=scales, activation=SWIGLU)
+    case.check(gated, exact_activation(product, SWIGLU), CODES_TOLERANCE)
+
+    residual = case.residual.clone()
+    of_half = CodeScales(scales.rows, scales.weights[: shape[0]], dtype)
+    half = gate_up[: shape[0]], bias[: shape[0]]
+    skinny_linear(launcher, x, *half, residual, splits, scales=of_half, residual=residual)
+    case.check(residual, product[:, : shape[0]] + case.residual.double(), CODES_TOLERANCE)
+    assert not splits.num_done.any()
 
 
 LLAMA = ModelConfig(

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.operands import CodeScales
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
 from tests.support.dense.fake_expert_kernels import expert_kernels
 from tests.support.dense.fake_quantized_kernels import (
@@ -251,12 +252,19 @@ class _Kernels:
         out: Tensor,
         workspace: _SplitWorkspace,
         *,
+        scales: CodeScales | None = None,
         activation: MlpActivation | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        assert 2 <= len(x) <= 64 and isinstance(workspace, _SplitWorkspace)
-        with self._own("skinny_linear", out, **_words(activation), add=residual):
-            _product(x, weight, bias, out, activation, residual)
+        assert 2 <= len(x) <= 64 and isinstance(workspace, _SplitWorkspace) and x.dtype == weight.dtype
+        with self._own("skinny_linear", out, **_words(activation), add=residual, codes=scales):
+            if scales is None:
+                _product(x, weight, bias, out, activation, residual)
+                return
+            y = F.linear(x.float() * scales.rows[:, None], weight.float() * scales.weights[:, None])
+            y = (y if bias is None else y + bias.float()).to(scales.dtype)
+            y = y if activation is None else activation.apply(y)
+            out.copy_(y if residual is None else y + residual)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

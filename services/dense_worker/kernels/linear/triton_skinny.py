@@ -3,6 +3,8 @@
 The weights are the tall operand of the matrix product, so that few tokens waste no work. Layers with too few rows of
 weights to occupy the GPU are also split along in_features. Of the programs of a tile, the one that ends last adds their
 partial sums in a fixed order.
+
+Weights and rows have 16 bits, or are both codes of FP8, which the tensor cores multiply as such.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import triton
 import triton.language as tl
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.quantized.operands import CodeScales
+from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
 from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS,
     MIN_ROWS,
@@ -39,28 +43,34 @@ class SkinnyTiles:
     num_splits: int
 
 
-def choose_skinny_tiles(num_rows: int, out_features: int, is_gated: bool, num_sms: int) -> SkinnyTiles:
-    """The tiles with the fastest steps of 7B and 13B models on an H200, see bench/results/dense.md."""
+def choose_skinny_tiles(
+    num_rows: int, out_features: int, is_gated: bool, num_sms: int, itemsize: int = 2
+) -> SkinnyTiles:
+    """The tiles with the fastest steps of 7B and 13B models on an H200, see bench/results/dense.md.
+
+    Those of FP8 have as many bytes.
+    """
     block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
     num_tiles = triton.cdiv(out_features, _BLOCK_OUT)
     if is_gated:
         if block_rows < MAX_ROWS and num_tiles < 1.5 * num_sms:
-            return SkinnyTiles(block_rows, block_in=64, num_stages=4, num_splits=1)  # all tiles run at once
-        return SkinnyTiles(block_rows, block_in=128, num_stages=4, num_splits=1)
+            return SkinnyTiles(block_rows, 128 // itemsize, num_stages=4, num_splits=1)  # all tiles run at once
+        return SkinnyTiles(block_rows, 256 // itemsize, num_stages=4, num_splits=1)
     num_splits = 1
     while num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= num_sms:
         num_splits *= 2
-    return SkinnyTiles(block_rows, block_in=128, num_stages=6, num_splits=num_splits)
+    return SkinnyTiles(block_rows, 256 // itemsize, num_stages=6, num_splits=num_splits)
 
 
 def skinny_linear(
     launcher: KernelLauncher,
-    x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, 16 bits, rows contiguous
-    weight: torch.Tensor,  # [out_features, in_features]; with a gated activation [2 * out_features, in_features]
+    x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, rows contiguous: 16 bits, or codes of e4m3
+    weight: torch.Tensor,  # x's dtype [out_features, in_features]; with a gated activation [2 * out_features, ...]
     bias: torch.Tensor | None,  # [weight's rows]
-    out: torch.Tensor,  # [n, out_features], x's dtype or float32; values are rounded to x's dtype in both cases
+    out: torch.Tensor,  # [n, out_features], the model's dtype or float32; values are rounded to the former
     workspace: SplitWorkspace,
     *,
+    scales: CodeScales | None = None,  # of codes
     activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
 ) -> None:
@@ -68,13 +78,15 @@ def skinny_linear(
     num_rows, out_features = out.shape
     in_features = x.shape[1]
     is_gated = activation is not None and activation.is_gated
-    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms)
+    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms, x.itemsize)
     launcher(
         _skinny_kernel,
         (triton.cdiv(out_features, _BLOCK_OUT), tiles.num_splits),
         out,
         x,
         weight,
+        None if scales is None else scales.rows,
+        None if scales is None else scales.weights,
         bias,
         residual,
         workspace.partial_sums,
@@ -84,6 +96,7 @@ def skinny_linear(
         in_features,
         x.stride(0),
         out.stride(0),
+        DTYPE=TRITON_TYPES[x.dtype if scales is None else scales.dtype],
         ACTIVATION=None if activation is None else activation.function.value,
         IS_GATED=is_gated,
         IS_PADDED=in_features % tiles.block_in != 0,
@@ -101,6 +114,8 @@ def _skinny_kernel(
     out,
     x,
     weight,
+    x_scale,
+    weight_scale,
     bias,
     residual,
     partial_sums,
@@ -110,6 +125,7 @@ def _skinny_kernel(
     in_features,
     x_stride,
     out_stride,
+    DTYPE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_PADDED: tl.constexpr,
@@ -121,7 +137,6 @@ def _skinny_kernel(
     PDL: tl.constexpr,
 ):
     """One program computes BLOCK_OUT features of all tokens over one of NUM_SPLITS parts of in_features."""
-    dtype: tl.constexpr = weight.dtype.element_ty
     begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     features = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -143,7 +158,13 @@ def _skinny_kernel(
     if NUM_SPLITS > 1:
         sums, is_last = add_splits(sums, partial_sums, num_done, tile, split, BLOCK_ROWS, BLOCK_OUT, NUM_SPLITS)
     if is_last:
+        if weight_scale is not None:
+            row_scales = tl.load(x_scale + rows, mask=is_row, other=0.0)[None, :]
+            w_features = tl.where(is_feature, features, 0)
+            sums = sums * tl.load(weight_scale + w_features)[:, None] * row_scales
+            if IS_GATED:
+                up_sums = up_sums * tl.load(weight_scale + out_features + w_features)[:, None] * row_scales
         write_features(
             out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride,
-            ACTIVATION, IS_GATED, dtype,
+            ACTIVATION, IS_GATED, DTYPE,
         )  # fmt: skip

@@ -41,6 +41,15 @@ class PreparedInput:
     scale: torch.Tensor | None  # float32 [num_versions, n, groups]; None: not quantized
 
 
+@dataclass(frozen=True, slots=True)
+class CodeScales:
+    """What turns sums of products of codes into the model's numbers."""
+
+    rows: torch.Tensor  # float32 [n], of the input
+    weights: torch.Tensor  # float32 [rows of weights]
+    dtype: torch.dtype  # the model's, 16 bits
+
+
 class Codes(enum.IntEnum):
     """How a byte of the matrix becomes numbers."""
 

@@ -16,6 +16,7 @@ from services.dense_worker.kernels.linear.quantized.mxfp4_weight import GROUP_SI
 from services.dense_worker.kernels.linear.quantized.operands import (
     BLOCK_OUT,
     Codes,
+    CodeScales,
     InputForm,
     PreparedInput,
     QuantizedMatrix,
@@ -25,6 +26,7 @@ from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledW
 from services.dense_worker.kernels.linear.quantized.triton_gemv_quantized import can_gemv, gemv_quantized
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
+from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
@@ -44,6 +46,9 @@ class QuantizedOperands(Protocol):
 
     def input_form(self, weight: WeightFormat, dtype: torch.dtype) -> InputForm:
         """The form of the input, for a model in `dtype`."""
+
+    def codes_form(self, weight: WeightFormat) -> InputForm | None:
+        """The form of several rows whose codes the tensor cores multiply as such; None: they multiply numbers."""
 
     def matrix(self, weight: WeightFormat) -> QuantizedMatrix:
         """Views of the weight's tensors."""
@@ -91,6 +96,13 @@ class QuantizedGemv:
                 x, norm = self._in_order(x, form, norm), None
             gemv_quantized(self._launcher, x, form, matrix, linear.bias_data, out, self._dtype, norm=norm, **fused)
             return
+        if (of_codes := self._operands.codes_form(linear.weight)) is not None:
+            prepared = prepare_input(self._launcher, x, of_codes, norm)
+            assert prepared.scale is not None, "codes have scales"
+            scales = CodeScales(prepared.scale.flatten(), matrix.scale, self._dtype)
+            codes, weights = prepared.values[0], linear.weight.matrix.data
+            skinny_linear(self._launcher, codes, weights, linear.bias_data, out, self._splits, scales=scales, **fused)
+            return
         if norm is None and form.is_any:
             prepared = PreparedInput(x[None], None)
         else:
@@ -125,6 +137,13 @@ class ScaledOperands:
         """Codes as float16, which holds those of both types exactly."""
         return InputForm(dtype) if weight.activations is Activations.NONE else codes_form(weight, torch.float16)
 
+    def codes_form(self, weight: ScaledWeight) -> InputForm | None:
+        """Of FP8 with one input: sums are rounded to about 14 bits on the way, as for many rows."""
+        if weight.element is not Element.FP8 or weight.activations is Activations.NONE:
+            return None
+        form = codes_form(weight, torch.float8_e4m3fn)
+        return form if form.num_versions == 1 else None
+
     def matrix(self, weight: ScaledWeight) -> QuantizedMatrix:
         """A scale for each row."""
         is_fp8 = weight.element is Element.FP8
@@ -149,6 +168,10 @@ class BlockFp8Operands:
         """Codes as float16."""
         return InputForm(torch.float16, element=Element.FP8, group_size=weight.block_size[1])
 
+    def codes_form(self, weight: BlockFp8Weight) -> InputForm | None:
+        """None: blocks have scales of their own."""
+        return None
+
     def matrix(self, weight: BlockFp8Weight) -> QuantizedMatrix:
         """A scale for each block."""
         height, width = weight.block_size
@@ -171,6 +194,10 @@ class GroupedIntOperands:
             return InputForm(dtype, is_split=weight.num_bits == 4)
         order = weight.order.data
         return InputForm(dtype, num_versions=len(order), order=order, is_split=weight.num_bits == 4)
+
+    def codes_form(self, weight: GroupedIntWeight) -> InputForm | None:
+        """None: inputs are not quantized."""
+        return None
 
     def matrix(self, weight: GroupedIntWeight) -> QuantizedMatrix:
         """A scale for each row and group."""
@@ -195,6 +222,10 @@ class Mxfp4Operands:
     def input_form(self, weight: Mxfp4Weight, dtype: torch.dtype) -> InputForm:
         """The model's numbers."""
         return InputForm(dtype, is_split=True)
+
+    def codes_form(self, weight: Mxfp4Weight) -> InputForm | None:
+        """None: inputs are not quantized."""
+        return None
 
     def matrix(self, weight: Mxfp4Weight) -> QuantizedMatrix:
         """An exponent for each row and group."""
