@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from services.dense_worker.batch_invariant.triton_products import MOST_SPLIT_ROWS, ROW_BUCKETS, multiply_rows
+from services.dense_worker.batch_invariant.triton_products import MOST_SPLIT_SUMS, ROW_BUCKETS, multiply_rows
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.linear.quantized.quantized_gemv import codes_form
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
-from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS, SplitWorkspace
+from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
@@ -28,7 +28,7 @@ class BatchInvariantLinear:
     def __init__(self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype) -> None:
         self.choice = LinearChoice()  # of nothing
         self._launcher, self._dtype = launcher, dtype
-        self._splits = SplitWorkspace(device, launcher.num_sms * MOST_SPLIT_ROWS // MAX_ROWS)
+        self._splits = SplitWorkspace(device, launcher.num_sms * MOST_SPLIT_SUMS // SPLIT_AREA)
 
     def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
         """The only one."""

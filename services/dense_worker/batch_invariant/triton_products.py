@@ -11,7 +11,7 @@ Inputs and weights have 16 bits, or are both codes of FP8, which the tensor core
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,11 +29,12 @@ from services.dense_worker.kernels.linear.triton_tiles import (
 from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 ROW_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # each has kernels of its own; more rows have those of the last
-MOST_SPLIT_ROWS = 256  # of a tile whose parts have programs of their own
-_BLOCK_OUT = 64
+MOST_SPLIT_SUMS = 128 * 128  # of a tile whose parts have programs of their own
+_BLOCK_OUT = 64  # of tiles of few rows; the number of parts is that with which these occupy the GPU
 _MAX_PARTS = 8
 _PART_BLOCK = 256  # a part consists of whole blocks of so many features, but for the last; loops take fewer at a time
 _FEW_ROWS = 64  # up to which the time is that of reading the weights
+_SPLIT_COLUMNS = 1200  # whose products take as long as adding the parts of several programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class ProductTiles:
     """Sizes of a program's tile and of its loop; `num_stages` - 1 rounds of loads are in flight."""
 
     block_rows: int
+    block_out: int
     block_in: int
     num_stages: int
     num_warps: int
@@ -54,23 +56,45 @@ def num_parts(out_features: int, is_gated: bool, num_sms: int) -> int:
     return parts
 
 
+def is_split(tiles: ProductTiles, num_rows: int, out_features: int, parts: int, num_sms: int) -> bool:
+    """Whether each part has a program of its own: if all of them then run at once."""
+    has_room = tiles.block_rows * tiles.block_out <= MOST_SPLIT_SUMS
+    return has_room and parts > 1 and _num_programs(tiles, num_rows, out_features) * parts <= num_sms
+
+
 def choose_product_tiles(
-    num_rows: int, out_features: int, itemsize: int, is_gated: bool, num_sms: int
+    num_rows: int, out_features: int, in_features: int, itemsize: int, is_gated: bool, num_sms: int
 ) -> ProductTiles:
-    """Tiles for a bucket's most rows, as measured on an H100; none of them changes the order of additions."""
+    """Tiles for a bucket's most rows, as measured on H100 and H200; none of them changes the order of additions.
+
+    The time of few rows is that of reading the weights. That of more is what the busiest SM loads to its memory.
+    """
     if num_rows <= _FEW_ROWS:
-        return ProductTiles(max(num_rows, 16), 256 // itemsize, num_stages=4 if is_gated else 6, num_warps=4)
+        num_stages = 4 if is_gated else 6
+        return ProductTiles(max(num_rows, 16), _BLOCK_OUT, 256 // itemsize, num_stages, num_warps=4)
+    parts = num_parts(out_features, is_gated, num_sms)
+    candidates = [
+        ProductTiles(128, 64, 128 // itemsize, num_stages=6, num_warps=8),
+        ProductTiles(128, 128, 128 // itemsize, num_stages=4 if is_gated else 6, num_warps=8),
+    ]
+    if parts == 1 and not is_gated:  # otherwise a program has two sums, too many for the registers
+        candidates.append(ProductTiles(256, 128, 128 // itemsize, num_stages=4, num_warps=8))
 
-    def num_programs(block_rows: int) -> int:
-        return triton.cdiv(num_rows, block_rows) * triton.cdiv(out_features, _BLOCK_OUT)
+    def load(tiles: ProductTiles) -> float:
+        """In numbers, with what adding the parts of several programs takes."""
+        columns = float(in_features)
+        if is_split(tiles, num_rows, out_features, parts, num_sms):
+            columns = in_features / parts + _SPLIT_COLUMNS
+        num_rounds = triton.cdiv(_num_programs(tiles, num_rows, out_features), num_sms)
+        return num_rounds * columns * (tiles.block_rows + (1 + is_gated) * tiles.block_out)
 
-    def cost(block_rows: int) -> tuple[int, int]:
-        return triton.cdiv(num_programs(block_rows), num_sms) * block_rows, -block_rows
+    tiles = min(candidates, key=load)
+    is_slow_sum = tiles.block_out == 128 and is_split(tiles, num_rows, out_features, parts, num_sms)
+    return replace(tiles, num_warps=4) if is_slow_sum else tiles
 
-    block_rows = 128 if num_rows <= 128 else min((128, 256), key=cost)
-    if block_rows == 256 or num_sms < num_programs(128) <= 2 * num_sms:  # two programs of an SM run at a time
-        return ProductTiles(block_rows, 128 // itemsize, num_stages=4, num_warps=8)
-    return ProductTiles(block_rows, 128 // itemsize, num_stages=6, num_warps=8)
+
+def _num_programs(tiles: ProductTiles, num_rows: int, out_features: int) -> int:
+    return triton.cdiv(num_rows, tiles.block_rows) * triton.cdiv(out_features, tiles.block_out)
 
 
 def multiply_rows(
@@ -94,14 +118,16 @@ def multiply_rows(
     is_gated = activation is not None and activation.is_gated
     # What a bucket compiles does not depend on n.
     bucket = next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), ROW_BUCKETS[-1])
-    tiles = tiles or choose_product_tiles(bucket, out_features, x.itemsize, is_gated, launcher.num_sms)
+    tiles = tiles or choose_product_tiles(bucket, out_features, in_features, x.itemsize, is_gated, launcher.num_sms)
     parts = num_parts(out_features, is_gated, launcher.num_sms)
-    most_tiles = triton.cdiv(bucket, tiles.block_rows) * triton.cdiv(out_features, _BLOCK_OUT)
-    is_split = parts > 1 and most_tiles * parts <= launcher.num_sms
-    assert not is_split or tiles.block_rows <= MOST_SPLIT_ROWS, "the workspace has no room"
+    has_programs = is_split(tiles, bucket, out_features, parts, launcher.num_sms)  # each part
     launcher(
         _product_kernel,
-        (triton.cdiv(num_rows, tiles.block_rows), triton.cdiv(out_features, _BLOCK_OUT), parts if is_split else 1),
+        (
+            triton.cdiv(num_rows, tiles.block_rows),
+            triton.cdiv(out_features, tiles.block_out),
+            parts if has_programs else 1,
+        ),
         out,
         x,
         x_scale,
@@ -121,11 +147,11 @@ def multiply_rows(
         IS_GATED=is_gated,
         IS_PADDED=in_features % _PART_BLOCK != 0,
         BLOCK_ROWS=tiles.block_rows,
-        BLOCK_OUT=_BLOCK_OUT,
+        BLOCK_OUT=tiles.block_out,
         BLOCK_IN=tiles.block_in,
         PART_BLOCK=_PART_BLOCK,
         NUM_PARTS=parts,
-        IS_SPLIT=is_split,
+        IS_SPLIT=has_programs,
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )

@@ -12,7 +12,7 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 
 triton_products = pytest.importorskip("services.dense_worker.batch_invariant.triton_products", reason="needs triton")
 
-from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS, SplitWorkspace  # noqa: E402
+from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitWorkspace  # noqa: E402
 from services.dense_worker.kernels.triton_launch import KernelLauncher  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)  # for Triton's interpreter
@@ -55,7 +55,7 @@ class Product:
             self.x_scale, self.w_scale = draw(MOST_ROWS).abs() + 0.5, (draw(num_rows).abs() + 0.5) / 100
         self.bias = draw(num_rows).to(self.dtype)
         self.residual = draw(MOST_ROWS, out_features).to(self.dtype)
-        self.workspace = SplitWorkspace(device, self.launcher.num_sms * triton_products.MOST_SPLIT_ROWS // MAX_ROWS)
+        self.workspace = SplitWorkspace(device, self.launcher.num_sms * triton_products.MOST_SPLIT_SUMS // SPLIT_AREA)
 
     def run(self, rows: list[int]) -> torch.Tensor:
         out = torch.empty(len(rows), self.out_features, dtype=self.dtype, device=self.x.device)
