@@ -36,8 +36,8 @@ CONTEXT_BYTES = 256 * 2**20  # of each worker on a GPU: its context and the libr
 LEAST_CACHE_BYTES = 16 * 2**20  # a smaller KV cache is not worth a proposal
 LEAST_CACHE_FRACTION = 0.01  # nor a smaller part of a GPU
 COPY_BYTES = 64 * 2**20  # of a GPU, with a host tier
-# Of one layer in one CUDA graph, counted low: eight kernels, each with its arguments and the driver's records
-GRAPH_LAYER_BYTES = 2**14
+# Of one layer in one CUDA graph, each kernel's arguments and the driver's records: an H200 needed 49 and 10 KiB
+GRAPH_LAYER_BYTES = {"dense": 40 * 2**10, "attention": 8 * 2**10}
 DRAFT_BLOCK_SIZE = 64  # tokens of a block of the KV cache of drafts
 RANK_STEP = 16  # slots for adapters have room for ranks that are multiples of it
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
@@ -395,7 +395,7 @@ def _graphs(config: Config, section: str) -> Iterator[Need]:
     sizes = batch_buckets(scheduler.max_num_seqs) + chunk_buckets(scheduler.max_num_batched_tokens)
     if section == "dense":
         sizes = token_buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    num_bytes = len(sizes) * _num_layers(config) * GRAPH_LAYER_BYTES
+    num_bytes = len(sizes) * _num_layers(config) * GRAPH_LAYER_BYTES[section]
     what = f"{len(sizes)} CUDA graphs of the {section} worker"
     yield Need(what, num_bytes, lambda excess: f"{section}.captures_lazily to true" if num_bytes >= excess else None)
 
