@@ -109,8 +109,10 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Lets every test, and the fixtures made for it, draw the same numbers, whatever ran before in its process."""
     import numpy as np
+    import structlog
     import torch
 
+    structlog.reset_defaults()  # a service that ran in this process may have set up its logs
     random.seed(SEED)
     np.random.seed(SEED)
     torch.default_generator.manual_seed(SEED)  # that of the CPU; `torch.manual_seed` takes 0.2 ms

@@ -18,6 +18,8 @@ from types import SimpleNamespace
 import pytest
 from _pytest._io import TerminalWriter
 
+from tests.support.warm_process import end_process
+
 Tests = deque[int]  # what is left of a file: indices in `session.items`
 Location = tuple[str, int | None, str]  # as hooks of pytest have it
 
@@ -127,6 +129,11 @@ class _Reports:
     def next_file(self) -> Tests | None:
         self._connection.send(("next", None))
         return self._connection.recv()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Unloads nothing: onnxruntime would wait for a thread that has not survived the fork."""
+        end_process(0)
 
     def pytest_runtest_logstart(self, nodeid: str, location: Location) -> None:
         self._connection.send(("start", (nodeid, location)))

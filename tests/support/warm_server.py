@@ -7,8 +7,6 @@ be its children.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import fcntl
 import json
@@ -44,7 +42,15 @@ with importing():
     prepare_routes()
     load_model_config(EMBEDDED_MODEL)  # imports modules for the model's family
 
-from tests.support.warm_process import MAX_MESSAGE_BYTES, READY, SPINS, WARM_SERVER, WarmProcess, WarmServer
+from tests.support.warm_process import (
+    MAX_MESSAGE_BYTES,
+    READY,
+    SPINS,
+    WARM_SERVER,
+    WarmProcess,
+    WarmServer,
+    end_process,
+)
 
 LAUNCHERS = (  # modules that start services
     "services.launch",
@@ -87,12 +93,7 @@ def run_to_the_end() -> None:
         elif end.code is not None:
             print(end.code, file=sys.stderr)
             status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):  # then the interpreter says so
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    end_process(status)
 
 
 def become_next(connection: socket.socket) -> None:
