@@ -24,9 +24,17 @@ import uvloop
 
 from bench.load.live_view import live_view
 from bench.load.load import Load, LoadResult, run_load
-from bench.load.options import non_negative, positive, rates, ratio, run_facts, save_run, whole_number
+from bench.load.options import goodput_limit, non_negative, positive, rates, ratio, run_facts, save_run, whole_number
 from bench.load.reference import nearest_run
-from bench.load.stats import NS_PER_MS, NS_PER_S, RequestRecord, ServingFigures, Summary, serving_figures
+from bench.load.stats import (
+    NS_PER_MS,
+    NS_PER_S,
+    RequestRecord,
+    ServingFigures,
+    Summary,
+    request_goodput,
+    serving_figures,
+)
 from bench.load.transport import PROTOCOLS, LoadError, TimedRequest, Transport, open_transport, served_model
 from bench.load.vllm_result import vllm_result
 from bench.load.workload import (
@@ -86,6 +94,7 @@ class RateRun:
     model: str
     records: list[RequestRecord]
     figures: ServingFigures
+    goodput: float | None  # requests/s within the limits of --goodput; None: there are none
 
 
 def _run_rate(arguments: argparse.Namespace, rate: float) -> RateRun:
@@ -95,12 +104,14 @@ def _run_rate(arguments: argparse.Namespace, rate: float) -> RateRun:
     print(title if math.isinf(rate) else f"{title}, {rate:g}/s", file=sys.stderr)
     with live_view("all at once" if math.isinf(rate) else f"{rate:g} requests/s", len(load.requests)) as show:
         result = run_load(load, arguments.client_processes, show)
-    figures = serving_figures(result.records)
+    figures, limits_ms = serving_figures(result.records), dict(arguments.goodput)
+    goodput = request_goodput(result.records, limits_ms) if limits_ms else None
     client = client_figures(result, figures, load.max_concurrency is None)
     has_many = len(arguments.request_rate) > 1
     if arguments.json:
         file = rate_file(arguments.json, rate) if has_many else arguments.json
-        save_run(file, facts, model, result.records, figures=dataclasses.asdict(figures), client=client)
+        of_run = {"figures": dataclasses.asdict(figures), "goodput": goodput, "client": client}
+        save_run(file, facts, model, result.records, **of_run)
     if arguments.save_result:
         document = vllm_result(
             result.records,
@@ -109,14 +120,15 @@ def _run_rate(arguments: argparse.Namespace, rate: float) -> RateRun:
             request_rate=rate,
             max_concurrency=load.max_concurrency,
             is_poisson=arguments.arrivals == "poisson",
+            limits_ms=limits_ms,
         )
         file = rate_file(arguments.save_result, rate) if has_many else arguments.save_result
         file.write_text(json.dumps(document, allow_nan=False))
-    print(format_table(figures))
+    print(format_table(figures, goodput))
     print(_format_client(figures, client))
     if client["max_load"] > MAX_CLIENT_LOAD:
         print("serving: the client may be the bottleneck: give it more --client-processes", file=sys.stderr)
-    return RateRun(rate, model.model, result.records, figures)
+    return RateRun(rate, model.model, result.records, figures, goodput)
 
 
 def rate_file(file: Path, rate: float) -> Path:
@@ -168,7 +180,7 @@ def client_figures(result: LoadResult, figures: ServingFigures, has_free_slots: 
     }
 
 
-def format_table(figures: ServingFigures) -> str:
+def format_table(figures: ServingFigures, goodput: float | None = None) -> str:
     """A table with the rows of `vllm bench serve`, in its order."""
     lines = [
         f"{' Serving Benchmark Result ':=^{TABLE_WIDTH}}",
@@ -177,6 +189,7 @@ def format_table(figures: ServingFigures) -> str:
         _row("Total input tokens:", figures.total_input_tokens),
         _row("Total generated tokens:", figures.total_output_tokens),
         _row("Request throughput (req/s):", figures.request_throughput),
+        *([] if goodput is None else [_row("Request goodput (req/s):", goodput)]),
         _row("Input token throughput (tok/s):", figures.input_throughput),
         _row("Output token throughput (tok/s):", figures.output_throughput),
         *_summary_rows("Time to First Token", "TTFT", figures.ttft_ms),
@@ -189,11 +202,14 @@ def format_table(figures: ServingFigures) -> str:
 
 def format_rates(runs: Sequence[RateRun]) -> str:
     """A table with a line for each rate."""
-    titles = ("requests/s", "done/s", "tokens/s", "TTFT ms", "P99", "TPOT ms", "P99", "failed")
+    has_goodput = runs[0].goodput is not None
+    titles = ["requests/s", "done/s", *(["good/s"] if has_goodput else []), "tokens/s"]
+    titles += ["TTFT ms", "P99", "TPOT ms", "P99", "failed"]
     lines = ["  ".join(f"{title:>10}" for title in titles)]
     for run in runs:
         figures = run.figures
-        cells: list[float | None] = [run.rate, figures.request_throughput, figures.output_throughput]
+        cells: list[float | None] = [run.rate, figures.request_throughput]
+        cells += [*([run.goodput] if has_goodput else []), figures.output_throughput]
         for summary in (figures.ttft_ms, figures.tpot_ms):
             cells += [None, None] if summary is None else [summary.median, summary.p99]
         cells.append(figures.num_failed)
@@ -319,6 +335,14 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         choices=("poisson", "constant"),
         default="poisson",
         help="distribution of gaps between requests (%(default)s)",
+    )
+    add(
+        "--goodput",
+        type=goodput_limit,
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="also count the requests/s within all of these limits: ttft, tpot, e2el, in ms, as in ttft:200 tpot:50",
     )
     add("--max-concurrency", type=whole_number, metavar="N", help="maximum number of requests in flight (no limit)")
     add("--input-len", type=whole_number, metavar="MEAN", help=f"prompt tokens ({DEFAULT_INPUT_LEN})")

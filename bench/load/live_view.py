@@ -40,7 +40,7 @@ def describe(progress: Progress, before: Progress, seconds: float) -> str:
     """Requests in flight now; rate and latency since `before`, which was `seconds` ago."""
     parts = [f"{progress.num_sent - progress.num_ended} in flight"]
     if seconds > 0:
-        parts.append(f"{(progress.num_chunks - before.num_chunks) / seconds:,.0f} chunks/s")
+        parts.append(f"{(progress.num_tokens - before.num_tokens) / seconds:,.0f} tokens/s")
     num_first = progress.num_first_chunks - before.num_first_chunks
     if num_first:
         parts.append(f"TTFT {(progress.first_chunk_ns - before.first_chunk_ns) / num_first / NS_PER_MS:,.0f} ms")

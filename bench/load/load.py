@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -27,6 +28,7 @@ from services.pb import gateway_pb2
 
 START_DELAY_NS = 100_000_000  # for the start time to reach every process
 REPORT_PERIOD_S = 0.5  # of the progress of a client process
+MAX_PARSED_CHUNKS = 64  # for a report: less than a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,37 @@ class Progress:
     num_sent: int = 0
     num_ended: int = 0  # those that failed included
     num_failed: int = 0
-    num_chunks: int = 0
+    num_tokens: int = 0  # that came, nearly: see `Monitor`
     num_first_chunks: int = 0
     first_chunk_ns: int = 0  # sum of the times from sending to the first chunk
+
+
+class Monitor:
+    """Watches the answers of one client process.
+
+    To parse every chunk at once would delay the next ones. So the tokens of those that came since the last report are
+    counted in the newest of them, and as many are assumed in each of the others.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.progress = Progress()
+        self._transport = transport
+        self._num_chunks = 0  # since the last report
+        self._newest = deque[bytes](maxlen=MAX_PARSED_CHUNKS)
+
+    def add(self, chunk: bytes) -> None:
+        """Notes a chunk."""
+        self._num_chunks += 1
+        self._newest.append(chunk)
+
+    def report(self) -> Progress:
+        """What has happened until now."""
+        if self._newest:
+            num_tokens = sum(self._transport.parse(self._newest).chunk_num_tokens)
+            self.progress.num_tokens += round(num_tokens * self._num_chunks / len(self._newest))
+        self._num_chunks = 0
+        self._newest.clear()
+        return self.progress
 
 
 def run_load(load: Load, num_processes: int, on_progress: Callable[[Progress], object] | None = None) -> LoadResult:
@@ -100,18 +130,19 @@ def shares(load: Load, num_shares: int) -> list[Load]:
 
 
 async def replay(
-    transport: Transport, load: Load, start_ns: int, progress: Progress | None = None
+    transport: Transport, load: Load, start_ns: int, monitor: Monitor | None = None
 ) -> list[RequestRecord]:
     """Sends each of `load.requests` when it is due after `start_ns` (monotonic clock), and waits for all.
 
-    `progress` is kept up to date.
+    `monitor` is told of all that happens.
     """
-    progress = progress or Progress()
+    monitor = monitor or Monitor(transport)
+    progress = monitor.progress
     slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.requests)))
     logs: list[_AnswerLog] = []
 
     async def run(request: TimedRequest) -> None:
-        log = _AnswerLog(request, start_ns, progress)
+        log = _AnswerLog(request, start_ns, monitor)
         logs.append(log)
         try:
             await transport.send(request, load.request_timeout_s, log.add)
@@ -135,10 +166,10 @@ async def replay(
 class _AnswerLog:
     """One arriving answer: times in ns since the start of the run, chunks not parsed yet."""
 
-    def __init__(self, request: TimedRequest, start_ns: int, progress: Progress) -> None:
+    def __init__(self, request: TimedRequest, start_ns: int, monitor: Monitor) -> None:
         self._request = request
-        self._progress = progress
-        progress.num_sent += 1
+        self._monitor = monitor
+        monitor.progress.num_sent += 1
         self._start_ns = start_ns
         self._send_ns = self.end_ns = time.monotonic_ns() - start_ns
         self._chunk_ns: list[int] = []
@@ -146,11 +177,11 @@ class _AnswerLog:
         self.error: str | None = None
 
     def add(self, chunk: bytes) -> None:
-        now_ns, progress = time.monotonic_ns() - self._start_ns, self._progress
+        now_ns = time.monotonic_ns() - self._start_ns
         if not self._chunk_ns:
-            progress.num_first_chunks += 1
-            progress.first_chunk_ns += now_ns - self._send_ns
-        progress.num_chunks += 1
+            self._monitor.progress.num_first_chunks += 1
+            self._monitor.progress.first_chunk_ns += now_ns - self._send_ns
+        self._monitor.add(chunk)
         self._chunk_ns.append(now_ns)
         self.chunks.append(chunk)
 
@@ -239,19 +270,19 @@ async def _warm_up_and_replay(load: Load, parent: Connection, is_reporting: bool
         parent.send("ready")
         start_ns = await asyncio.to_thread(parent.recv)
         cpu_start_s = time.process_time()
-        progress = Progress()
-        reports = asyncio.create_task(_report(parent, progress)) if is_reporting else None
-        records = await replay(transport, load, start_ns, progress)
+        monitor = Monitor(transport)
+        reports = asyncio.create_task(_report(parent, monitor)) if is_reporting else None
+        records = await replay(transport, load, start_ns, monitor)
         if reports is not None:
             reports.cancel()
-            parent.send(progress)
+            parent.send(monitor.report())
         return LoadResult(records, [time.process_time() - cpu_start_s])
 
 
-async def _report(parent: Connection, progress: Progress) -> None:
+async def _report(parent: Connection, monitor: Monitor) -> None:
     while True:
         await asyncio.sleep(REPORT_PERIOD_S)
-        parent.send(progress)
+        parent.send(monitor.report())
 
 
 async def _warm_up(transport: Transport, load: Load) -> None:

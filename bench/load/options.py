@@ -17,7 +17,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from bench.load.stats import RequestRecord
+from bench.load.stats import LIMITED_MS, RequestRecord
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("grpcio", "protobuf", "numpy", "uvloop", "uvicorn", "fastapi")
@@ -69,6 +69,14 @@ def ratio(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
     return value
+
+
+def goodput_limit(text: str) -> tuple[str, float]:
+    """`NAME:MS`, such as ttft:200."""
+    name, colon, value = text.partition(":")
+    if not colon or name not in LIMITED_MS:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME:MS, where NAME is one of {', '.join(LIMITED_MS)}")
+    return name, positive(value)
 
 
 def counts(text: str) -> list[int]:

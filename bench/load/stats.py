@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,6 +166,22 @@ def itls_ms(record: RequestRecord) -> list[float]:
 def latency_ms(record: RequestRecord) -> float:
     """Milliseconds from sending a request to its end."""
     return (record.end_ns - record.send_ns) / NS_PER_MS
+
+
+LIMITED_MS = {"ttft": ttft_ms, "tpot": tpot_ms, "e2el": latency_ms}  # latencies of a request, by vLLM's names
+
+
+def request_goodput(records: Sequence[RequestRecord], limits_ms: Mapping[str, float]) -> float:
+    """Successful requests/s that kept all of these limits, whose names are those of `LIMITED_MS`.
+
+    As in vLLM, a latency that a request does not have, such as the TPOT of a single token, keeps every limit.
+    """
+    duration_s = max((record.end_ns for record in records), default=0) / NS_PER_S
+    num_good = sum(
+        record.error is None and all((LIMITED_MS[name](record) or 0.0) <= limit for name, limit in limits_ms.items())
+        for record in records
+    )
+    return num_good / duration_s if duration_s else 0.0
 
 
 def core_figures(records: Iterable[RequestRecord]) -> CoreFigures:

@@ -1,7 +1,7 @@
 """The result of a run in the format of `vllm bench serve --save-result`, for programs that read its files.
 
 Fields, names and units are those of vLLM 0.11 and later. What has no value here is left out or null: texts of answers
-are not kept, and there is no goodput.
+are not kept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import datetime
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from bench.load.stats import (
     itls_ms,
     latency_ms,
     num_output_tokens,
+    request_goodput,
     serving_figures,
     tpot_ms,
     ttft_ms,
@@ -37,8 +38,12 @@ def vllm_result(
     request_rate: float,
     max_concurrency: int | None,
     is_poisson: bool,
+    limits_ms: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The document. Latencies of single requests are in seconds, statistics in milliseconds, as there."""
+    """The document. Latencies of single requests are in seconds, statistics in milliseconds, as there.
+
+    limits_ms: those of `request_goodput`; empty: the goodput is null.
+    """
     successful = [record for record in records if record.error is None]
     figures = serving_figures(records)
     document: dict[str, Any] = {
@@ -58,7 +63,7 @@ def vllm_result(
         "total_input_tokens": figures.total_input_tokens,
         "total_output_tokens": figures.total_output_tokens,
         "request_throughput": figures.request_throughput,
-        "request_goodput": None,
+        "request_goodput": request_goodput(records, limits_ms) if limits_ms else None,
         "output_throughput": figures.output_throughput,
         "total_token_throughput": figures.input_throughput + figures.output_throughput,
         "max_output_tokens_per_s": _most_tokens_in_a_second(successful),

@@ -279,6 +279,7 @@ def test_several_rates_make_a_file_each_a_table_and_bars_at_a_terminal(tmp_path:
     async def test() -> None:
         dense = FakeDense(lambda submit: [5] * submit.spec.max_tokens, step_s=0.001, vocab_size=500)
         options = "--num-prompts=5 --input-len=9 --output-len=4 --len-distribution=constant --request-rate=50,inf"
+        options += " --goodput ttft:60000 tpot:60000"
         path = f"--save-result={tmp_path}/result.json"
         async with running_gateway(tmp_path, dense) as gateway:
             with terminal(num_columns=120) as screen:
@@ -296,7 +297,9 @@ def test_several_rates_make_a_file_each_a_table_and_bars_at_a_terminal(tmp_path:
             saved = json.loads((tmp_path / f"result-{rate}qps.json").read_text())
             assert str(saved["request_rate"]) in (rate, f"{rate}.0")
             assert saved["output_lens"] == [4] * 5 and saved["input_lens"] == [9] * 5
-            assert float(row[3]) == pytest.approx(saved["median_ttft_ms"], rel=1e-4)
+            assert float(row[2]) == pytest.approx(saved["request_goodput"], rel=1e-4), "all are that fast"
+            assert saved["request_goodput"] == saved["request_throughput"]
+            assert float(row[4]) == pytest.approx(saved["median_ttft_ms"], rel=1e-4)
 
     run(test())
 
