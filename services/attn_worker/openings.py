@@ -70,6 +70,7 @@ class Openings:
             ignores_prefix_cache=new.ignores_prefix_cache,
             max_cached_tokens=new.max_cached_tokens,
             num_source_tokens=new.num_source_tokens,
+            spans=new.spans,
         )
         opening.num_freed_blocks += result.num_freed_blocks
         if not result.missing:

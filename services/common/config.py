@@ -70,6 +70,7 @@ class ModelSection(Section):
     runner: Literal["auto", "generate", "pooling"] = "auto"
     # two tokens, such as "no" and "yes": the model scores inputs by how much likelier the second is to follow
     classifier_from_token: tuple[str, ...] = ()
+    images: bool = True  # false: of a model that sees pictures only the text part is loaded
 
 
 class GatewaySection(Section):
@@ -87,6 +88,12 @@ class GatewaySection(Section):
     served_model_names: tuple[ModelName, ...] = ()  # names that clients may use; the first replaces model.name
     accept_any_model_name: bool = False  # whether this model also answers requests for any other model name
     max_n: Count = 16  # maximum number of answers to one prompt
+    max_images: Count = 16  # maximum number of pictures in one request, of models that see pictures
+    max_image_pixels: Count = 2**25  # of a picture as it is sent; it is made smaller for the model
+    max_image_bytes: Count = 20 * 2**20  # of a picture's file
+    # hosts from which pictures are fetched by URL, if their addresses are public; "*": all. Empty: from none
+    image_hosts: tuple[HostName, ...] = ()
+    image_timeout_s: Seconds = 5.0  # longest time to fetch a picture
     # maximum number of most likely tokens whose log-probabilities a request may get for each output token; an answer
     # keeps 12 bytes for each of them until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
@@ -198,6 +205,9 @@ class DenseSection(Section):
     # numbers of tokens that TensorRT is tuned for; each range is a plan of its own
     profiles: str = "1-1,2-16@16,17-32@32,33-64@64,65-128@128,129-256@256,257-512@512,513-8192"
     max_loras: Annotated[int, Field(ge=0, le=64)] = 0  # LoRA adapters in memory at the same time; 0: none are served
+    # most rows that an encoder computes between two steps, such as patches of pictures; one input may have more
+    max_encoder_rows: Count = 16384
+    encoder_cache_bytes: Count = 256 * 2**20  # of outputs of encoders, which are kept for further prompts
     max_lora_rank: Annotated[int, Field(ge=1, le=256)] = 64  # of an adapter; on a GPU each has memory for this rank
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
     step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from services.common.errors import ModelError
 from services.common.families.fields import MAX_SIZE, ConfigFields
-from services.common.families.registry import FAMILIES, TEXT_PARTS
+from services.common.families.registry import FAMILIES, FLAT_TEXT_PARTS, SEES_SPANS, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
 from services.common.json_files.read_json import read_json
 from services.common.pooling.architectures import has_language_head
@@ -58,6 +58,8 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
     _check_supported(raw, path)
     quantization = read_quantization(str(path), raw.get("quantization_config"), read_json(path / MODELOPT_FILE))
     config = replace(read_model_config(_text_part(raw, path), path), quantization=quantization)
+    if raw["model_type"] in SEES_SPANS:
+        config = replace(config, attention=replace(config.attention, sees_spans=True))
     if num_layers is not None:
         config = _first_layers(config, num_layers, path)
     if len(config.gated_delta_layers) == config.num_layers:
@@ -108,9 +110,13 @@ def _text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     if raw["model_type"] not in TEXT_PARTS:
         return raw
     text = raw.get("text_config")
+    if text is None and raw["model_type"] in FLAT_TEXT_PARTS:
+        text = {name: value for name, value in raw.items() if name not in ("vision_config", "auto_map")}
+        text["model_type"] = f"{raw['model_type']}_text"
     if not isinstance(text, dict):
         raise ModelError(f"{path} has model_type {raw['model_type']!r} and text_config {text!r}, expected an object")
-    around = {name: raw[name] for name in ("dtype", "torch_dtype", "eos_token_id") if raw.get(name) is not None}
+    names = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+    around = {name: raw[name] for name in names if raw.get(name) is not None}
     return around | {name: value for name, value in text.items() if name != "architectures"}
 
 

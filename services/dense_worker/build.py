@@ -29,6 +29,7 @@ from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.grammar.grammars import Grammars
+from services.dense_worker.features.images.prepare_images import PreparedImages, prepare_images
 from services.dense_worker.features.installed import make_features
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
@@ -173,14 +174,21 @@ class PreparedModel:
     lifeline: Lifeline | None  # to the launcher; None: there is none
     held: HeldWeights[ModelWeights] | None  # the weights that the launcher has, or will have
     drafter: PreparedDrafter | None  # None: speculation is off
+    images: PreparedImages | None  # None: the model sees no pictures
 
     def own_weight_bytes(self) -> int:
         """The size of the weights that the launcher does not have in memory. Raises `PeerError`."""
         num_bytes = weight_bytes(self.resolved) if self.held is None else 0
+        if self.images is not None and self.images.held is None:
+            num_bytes += self.images.num_bytes
         return num_bytes + sum(each.num_bytes for each in self._all_held() if not each.are_held())
 
     def _all_held(self) -> list[HeldWeights[Any]]:
-        return [each for each in (self.held, self.drafter and self.drafter.held) if each is not None]
+        return [
+            each
+            for each in (self.held, self.drafter and self.drafter.held, self.images and self.images.held)
+            if each is not None
+        ]
 
     def load(self, *, takes_over: bool = False) -> LoadedModel:
         """Loads the weights. Raises the errors of `load_model`.
@@ -213,7 +221,9 @@ class PreparedModel:
             selected = self.backend.load(weights, lora)
             head = weights.head.lm_head.weight
             table = head.matrix.data if isinstance(head, PlainWeight) and model.rank.count == 1 else None
-            features = make_features(config, model, selected.backend, lora, self.grammars, table, weights.encoder)
+            features = make_features(
+                config, model, selected.backend, lora, self.grammars, table, weights.encoder, self.images
+            )
             editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
             logits_dtype = selected.backend.logits_dtype
             sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors, logits_dtype)
@@ -257,7 +267,8 @@ def prepare_model(
     digest = hash_of_weights(section, model.config)
     held = hold_weights(lifeline, digest, model)
     drafter = prepare_drafter(config, model, lifeline)
-    return PreparedModel(config, model, grammars, backend, digest, lifeline, held, drafter)
+    images = prepare_images(config, model, digest, lifeline)
+    return PreparedModel(config, model, grammars, backend, digest, lifeline, held, drafter, images)
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:

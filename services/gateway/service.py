@@ -19,6 +19,7 @@ from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
 from services.common.pooling.pooling_config import read_pooling
 from services.common.shared_counts import Counts, SharedCounts
+from services.common.vision.vision_config import load_vision_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.reception import Reception
@@ -30,6 +31,7 @@ from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonSer
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.server import HttpServer
+from services.gateway.images.picture_reader import PictureReader, picture_text
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.dense_progress import DenseProgress
 from services.gateway.link.gateway_peers import GatewayPeers
@@ -117,6 +119,7 @@ class Gateway:
         self._access = Access(
             section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies, counts
         )
+        self._pictures = self._make_pictures(tokenizer)
         self._journal = Journal(counts)
         self._memory = MemoryBudget(section.max_held_bytes, section.max_held_wait_s, section.max_held_waiting, counts)
         self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens, counts)
@@ -263,7 +266,19 @@ class Gateway:
             prompt_embeds,
             generates=has_language_head(read_json(model.path / "config.json") or {}),
             sources=sources,
+            pictures=self._pictures,
         )
+
+    def _make_pictures(self, tokenizer: Tokenizer) -> PictureReader | None:
+        """What reads pictures, if the model sees any."""
+        model = self._config.model
+        vision = load_vision_config(model.path) if model.images else None
+        if vision is None:
+            return None
+        tokenizer.use_pictures(picture_text(vision, tokenizer))
+        reader = PictureReader(vision, self._section, tokenizer)
+        self._opened.push_async_callback(reader.close)
+        return reader
 
     def _make_server(
         self,

@@ -1,3 +1,4 @@
+from services.pb import images_pb2 as _images_pb2
 from services.pb import sampling_pb2 as _sampling_pb2
 from services.pb import sequence_pb2 as _sequence_pb2
 from services.pb import stall_pb2 as _stall_pb2
@@ -11,16 +12,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("submit", "cancel", "resumed", "prompt_embeds_part")
+    __slots__ = ("submit", "cancel", "resumed", "prompt_embeds_part", "picture_part")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_EMBEDS_PART_FIELD_NUMBER: _ClassVar[int]
+    PICTURE_PART_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     resumed: Resumed
     prompt_embeds_part: PromptEmbedsPart
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ...) -> None: ...
+    picture_part: _images_pb2.PicturePart
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ..., picture_part: _Optional[_Union[_images_pb2.PicturePart, _Mapping]] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("gateway",)

@@ -24,7 +24,7 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "vectors")
+    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "vectors", "pictures")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     name: str
@@ -39,7 +40,20 @@ class ChatMessage(_message.Message):
     tool_call_id: str
     reasoning: str
     vectors: _containers.RepeatedCompositeFieldContainer[MessageVectors]
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning: _Optional[str] = ..., vectors: _Optional[_Iterable[_Union[MessageVectors, _Mapping]]] = ...) -> None: ...
+    pictures: _containers.RepeatedCompositeFieldContainer[MessagePicture]
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning: _Optional[str] = ..., vectors: _Optional[_Iterable[_Union[MessageVectors, _Mapping]]] = ..., pictures: _Optional[_Iterable[_Union[MessagePicture, _Mapping]]] = ...) -> None: ...
+
+class MessagePicture(_message.Message):
+    __slots__ = ("position", "data", "url", "detail")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    data: bytes
+    url: str
+    detail: str
+    def __init__(self, position: _Optional[int] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class MessageVectors(_message.Message):
     __slots__ = ("position", "num_tokens")
@@ -114,7 +128,7 @@ class PromptEmbeds(_message.Message):
     def __init__(self, values: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "keep_first_tokens", "decoder_prompt_token_ids", "decoder_prompt", "sound", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "return_hidden_states", "return_progress", "return_pooled", "second_segment", "suffix", "middle", "resumable")
+    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "keep_first_tokens", "decoder_prompt_token_ids", "decoder_prompt", "sound", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "pictures", "return_hidden_states", "return_progress", "return_pooled", "second_segment", "suffix", "middle", "resumable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +163,7 @@ class GenerateRequest(_message.Message):
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_EMBEDDING_TABLE_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     RETURN_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     RETURN_POOLED_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +205,7 @@ class GenerateRequest(_message.Message):
     beam_search: _sampling_pb2.BeamSearch
     add_special_tokens: bool
     prompt_embedding_table: PromptEmbeds
+    pictures: _containers.RepeatedCompositeFieldContainer[MessagePicture]
     return_hidden_states: bool
     return_progress: bool
     return_pooled: bool
@@ -197,7 +213,7 @@ class GenerateRequest(_message.Message):
     suffix: str
     middle: str
     resumable: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., keep_first_tokens: _Optional[bool] = ..., decoder_prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., decoder_prompt: _Optional[str] = ..., sound: _Optional[_Union[_source_pb2.Source, _Mapping]] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., return_pooled: _Optional[bool] = ..., second_segment: _Optional[int] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., keep_first_tokens: _Optional[bool] = ..., decoder_prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., decoder_prompt: _Optional[str] = ..., sound: _Optional[_Union[_source_pb2.Source, _Mapping]] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., pictures: _Optional[_Iterable[_Union[MessagePicture, _Mapping]]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., return_pooled: _Optional[bool] = ..., second_segment: _Optional[int] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("request_id", "num_received", "digest")

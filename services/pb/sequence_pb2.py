@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from services.pb import adapter_pb2 as adapter__pb2
+from services.pb import prompt_span_pb2 as prompt__span__pb2
 from services.pb import sampling_pb2 as sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0esequence.proto\x12\x0ctwostroke.v1\x1a\radapter.proto\x1a\x0esampling.proto\"\xcc\x04\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x0e\n\x06tenant\x18\x0c \x01(\x06\x12\x0e\n\x06\x63lient\x18\r \x01(\x06\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12&\n\x07\x61\x64\x61pter\x18\x0f \x01(\x0b\x32\x15.twostroke.v1.Adapter\x12\x34\n\rprompt_embeds\x18\x10 \x01(\x0b\x32\x1d.twostroke.v1.PromptEmbedsRef\x12\x31\n\x0b\x62\x65\x61m_search\x18\x11 \x01(\x0b\x32\x1c.twostroke.v1.BeamSearchSpec\x12:\n\x08\x66\x65\x61tures\x18\x12 \x03(\x0b\x32(.twostroke.v1.SequenceSpec.FeaturesEntry\x12\'\n\x06source\x18\x13 \x01(\x0b\x32\x17.twostroke.v1.SourceRef\x1a/\n\rFeaturesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x42\x0f\n\r_num_logprobsJ\x04\x08\x08\x10\x0b\"m\n\x0fPromptEmbedsRef\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x05 \x01(\r\"+\n\tSourceRef\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\"c\n\x0e\x42\x65\x61mSearchSpec\x12\x11\n\tnum_beams\x18\x01 \x01(\r\x12\x13\n\x0bnum_answers\x18\x02 \x01(\r\x12)\n\x07options\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.BeamSearchb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0esequence.proto\x12\x0ctwostroke.v1\x1a\radapter.proto\x1a\x11prompt_span.proto\x1a\x0esampling.proto\"\xf5\x04\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x0e\n\x06tenant\x18\x0c \x01(\x06\x12\x0e\n\x06\x63lient\x18\r \x01(\x06\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12&\n\x07\x61\x64\x61pter\x18\x0f \x01(\x0b\x32\x15.twostroke.v1.Adapter\x12\x34\n\rprompt_embeds\x18\x10 \x01(\x0b\x32\x1d.twostroke.v1.PromptEmbedsRef\x12\x31\n\x0b\x62\x65\x61m_search\x18\x11 \x01(\x0b\x32\x1c.twostroke.v1.BeamSearchSpec\x12:\n\x08\x66\x65\x61tures\x18\x12 \x03(\x0b\x32(.twostroke.v1.SequenceSpec.FeaturesEntry\x12\'\n\x06source\x18\x13 \x01(\x0b\x32\x17.twostroke.v1.SourceRef\x12\'\n\x05spans\x18\x14 \x03(\x0b\x32\x18.twostroke.v1.PromptSpan\x1a/\n\rFeaturesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x42\x0f\n\r_num_logprobsJ\x04\x08\x08\x10\x0b\"m\n\x0fPromptEmbedsRef\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x05 \x01(\r\"+\n\tSourceRef\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\"c\n\x0e\x42\x65\x61mSearchSpec\x12\x11\n\tnum_beams\x18\x01 \x01(\r\x12\x13\n\x0bnum_answers\x18\x02 \x01(\r\x12)\n\x07options\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.BeamSearchb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,14 +36,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SEQUENCESPEC_FEATURESENTRY']._loaded_options = None
   _globals['_SEQUENCESPEC_FEATURESENTRY']._serialized_options = b'8\001'
-  _globals['_SEQUENCESPEC']._serialized_start=64
-  _globals['_SEQUENCESPEC']._serialized_end=652
-  _globals['_SEQUENCESPEC_FEATURESENTRY']._serialized_start=582
-  _globals['_SEQUENCESPEC_FEATURESENTRY']._serialized_end=629
-  _globals['_PROMPTEMBEDSREF']._serialized_start=654
-  _globals['_PROMPTEMBEDSREF']._serialized_end=763
-  _globals['_SOURCEREF']._serialized_start=765
-  _globals['_SOURCEREF']._serialized_end=808
-  _globals['_BEAMSEARCHSPEC']._serialized_start=810
-  _globals['_BEAMSEARCHSPEC']._serialized_end=909
+  _globals['_SEQUENCESPEC']._serialized_start=83
+  _globals['_SEQUENCESPEC']._serialized_end=712
+  _globals['_SEQUENCESPEC_FEATURESENTRY']._serialized_start=642
+  _globals['_SEQUENCESPEC_FEATURESENTRY']._serialized_end=689
+  _globals['_PROMPTEMBEDSREF']._serialized_start=714
+  _globals['_PROMPTEMBEDSREF']._serialized_end=823
+  _globals['_SOURCEREF']._serialized_start=825
+  _globals['_SOURCEREF']._serialized_end=868
+  _globals['_BEAMSEARCHSPEC']._serialized_start=870
+  _globals['_BEAMSEARCHSPEC']._serialized_end=969
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from services.pb import adapter_pb2 as _adapter_pb2
+from services.pb import prompt_span_pb2 as _prompt_span_pb2
 from services.pb import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -9,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "priority", "tenant", "client", "traceparent", "adapter", "prompt_embeds", "beam_search", "features", "source")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "priority", "tenant", "client", "traceparent", "adapter", "prompt_embeds", "beam_search", "features", "source", "spans")
     class FeaturesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +34,7 @@ class SequenceSpec(_message.Message):
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -49,7 +51,8 @@ class SequenceSpec(_message.Message):
     beam_search: BeamSearchSpec
     features: _containers.ScalarMap[str, bytes]
     source: SourceRef
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbedsRef, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ..., features: _Optional[_Mapping[str, bytes]] = ..., source: _Optional[_Union[SourceRef, _Mapping]] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[_prompt_span_pb2.PromptSpan]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbedsRef, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearchSpec, _Mapping]] = ..., features: _Optional[_Mapping[str, bytes]] = ..., source: _Optional[_Union[SourceRef, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[_prompt_span_pb2.PromptSpan, _Mapping]]] = ...) -> None: ...
 
 class PromptEmbedsRef(_message.Message):
     __slots__ = ("hash", "num_rows", "hidden_size", "dtype", "first_token_id")

@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest
 from services.pb import attn_pb2, step_pb2
 from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns
+from services.step.prompt_span import decode_spans, encode_spans
 
 # Of the columns of entries and tokens: little-endian arrays in bytes, which move without a Python object per row.
 _SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<i8")
@@ -134,6 +135,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         traceparent=sequence.traceparent,
         max_cached_tokens=sequence.max_cached_tokens,
         num_source_tokens=sequence.num_source_tokens,
+        spans=encode_spans(sequence.spans),
     )
 
 
@@ -148,6 +150,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         traceparent=message.traceparent,
         max_cached_tokens=message.max_cached_tokens if message.HasField("max_cached_tokens") else None,
         num_source_tokens=message.num_source_tokens,
+        spans=decode_spans(message.spans),
     )
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.step.prompt_span import PromptSpan
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -28,6 +30,7 @@ class NewSequence:
     num_source_tokens: int = 0  # rows of its encoder's output, which `prefix_key` names; 0: it reads none
     max_cached_tokens: int | None = None  # no more may count as cached, since another rank has no more; None: any
     cache_id: int = 0  # which of several attention workers opens it; not sent
+    spans: tuple[PromptSpan, ...] = ()  # of its prompt, see `SequenceSpec`
 
 
 class PlanEntry(NamedTuple):

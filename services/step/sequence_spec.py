@@ -10,6 +10,7 @@ from services.common.sampling_messages import decode_sampling, encode_sampling
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter, decode_adapter, encode_adapter
 from services.pb import sequence_pb2
+from services.step.prompt_span import PromptSpan, decode_spans, encode_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class SequenceSpec:
     source: SourceRef | None = None  # None: the model has no encoder
     # What is asked for of features, by their names; each is a message that its feature alone reads.
     features: Mapping[str, bytes] = field(default_factory=dict)
+    spans: tuple[PromptSpan, ...] = ()  # prompt tokens that stand for something else than themselves, in order
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,6 +106,7 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         ),
         features=spec.features,
         source=spec.source and sequence_pb2.SourceRef(hash=spec.source.hash, num_rows=spec.source.num_rows),
+        spans=encode_spans(spec.spans),
     )
 
 
@@ -133,4 +136,5 @@ def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         else None,
         features=dict(message.features),
         source=SourceRef(message.source.hash, message.source.num_rows) if message.HasField("source") else None,
+        spans=decode_spans(message.spans),
     )

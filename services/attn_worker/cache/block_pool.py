@@ -26,9 +26,12 @@ def root_digest(weights_hash: bytes, prefix_key: bytes, rope_len: int | None = N
     return digest.digest()
 
 
-def block_digest(parent: bytes, token_ids: bytes) -> bytes:
-    """The content hash of a full block: of its parent's digest and its token ids as little-endian uint32."""
-    return blake2b(parent + token_ids, digest_size=DIGEST_SIZE_BYTES).digest()
+def block_digest(parent: bytes, content: bytes) -> bytes:
+    """The content hash of a full block: of its parent's digest and of what it has.
+
+    content: its token ids as little-endian uint32, then what some of them stand for, if they do.
+    """
+    return blake2b(parent + content, digest_size=DIGEST_SIZE_BYTES).digest()
 
 
 class BlockPool:

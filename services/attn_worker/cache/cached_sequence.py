@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from services.attn_worker.cache.tiers.tier import MissingBlock
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import TwostrokeError
+from services.step.prompt_span import PromptSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +55,5 @@ class CachedSequence:
     root: bytes
     token_ids: array[int]  # uint32; all known tokens; may be fewer than the computed ones
     digests: list[bytes]  # of its leading full blocks
+    spans: Sequence[PromptSpan] = ()  # of its prompt
     is_orphan: bool = False  # its dense worker is gone, and nobody has opened it since

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,10 +21,12 @@ from services.attn_worker.cache.group import Batch, CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.rollback import Rollback
 from services.attn_worker.cache.sequence_rows import NO_SEQUENCE, SequenceRows
+from services.attn_worker.cache.step_spans import RopePositions, num_later_of_step, positions_of_step
 from services.attn_worker.cache.tiers.tier import MissingBlock, Tier
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.step import Fork, StepPlan
+from services.step.prompt_span import PromptSpan, check_spans
 
 
 class KVCache:
@@ -54,6 +57,8 @@ class KVCache:
         self._weights_hash = b""
         self._sequences: dict[int, CachedSequence] = {}
         self._sequence_of_row: dict[int, CachedSequence] = {}
+        self._spans: dict[int, Sequence[PromptSpan]] = {}  # by row, of sequences with any in their prompts
+        self._rope_positions: dict[int, RopePositions] = {}  # by row, of those with grids among them
         self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
         self._main = main
         self._groups: tuple[CacheGroup, ...] = (main, *others)
@@ -135,6 +140,7 @@ class KVCache:
         ignores_prefix_cache: bool = False,
         max_cached_tokens: int | None = None,
         num_source_tokens: int = 0,
+        spans: Sequence[PromptSpan] = (),
     ) -> OpenResult:
         """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
 
@@ -143,20 +149,21 @@ class KVCache:
         one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
         of them are not. A tier may have some of the blocks (`missing`); if it cannot load one, close the sequence and
         open it again. `num_source_tokens`: rows of the encoder's output that it reads; `prefix_key` names the output.
-        Raises InvalidRequest for impossible lengths.
+        Raises InvalidRequest for impossible lengths, and for spans that are not in the prompt in order.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
                 f"sequence {seq_id} has {len(token_ids)} tokens, {num_prompt_tokens} of them prompt;"
                 f" 1 to max_model_len {self.max_model_len} are possible"
             )
+        check_spans(spans, num_prompt_tokens)
         ids = array("I", token_ids)
         most = len(ids) - 1 if max_cached_tokens is None else min(len(ids) - 1, max_cached_tokens)
         root = self._prefixes.root(num_prompt_tokens, prefix_key)
         num_pinned = num_freed = 0
         missing: tuple[MissingBlock, ...] = ()
         sequence = self._sequences.get(seq_id)
-        if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids):
+        if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids, spans):
             length = None
         else:
             length = self._rollback.kept_length(sequence, most)
@@ -167,7 +174,7 @@ class KVCache:
             self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
         else:
             num_freed = self._drop(seq_id)
-            sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
+            sequence = self._sequences[seq_id] = self._new_sequence(root, ids, spans)
             if not ignores_prefix_cache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from_tier(sequence, most, self._main)
@@ -235,6 +242,12 @@ class KVCache:
         for group in self._groups:
             metadata = group.describe(batch, self._rows, metadata)
         assert metadata is not None, "there is at least one group"
+        if self._spans:
+            metadata = replace(
+                metadata,
+                rope_positions=positions_of_step(metadata.positions, batch, self._rope_positions),
+                num_later=num_later_of_step(batch, self._spans),
+            )
         copies = [[pair for fork in forks for pair in fork[group]] for group in range(len(self._groups))]
         return PlannedStep(metadata, copies, num_freed, errors)
 
@@ -294,11 +307,15 @@ class KVCache:
 
     # Opening a sequence
 
-    def _new_sequence(self, root: bytes, token_ids: array[int]) -> CachedSequence:
+    def _new_sequence(self, root: bytes, token_ids: array[int], spans: Sequence[PromptSpan]) -> CachedSequence:
         if self._rows.num_to_add:
             self._add_rows()
-        sequence = CachedSequence(self._rows.take(), root, token_ids, digests=[])
+        sequence = CachedSequence(self._rows.take(), root, token_ids, digests=[], spans=spans)
         self._sequence_of_row[sequence.row] = sequence
+        if spans:
+            self._spans[sequence.row] = spans
+            if (positions := RopePositions.of(spans)) is not None:
+                self._rope_positions[sequence.row] = positions
         return sequence
 
     def _drop(self, seq_id: int) -> int:
@@ -308,6 +325,8 @@ class KVCache:
 
     def _free_row(self, row: int) -> int:
         del self._sequence_of_row[row]
+        self._spans.pop(row, None)
+        self._rope_positions.pop(row, None)
         num_freed, *_ = [group.free_row(row) for group in self._groups]
         self._rows.free_row(row)
         return num_freed
@@ -350,7 +369,7 @@ class KVCache:
         except CapacityError as error:
             errors[child_id] = error
             return no_copies
-        child = self._sequences[child_id] = self._new_sequence(parent.root, parent.token_ids[:position])
+        child = self._sequences[child_id] = self._new_sequence(parent.root, parent.token_ids[:position], parent.spans)
         row = child.row
         copies = [group.fork(parent.row, row, position) for group in self._groups]
         child.digests = parent.digests[: position // self.block_size]
@@ -472,7 +491,10 @@ class KVCache:
         yield from (each.row for each in self._sequences.values() if each.is_orphan and each.row not in used)
 
 
-def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:
+def _continues(
+    sequence: CachedSequence, root: bytes, token_ids: array[int], spans: Sequence[PromptSpan]
+) -> bool:
     """Whether `token_ids` agree with the known tokens of `sequence`, which may be shorter or longer."""
     overlap = min(len(sequence.token_ids), len(token_ids))
-    return sequence.root == root and sequence.token_ids[:overlap] == token_ids[:overlap]
+    is_same = sequence.root == root and tuple(sequence.spans) == tuple(spans)
+    return is_same and sequence.token_ids[:overlap] == token_ids[:overlap]

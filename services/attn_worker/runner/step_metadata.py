@@ -33,6 +33,11 @@ class StepMetadata:
     rope_lens: np.ndarray  # int32 [total_tokens], max(position + 1, prompt length): for length-scaled RoPE
     # The same step for the layers with a window, if these have blocks of their own: other lengths, tables and slots.
     windows: StepMetadata | None = None
+    # The positions on the axes of a rotary embedding that has three, int32 [3, total_tokens]; None: `positions` on all.
+    rope_positions: np.ndarray | None = None
+    # How many tokens after each it sees, too, within a span of the prompt, int32 [total_tokens]; None: none does. They
+    # are in the step. Only for models whose attention `sees_spans`.
+    num_later: np.ndarray | None = None
     states: StepStates | None = None  # the same step for gated delta layers, of a model that has them
     sources: StepSources | None = None  # the same step for layers with cross attention, of a model that has them
 

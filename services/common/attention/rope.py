@@ -6,6 +6,7 @@ Used once per step. The formulas agree with those of transformers (tested).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -28,6 +29,7 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
         self._scale = attention_scale(rope)
+        self._axes = rope.axes
         self._beyond = length_dependent_beyond(rope)
         self._max_model_len = max_model_len
         self._is_dynamic = rope.rope_type == "dynamic"
@@ -43,13 +45,25 @@ class RotaryEmbedding:
             self._sin = (angles.sin() * self._scale).to(device)
 
     def __call__(self, positions: torch.Tensor, rope_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin float32 [num_tokens, rotary_dim / 2] for int64 positions and rope_lens [num_tokens]."""
+        """cos, sin float32 [num_tokens, rotary_dim / 2] for int64 positions and rope_lens [num_tokens].
+
+        positions may be [3, num_tokens] for an embedding with axes: each pair turns by one of the three.
+        """
+        if positions.dim() == 2:
+            found = [self(axis, rope_lens) for axis in positions]
+            return tuple(select_axes(torch.stack(each), self._axes) for each in zip(*found, strict=True))
         if self._is_dynamic:
             angles = positions[:, None].float() * self._frequencies[(rope_lens - self._beyond).clamp(min=0)]
             return angles.cos() * self._scale, angles.sin() * self._scale
         if self._beyond is not None:
             positions = positions + (rope_lens > self._beyond) * self._max_model_len
         return self._cos[positions], self._sin[positions]
+
+
+def select_axes(values: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """values [3, num_tokens, num_pairs] -> [num_tokens, num_pairs], for each pair that of its axis."""
+    pairs = torch.arange(values.shape[2], device=values.device)
+    return values[torch.tensor(axes, device=values.device), :, pairs].T
 
 
 class UnboundedRotaryEmbedding:

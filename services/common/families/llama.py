@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.common.families.base import read_base, read_head_dim, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
-from services.common.families.rope import read_ropes_by_type
+from services.common.families.rope import read_ropes_by_type, with_axes
 from services.common.families.shape import AttentionOptions, ModelConfig, QkNormKind, RopeConfig
 
 
@@ -34,6 +34,12 @@ def read_qwen2(fields: ConfigFields) -> ModelConfig:
     fields.ignore("use_sliding_window")  # transformers has made `sliding_window` and `layer_types` of it
     windows = windows_of_layers(fields, read_window(fields))
     return replace(read_base(fields), qkv_bias=True, sliding_windows=windows)
+
+
+def read_qwen2_5_vl(fields: ConfigFields) -> ModelConfig:
+    """The text part of Qwen2.5-VL: Qwen2 with a rotary embedding on three axes."""
+    config = read_qwen2(fields)
+    return replace(config, rope=with_axes(fields, config.rope))
 
 
 def read_qwen3(fields: ConfigFields) -> ModelConfig:

@@ -50,6 +50,7 @@ from services.common.families.llama import (
     read_olmo3,
     read_phi3,
     read_qwen2,
+    read_qwen2_5_vl,
     read_qwen3,
     read_seed_oss,
     read_smollm3,
@@ -150,6 +151,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "nemotron": Family("NemotronForCausalLM", read_nemotron),
     "gptj": Family("GPTJForCausalLM", read_gptj),
     "codegen": Family("CodeGenForCausalLM", read_gptj),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLTextModel", read_qwen2_5_vl),
     "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox),
     "falcon": Family("FalconForCausalLM", read_falcon),
     "mpt": Family("MptForCausalLM", read_mpt, translate_mpt),
@@ -169,9 +171,17 @@ FAMILIES: dict[str, Family] = {  # by model_type
 
 # Models of text and images, of which the text part is served: the architecture, by model_type.
 TEXT_PARTS: dict[str, str] = {
+    "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
+
+# Those whose older files have the fields of the text part beside the others.
+FLAT_TEXT_PARTS = frozenset({"qwen2_5_vl"})
+
+# Those in which the tokens of a picture all see each other.
+SEES_SPANS = frozenset({"gemma3"})

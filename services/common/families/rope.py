@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from services.common.families.fields import ConfigFields
@@ -97,6 +98,15 @@ def parse_rope(
         short_factor=factors("short_factor"),
         long_factor=factors("long_factor"),
     )
+
+
+def with_axes(fields: ConfigFields, rope: RopeConfig) -> RopeConfig:
+    """The rotary embedding on three axes: sections of its pairs turn by time, row and column (arXiv:2409.12191)."""
+    sections, num_pairs = fields["rope_parameters"].get("mrope_section"), rope.rotary_dim // 2
+    is_list = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
+    if not is_list or min(sections) < 0 or sum(sections) != num_pairs:
+        raise fields.error("rope parameter mrope_section", sections, f"expected three numbers whose sum is {num_pairs}")
+    return replace(rope, axes=tuple(axis for axis, size in enumerate(sections) for _ in range(size)))
 
 
 def _rotary_dim(fields: ConfigFields, factor: Any, head_dim: int, allows_partial: bool) -> int:

@@ -66,6 +66,8 @@ class RopeConfig:
     high_freq_factor: float | None = None  # llama3
     short_factor: tuple[float, ...] | None = None  # longrope, [rotary_dim // 2]
     long_factor: tuple[float, ...] | None = None  # longrope, [rotary_dim // 2]
+    # [rotary_dim // 2]: by which of three positions each pair turns: of time, row or column; empty: there is one
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ class AttentionOptions:
     relative_bias: RelativeBias | None = None  # all layers with keys of tokens share its numbers; None: there is none
     rotates_pairs: bool = False  # RoPE turns dimensions (2d, 2d + 1), not (d, d + rotary_dim / 2)
     num_sink_tokens: int = 0  # all tokens see these first ones, too, at their places in the cache: StreamingLLM
+    sees_spans: bool = False  # tokens of a span of the prompt, such as a picture, also see those after them in it
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: not rotated; empty: all have `ModelConfig.rope`
     has_sinks: bool = False  # a learned logit per layer and head joins each softmax and adds no value
     layer_heads: tuple[LayerHeads, ...] = ()  # per layer; empty: all have the heads of `ModelConfig`

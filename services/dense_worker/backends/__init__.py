@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,9 +17,20 @@ class InputEmbeds(NamedTuple):
     vectors: torch.Tensor  # [e, hidden]
 
     def upload(self, device: torch.device) -> InputEmbeds:
-        """The same on a GPU. Enqueues copies from the host."""
+        """The same on a GPU. Enqueues copies from the host of what is not there."""
         # torch keeps pinned memory until the copy is done.
-        return InputEmbeds(*(each.pin_memory().to(device, non_blocking=True) for each in self))
+        return InputEmbeds(
+            *(each if each.is_cuda else each.pin_memory().to(device, non_blocking=True) for each in self)
+        )
+
+    @classmethod
+    def join(cls, given: Sequence[InputEmbeds]) -> InputEmbeds | None:
+        """Those of several features, whose rows are all different; None if there are none."""
+        if len(given) < 2:
+            return given[0] if given else None
+        device = next((each.vectors.device for each in given if each.vectors.is_cuda), given[0].vectors.device)
+        vectors = [each.vectors.to(device) for each in given]
+        return cls(torch.cat([each.rows for each in given]), torch.cat(vectors))
 
 
 class DenseBackend(Protocol):

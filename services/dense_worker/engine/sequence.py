@@ -213,6 +213,7 @@ class Sequence:
             traceparent=self.traceparent,
             cache_id=self.cache_id,
             num_source_tokens=self.num_source_rows,
+            spans=self.spec.spans,
         )
 
     def describe_to_runner(self) -> RequestState:

@@ -23,6 +23,8 @@ from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.hidden_states.hidden_states_feature import HiddenStatesFeature
+from services.dense_worker.features.images.images_feature import ImagesFeature
+from services.dense_worker.features.images.prepare_images import PreparedImages, why_no_pictures
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.dense_worker.features.pooling.pooling_feature import PoolingFeature
 from services.dense_worker.features.pooling.pooling_head import (
@@ -50,15 +52,18 @@ def make_features(
     grammars: Grammars,
     language_head: torch.Tensor | None = None,
     encoder: SourceEncoder | None = None,
+    images: PreparedImages | None = None,
 ) -> tuple[Feature, ...]:
     """All features, which the caller closes. lora: the adapters of the backend; None: they are off.
 
-    language_head: the matrix [vocab, hidden]; None if it is quantized or cut. encoder: None: the model has none
+    language_head: the matrix [vocab, hidden]; None if it is quantized or cut. encoder: None: the model has none.
+    images: the tower, which is loaded here; None: no pictures
     """
     embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
         _make_adapters(config, lora),
         PromptEmbedsFeature(embeds),
+        _make_images(config, model, images),
         PromptLogprobsFeature(),
         ContextLogitsFeature(),
         GenerationLogitsFeature(),
@@ -98,6 +103,12 @@ def _make_pooling(config: Config, model: ResolvedModel, language_head: torch.Ten
     if section.load_format == "dummy":
         return PoolingFeature(pooling, random_pooling_head(pooling, size, device, section.dummy_seed))
     return PoolingFeature(pooling, load_pooling_head(pooling, section.path, size, device, language_head))
+
+
+def _make_images(config: Config, model: ResolvedModel, images: PreparedImages | None) -> ImagesFeature:
+    if images is not None:
+        return images.load()
+    return ImagesFeature(None, reason=why_no_pictures(config, model) or "no tower was prepared")
 
 
 def _make_adapters(config: Config, lora: LoraStore | None) -> AdapterFeature:

@@ -70,6 +70,12 @@ class SequenceFeature:
     def note_reported(self, report: TokenReport) -> None:
         """A report of the sequence, of this feature or another, goes to its client."""
 
+    def chunk(self, position: int, num_tokens: int, most: int) -> int:
+        """How many of its tokens from `position` on a step computes, if it could compute `num_tokens`, and `most` if
+        need be; 0: none in this step.
+        """
+        return num_tokens
+
     @property
     def forced_token_ids(self) -> SequenceOf[int]:
         """The next tokens, as far as there is no choice. A further token follows them."""

@@ -63,7 +63,7 @@ class StepPart:
 
     needs_further_rows: bool = False  # `compute_rows` has something to compute
     waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
-    input_embeds: InputEmbeds | None = None  # vectors in place of embeddings; of one feature in a step
+    input_embeds: InputEmbeds | None = None  # vectors in place of embeddings
 
     def before_layers(self, channel: Channel) -> None:
         """Enqueues, or does, what crosses the seam before the layers of the step. Raises the errors of `Channel.wait`.

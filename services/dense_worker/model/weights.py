@@ -86,7 +86,7 @@ def load_weights(
         _check_names(path, config, checkpoint, [source for source, _ in _destinations(whole)])
         with progress_bar(f"loading {path.name}", sum(place.nbytes for _, place in destinations)) as advance:
             for source, place in destinations:
-                _fill(checkpoint, source, place)
+                fill(checkpoint, source, place)
                 advance(place.nbytes)
         has_tied_head = isinstance(weights.head, Head) and all(source.name != head for source, _ in destinations)
         return _with_own_head(checkpoint, weights, head) if has_tied_head and head in checkpoint else weights
@@ -250,7 +250,7 @@ def _is_empty_bias(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bo
     return not checkpoint.tensor(name).any()
 
 
-def _fill(checkpoint: Checkpoint, source: Source, place: torch.Tensor) -> None:
+def fill(checkpoint: Checkpoint, source: Source, place: torch.Tensor) -> None:
     """Reads what a source names, converts it on the device of `place`, and writes it there."""
     if source.conversion is None:
         place.copy_(checkpoint.read(source.name, FLOATS, (tuple(place.shape),)))
@@ -274,8 +274,8 @@ def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights, head: str) -> 
     table = next(each for each in (weights.embedding.table, *parameters(weights.head.lm_head)) if each.sources)
     embed, lm_head = table.data, torch.empty_like(table.data)
     own = Parameter(table.name, lm_head, tuple(_renamed(each, head) for each in table.sources))
-    for source, place in _places(own):
-        _fill(checkpoint, source, place)
+    for source, place in places(own):
+        fill(checkpoint, source, place)
     if torch.equal(lm_head, embed):
         return weights
     return replace(weights, head=with_tensors(weights.head, tensors_by_name(weights.head) | {"lm_head": lm_head}))
@@ -313,9 +313,10 @@ def empty_weights(
 def _destinations(weights: ModelWeights) -> Iterator[tuple[Source, torch.Tensor]]:
     """What a checkpoint fills: the source, and a view of one of our tensors."""
     for _, parameter in weights.named_parameters():
-        yield from _places(parameter)
+        yield from places(parameter)
 
 
-def _places(parameter: Parameter) -> Iterator[tuple[Source, torch.Tensor]]:
+def places(parameter: Parameter) -> Iterator[tuple[Source, torch.Tensor]]:
+    """What a checkpoint fills of a parameter: each source, and a view of its rows."""
     views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
     yield from zip(parameter.sources, views, strict=True)

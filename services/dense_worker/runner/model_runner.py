@@ -218,7 +218,7 @@ class ModelRunner:
             parts=parts,
             needs_residual=any(part.needs_further_rows for part in parts.values()),
             waits_for_tokens=any(part.waits_for_tokens for part in parts.values()),
-            input_embeds=next((part.input_embeds for part in parts.values() if part.input_embeds is not None), None),
+            input_embeds=InputEmbeds.join([each for part in parts.values() if (each := part.input_embeds) is not None]),
         )
 
     @torch.inference_mode()

@@ -17,6 +17,8 @@ from services.gateway.adapters.adapters import Adapters
 from services.gateway.core.generation import Generation
 from services.gateway.features.feature import HeldBytes
 from services.gateway.features.installed import features_of
+from services.gateway.images.picture import Picture
+from services.gateway.images.picture_reader import PictureReader, pictures_of
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason
@@ -79,6 +81,7 @@ class RequestService:
         prompt_embeds: PromptEmbedsReader | None,
         generates: bool = True,
         sources: SourceReader | None = None,
+        pictures: PictureReader | None = None,
     ) -> None:
         """`generates`: False if the model has no language head"""
         self.names = names
@@ -102,6 +105,7 @@ class RequestService:
         self._generates = generates
         self.sources = sources  # None: the model has no encoder
         self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
+        self.pictures = pictures  # None: pictures are refused
         metrics.watch(self._counts)
 
     @property
@@ -125,6 +129,7 @@ class RequestService:
             self.prompt_embeds,
             self._generates,
             self.sources,
+            self.pictures,
         )
 
     @property
@@ -179,7 +184,9 @@ class RequestService:
                 advice = "send fewer or half precision"
                 await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
             limits = replace(self.limits, names=self.names_for(caller))
-            request = caller.adapt(await read_request(message, self.tokenizer, limits, prompt_name))
+            pictures = await self._read_pictures(message, caller, held)
+            read = await read_request(message, self.tokenizer, limits, prompt_name, pictures)
+            request = caller.adapt(read)
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             structure = request.spec.sampling.structured_output
             if structure is not None:
@@ -203,6 +210,22 @@ class RequestService:
                 self.metrics.on_rejected(error)
             span.end(str(error) or type(error).__name__)
             raise
+
+    async def _read_pictures(
+        self,
+        message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
+        caller: Caller,
+        held: HeldMemory,
+    ) -> list[Picture]:
+        """The pictures of a message, decoded; mostly none."""
+        if not (given := pictures_of(message)):
+            return []
+        if self.pictures is None:
+            raise InvalidRequest(
+                "this model sees no pictures here: it has no tower that is supported, or model.images is false",
+                "messages",
+            )
+        return await self.pictures.read(given, caller.number, held)
 
     async def _reserve(self, request: GenerationRequest, held: HeldMemory, num_messages: int) -> None:
         """Reserves the memory of its features, which count together where they are of one kind."""
@@ -241,7 +264,14 @@ class RequestService:
             check_counts(message)
             if self._dense.has_model:
                 check_size(message, self.tokenizer, self.limits)
-            token_ids, _ = await read_text_or_chat(message, self.tokenizer)
+            held = HeldMemory(self.memory, caller.number)
+            try:
+                pictures = await self._read_pictures(message, caller, held)
+                token_ids, _ = await read_text_or_chat(message, self.tokenizer)
+                if pictures and self.pictures is not None:
+                    token_ids, _ = self.pictures.expand(token_ids, pictures)
+            finally:
+                held.release()
             lists.append(token_ids)
             await asyncio.sleep(0)  # let other tasks run: each short text takes half a millisecond
         return lists

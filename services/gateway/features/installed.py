@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.gateway.features.feature import Feature
 from services.gateway.features.hidden_states import HiddenStates
+from services.gateway.features.images import Images
 from services.gateway.features.pooling import Pooling
 from services.gateway.features.progress import PromptProgress
 from services.gateway.features.prompt_logprobs import PromptLogprobs
@@ -23,6 +24,7 @@ FEATURES: tuple[Feature, ...] = (
     POOLING,
     PromptProgress(),
     Source(),
+    Images(),
 )
 REPORTS = {each.name: each for each in FEATURES if isinstance(each, Report)}
 

@@ -16,6 +16,7 @@ import structlog
 
 from services.common.config import PeerSection
 from services.common.errors import CapacityError, PeerError
+from services.gateway.images.picture import picture_parts
 from services.gateway.link.crash_record import CrashRecord
 from services.gateway.link.dense_messages import (
     encode_submit,
@@ -196,6 +197,7 @@ class DenseClient:
         A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
         """
         table_hash = ""  # of the prompt table that the worker has
+        picture_hashes = set[str]()  # of the pictures that the worker has
         while True:
             message = await outbox.get()
             if message is None:
@@ -208,6 +210,11 @@ class DenseClient:
                     for part in table_parts(table):
                         await _write_message(call, part)
                     table_hash = table.hash
+                own_hashes = {picture.hash for picture in message.request.pictures}
+                if not own_hashes <= picture_hashes:
+                    for part in picture_parts(message.request.pictures):
+                        await _write_message(call, part)
+                    picture_hashes = own_hashes
                 if message.search is None:
                     message = encode_submit(message)
                 else:

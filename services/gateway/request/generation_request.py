@@ -19,6 +19,8 @@ from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUE
 from services.common.shorten import quote
 from services.gateway.features.feature import RequestSize
 from services.gateway.features.installed import FEATURES, PROMPT_LOGPROBS, REPORTS, features_of
+from services.gateway.images.picture import Picture, encode_pictures
+from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
 from services.gateway.request.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.request.model_names import ModelNames
@@ -34,6 +36,7 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import gateway_pb2
+from services.step.prompt_span import PromptSpan
 from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec
 
 SOURCE = "source"  # the name of the feature
@@ -67,6 +70,7 @@ class ModelLimits:
     prompt_embeds: PromptEmbedsReader | None = None  # None: prompts of embeddings are refused
     generates: bool = True  # False: the model has no language head
     sources: SourceReader | None = None  # None: the model has no encoder
+    pictures: PictureReader | None = None  # None: pictures are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class GenerationRequest:
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
     prompt_embeds: PromptEmbeds | None = None  # the vectors of `spec.prompt_embeds`
+    pictures: Sequence[Picture] = ()  # one for each of `spec.spans`
     is_stepwise: bool = False  # whether each chunk has one token; see services/gateway/link/stepwise.py
 
     def spec_of(self, index: int) -> SequenceSpec:
@@ -156,11 +161,16 @@ def owner_of(caller: str, client: int) -> Owner:
 
 
 async def read_request(
-    message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits, prompt_name: str = "prompt"
+    message: gateway_pb2.GenerateRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    prompt_name: str = "prompt",
+    pictures: Sequence[Picture] = (),
 ) -> GenerationRequest:
     """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
 
-    `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several.
+    `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several. `pictures`: those of
+    the message, decoded.
     Raises `UnknownModel` for another model than the served one.
     """
     check_counts(message)
@@ -203,10 +213,19 @@ async def read_request(
         given = table_ids
     else:
         check_size(message, tokenizer, limits)
-        given, chat = await read_text_or_chat(message, tokenizer, table_ids)
+        given, chat = await read_text_or_chat(message, tokenizer, table_ids, len(pictures))
     if limits.sources is not None and source is None:
         source = limits.sources.read_tokens(_cut(given, message, limits.sources.encoder.max_source_len))
         given = await limits.sources.read_decoder_prompt(message, tokenizer)
+    spans: tuple[PromptSpan, ...] = ()
+    if limits.pictures is not None:
+        given, spans = limits.pictures.expand(list(given), pictures)
+    if pictures:
+        if message.HasField("truncate_prompt_tokens"):
+            raise InvalidRequest("truncate_prompt_tokens cannot be used with pictures", "truncate_prompt_tokens")
+        if table is not None:
+            raise InvalidRequest("pictures cannot be used with vectors in one prompt", "messages")
+        features["images"] = encode_pictures(pictures)
     num_front = len(table_ids) if is_in_front else 0
     num_kept = len(given)
     if message.HasField("truncate_prompt_tokens") and source is None:
@@ -260,6 +279,7 @@ async def read_request(
         beam_search=beam_search,
         source=source and source.ref,
         features=features,
+        spans=spans,
     )
     return GenerationRequest(
         spec,
@@ -276,6 +296,7 @@ async def read_request(
         user=message.user,
         parsing=parsing,
         prompt_embeds=table,
+        pictures=pictures,
     )
 
 
@@ -283,10 +304,11 @@ async def read_text_or_chat(
     message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
     tokenizer: Tokenizer,
     table_ids: range = range(0),
+    num_pictures: int = 0,
 ) -> tuple[list[int], Chat | None]:
     """Token ids of a message's text or chat, and the chat. Raises `InvalidRequest` if it is missing or unusable.
 
-    `table_ids` stand for the vectors of the chat.
+    `table_ids` stand for the vectors of the chat; `num_pictures` are beside a prompt of text.
     """
     kind = message.WhichOneof("input")
     adds_special_tokens = kind != "chat"  # a chat template writes its own special tokens
@@ -299,6 +321,8 @@ async def read_text_or_chat(
         text = getattr(message, kind)
         if kind == "prompt" and not text:
             raise InvalidRequest("prompt is empty", kind)
+        if num_pictures:
+            return await tokenizer.encode_prompt(text, num_pictures), None
         return await tokenizer.encode(text, adds_special_tokens), None
     chat = await read_chat_in_turn(message.chat, tokenizer)
     check_vectors(chat, len(table_ids))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import binascii
 
 import torch
 
 from services.common.errors import InvalidRequest
+from services.gateway.request.base64_text import decode_base64
 from services.gateway.request.context_length import too_long
 from services.gateway.request.torch_file import read_saved_tensor
 from services.lora.prompt_embeds import PromptEmbeds, make_prompt_embeds
@@ -15,7 +15,6 @@ from services.pb import gateway_pb2
 
 NAME = "prompt_embeds"
 MAX_READING = 2  # at the same time; each takes a few times the memory of the body
-_PIECE = 2**20  # characters of base64 that are decoded at a time: the interpreter lock is held meanwhile
 
 
 class PromptEmbedsReader:
@@ -43,7 +42,7 @@ class PromptEmbedsReader:
             )
 
     def _decode(self, text: str, name: str, max_model_len: int) -> gateway_pb2.PromptEmbeds:
-        tensor = read_saved_tensor(_decode_base64(text, name), name)
+        tensor = read_saved_tensor(decode_base64(text, name), name)
         if tensor.dim() == 3 and len(tensor) == 1:
             tensor = tensor[0]  # a batch of one prompt
         self._check_shape(tuple(tensor.shape), name, max_model_len)
@@ -63,13 +62,3 @@ class PromptEmbedsReader:
             what = f"at least {shape[0] + 1} were requested: {shape[0]} of {name} and 1 for the answer"
             raise too_long(max_model_len, what, field)
 
-
-def _decode_base64(text: str, name: str) -> bytes:
-    try:
-        pieces = [
-            binascii.a2b_base64(text[start : start + _PIECE], strict_mode=True)
-            for start in range(0, len(text), _PIECE)
-        ]
-    except ValueError as error:
-        raise InvalidRequest(f"{name} is not base64: {error}", name) from error
-    return b"".join(pieces)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.text.picture_text import parts_of
+
 
 @dataclass(frozen=True, slots=True)
 class MessageCall:
@@ -25,13 +27,16 @@ class Message:
     calls: tuple[MessageCall, ...] = ()
     call_id: str = ""  # of the call that a tool's message answers
     reasoning: str = ""
+    pictures: tuple[int, ...] = ()  # positions in the content; none: it is text alone
 
-    def fields(self, is_none_without_text: bool = False) -> dict[str, Any]:
+    def fields(self, is_none_without_text: bool = False, has_parts: bool = False) -> dict[str, Any]:
         """The message as a dictionary for the chat template, as in the documentation of transformers.
 
-        `is_none_without_text`: a message that has only calls has the content None.
+        `is_none_without_text`: a message that has only calls has the content None. `has_parts`: the content is a list
+        of parts even without pictures.
         """
-        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        content = parts_of(self.content, self.pictures) if self.pictures or has_parts else self.content
+        fields: dict[str, Any] = {"role": self.role, "content": content}
         if self.name:
             fields["name"] = self.name
         if self.reasoning:  # templates use either name

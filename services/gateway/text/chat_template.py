@@ -31,6 +31,7 @@ MAX_RENDERED_CHARACTERS = 16 * 2**20
 MAX_WORK_S = 0.002  # after which a template rests: the event loop gets the interpreter lock without asking for it
 REST_S = 0.001
 MAX_ERROR_CHARACTERS = 300  # of a template's error message
+_PROBE_TEXT = "whether a text is shown"
 TEMPLATE_FILE = "<template>"  # Jinja2's file name for a template without a file
 
 
@@ -51,11 +52,17 @@ class Chat:
     template: str | None = None  # the client's own template; None: the model's
     vectors: Sequence[ChatVectors] = ()  # for which placeholders stand in the messages
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a message has any."""
+        return any([each.pictures for each in self.messages])
+
 
 class ChatTemplate:
     """The template of one tokenizer."""
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
+        self.may_want_parts = False  # whether the model sees pictures, so that a content may have to be a list
         self._hf_tokenizer = hf_tokenizer
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
         # Variables that the server passes itself, and special tokens: arguments of these names would replace them.
@@ -87,6 +94,15 @@ class ChatTemplate:
             return False
         return True
 
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template leaves out a content that is a text, and shows one that is a list of parts."""
+        probe = Message("user", _PROBE_TEXT)
+        try:
+            return _PROBE_TEXT not in self.render(Chat([probe]), [probe.fields()], {}, [])
+        except InvalidRequest:
+            return True
+
     def variables(self, chat: Chat) -> list[Any]:
         """What the client gives the template: messages, further variables, and definitions of tools."""
         template = self._hf_tokenizer.chat_template if chat.template is None else chat.template
@@ -98,8 +114,9 @@ class ChatTemplate:
         is_own = chat.template is None
         if is_own and has_later_system_message(messages) and not self._takes_later_system_message:
             messages = without_later_system_messages(messages)
+        has_parts = is_own and self.may_want_parts and self._wants_parts
         return [
-            [message.fields(is_none_without_text) for message in messages],
+            [message.fields(is_none_without_text, has_parts) for message in messages],
             chat.template_kwargs,
             tools,
         ]

@@ -74,7 +74,7 @@ async def read_chat_in_turn(chat: gateway_pb2.Chat, tokenizer: Tokenizer) -> Cha
 def _read_message(
     each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats, vectors: list[ChatVectors]
 ) -> Message:
-    may_be_empty = each.role in ("assistant", "tool") or each.vectors
+    may_be_empty = each.role in ("assistant", "tool") or each.vectors or each.pictures
     if not each.role or not (each.content or may_be_empty):
         field = f"messages[{i}].{'content' if each.role else 'role'}"
         raise InvalidRequest(f"{field} is empty", field)
@@ -93,7 +93,21 @@ def _read_message(
         _read_calls(each.tool_calls, f"messages[{i}].tool_calls", formats),
         _template_id(each.tool_call_id, formats),
         each.reasoning,
+        _read_positions(each, i),
     )
+
+
+def _read_positions(each: gateway_pb2.ChatMessage, i: int) -> tuple[int, ...]:
+    """Where pictures stand in a message."""
+    if each.pictures and each.vectors:
+        raise InvalidRequest(f"messages[{i}] has vectors and pictures, of which it may have one kind", f"messages[{i}]")
+    positions = [picture.position for picture in each.pictures]
+    if positions != sorted(positions) or any(position > len(each.content) for position in positions):
+        raise InvalidRequest(
+            f"messages[{i}] has pictures at {positions}, which must ascend up to its {len(each.content)} characters",
+            f"messages[{i}]",
+        )
+    return tuple(positions)
 
 
 def _read_calls(calls: Sequence[gateway_pb2.ToolCall], path: str, formats: ChatFormats) -> tuple[MessageCall, ...]:

@@ -24,6 +24,7 @@ from services.gateway.text.control_tokens import ControlTokens, new_nonce
 from services.gateway.text.fill_in_middle import FillInMiddle
 from services.gateway.text.harmony.markers import MARKERS
 from services.gateway.text.parsing import ChatFormats
+from services.gateway.text.picture_text import PictureText
 from services.grammar.hf_tokenizer import load_hf_tokenizer
 
 MAX_INLINE_CHARACTERS = 1_000  # take about 0.5 ms; more would noticeably delay all running streams
@@ -75,8 +76,21 @@ class Tokenizer:
         self._control_tokens = ControlTokens(hf_tokenizer)
         self._client_templates = client_templates
         self.fill_in_middle = FillInMiddle(hf_tokenizer)
+        self._picture_text: PictureText | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self._texts: dict[int, str] = {}  # of single tokens, those that have been asked for
+
+    def use_pictures(self, picture_text: PictureText) -> None:
+        """The model sees pictures: chats may have some from now on, for which this stands."""
+        self._picture_text = picture_text
+        self._template.may_want_parts = True
+
+    async def encode_prompt(self, text: str, num_pictures: int) -> list[int]:
+        """Token ids of a prompt of text beside which there are pictures: without a place for any, they are in front."""
+        assert self._picture_text is not None, "the model sees pictures"
+        if self._picture_text.marker not in text:
+            text = self._picture_text.marker * num_pictures + text
+        return await self.encode(self._picture_text.written(text))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
@@ -111,6 +125,7 @@ class Tokenizer:
             text = await self._render_for_client(chat, marked)
         except InvalidRequest as error:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
+        text = self._with_pictures(chat, text)
         return await self._in_thread(size, self._encode_rendered, chat, text, nonce, add_special_tokens, first_table_id)
 
     async def render_chat(self, chat: Chat, num_bytes: int = 0) -> str:
@@ -215,9 +230,14 @@ class Tokenizer:
             text = self._template.render(chat, *marked)
         except InvalidRequest as error:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
+        text = self._with_pictures(chat, text)
         if marked == given and not chat.vectors and not self._control_tokens.are_normalized:
             return self._encode(text, add_special_tokens)
         return self._encode_rendered(chat, text, nonce, add_special_tokens, first_table_id)
+
+    def _with_pictures(self, chat: Chat, text: str) -> str:
+        """A rendered text with what is tokenized for pictures; the client's own texts have placeholders for such."""
+        return text if self._picture_text is None or not chat.has_pictures else self._picture_text.written(text)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode_batch_fast` releases the interpreter lock, `encode` does not.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from services.common.model_config import load_model_config
 from services.common.rank import ALONE, Rank, seam_config
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.features.images.images_feature import ImageRows
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import EmbedRows
 from services.dense_worker.model.attention_sinks import load_sinks
@@ -29,6 +30,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.relative_bias import load_relative_bias
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
+from services.step.prompt_span import PromptSpan
 from services.step.sources import source_pieces
 from tests.support.plans import make_plan
 
@@ -94,6 +96,8 @@ class WholeModel:
         self._token_ids: dict[int, list[int]] = {}
         self._tables: dict[int, LoadedEmbeds] = {}
         self._sources: dict[int, torch.Tensor] = {}  # what the encoder reads, of sequences that wait for its output
+        self._pictures: dict[int, tuple[torch.Tensor, Sequence[tuple[PromptSpan, torch.Tensor]]]] = {}
+        self.image_token_id = -1
 
     def open(
         self,
@@ -101,18 +105,22 @@ class WholeModel:
         prompt: list[int],
         table: LoadedEmbeds | None = None,
         source: torch.Tensor | None = None,
+        pictures: Sequence[tuple[PromptSpan, torch.Tensor]] = (),
     ) -> int:
         """Opens a sequence; returns the number of its tokens that lie in the prefix cache.
 
         source: what the encoder reads, which the sequence's next step computes, if the cache lacks its output
+        pictures: spans of the prompt, each with the tower's output, [num_outputs, width]
         """
         self._token_ids[seq_id] = list(prompt)
         if table is not None:
             self._tables[seq_id] = table
+        self._pictures[seq_id] = torch.tensor(prompt), pictures
+        spans = tuple(span for span, _ in pictures)
         num_rows, key = 0, b""
         if source is not None:
             num_rows, key = self.weights.encoder.rows.num_rows(source), hashlib.sha256(source.numpy()).digest()
-        opened = self.cache.open_sequence(seq_id, prompt, len(prompt), key, num_source_tokens=num_rows)
+        opened = self.cache.open_sequence(seq_id, prompt, len(prompt), key, num_source_tokens=num_rows, spans=spans)
         if not opened.has_source:
             self._sources[seq_id] = source
         return opened.num_cached_tokens
@@ -141,7 +149,7 @@ class WholeModel:
         """
         planned, token_ids, given = self.prepare(entries, sampled, forks=forks, forced=forced)
         self.attention.begin_step(planned.metadata)
-        logits = self.run(torch.tensor(token_ids, device=self.device), given.gather())
+        logits = self.run(torch.tensor(token_ids, device=self.device), given)
         if is_lost:
             self.cache.abort_steps()
         else:
@@ -156,7 +164,7 @@ class WholeModel:
         num_rows: int | None = None,
         forks: Iterable[tuple[int, int, int]] = (),
         forced: Iterable[tuple[int, int]] = (),
-    ) -> tuple[PlannedStep, list[int], EmbedRows]:
+    ) -> tuple[PlannedStep, list[int], InputEmbeds | None]:
         """Plans a step and prepares the dense backend for `num_rows` rows; None: as many as there are tokens.
 
         A fork is (parent, child, position), and `forced` are tokens behind it. Returns the cache's part of the plan,
@@ -164,6 +172,7 @@ class WholeModel:
         """
         for parent, child, position in forks:
             self._token_ids[child] = self._token_ids[parent][:position]
+            self._pictures[child] = self._pictures[parent]
         for seq_id, token_id in (*sampled, *forced):
             self._token_ids[seq_id].append(token_id)
         sources = [(seq_id, self._sources.pop(seq_id)) for seq_id, _, _ in entries if seq_id in self._sources]
@@ -174,18 +183,22 @@ class WholeModel:
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
         token_ids: list[int] = []
-        given = EmbedRows()
+        given, of_pictures = EmbedRows(), ImageRows(self.image_token_id)
         for seq_id, num_tokens, position in entries:
             known = self._token_ids[seq_id][position : position + num_tokens]
             if seq_id in self._tables:
                 known = given.take(self._tables[seq_id], known, len(token_ids))
+            prompt, pictures = self._pictures[seq_id]
+            outputs = [(span, lambda output=output: output) for span, output in pictures]
+            of_pictures.take(prompt, outputs, range(position, position + num_tokens), len(token_ids))
             token_ids += known
         self.dense.begin_step(plan, num_rows or len(token_ids))
         for group, copies in enumerate(planned.block_copies):
             if copies:
                 self.attention.copy_blocks(copies, group)
         self._write_sources([source for _, source in sources], planned)
-        return planned, token_ids, given
+        embeds = [each for each in (given.gather(), of_pictures.gather()) if each is not None]
+        return planned, token_ids, InputEmbeds.join(embeds)
 
     def _write_sources(self, sources: list[torch.Tensor], planned: PlannedStep) -> None:
         """What crosses the seam before the layers of a step that computes outputs of the encoder."""

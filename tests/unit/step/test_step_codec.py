@@ -27,6 +27,7 @@ from services.step import (
     TokenColumns,
 )
 from services.step.codec import decode_answer, decode_plan, encode_accepted, encode_opened, encode_plan
+from services.step.prompt_span import PromptSpan
 from services.step.sequence_spec import decode_spec, encode_spec
 
 SEQ_IDS = st.integers(0, 2**64 - 1)
@@ -42,6 +43,8 @@ ENTRIES = st.builds(
     st.integers(0, 1),
     st.one_of(st.just(()), TOKENS),
 )
+HASHES = st.sampled_from(["", "0a", "ff" * 32])
+SPANS = st.lists(st.builds(PromptSpan, COUNTS, COUNTS, HASHES, COUNTS, COUNTS), max_size=3).map(tuple)
 NEW_SEQUENCES = st.builds(
     NewSequence,
     seq_id=SEQ_IDS,
@@ -52,6 +55,7 @@ NEW_SEQUENCES = st.builds(
     ignores_prefix_cache=st.booleans(),
     max_cached_tokens=st.none() | st.integers(0, 2**32 - 1),
     num_source_tokens=COUNTS,
+    spans=SPANS,
     traceparent=st.text(max_size=5),
 )
 SPEC_FIELDS = dict(
@@ -74,6 +78,7 @@ SPEC_FIELDS = dict(
     | st.builds(BeamSearchOptions, COUNTS, COUNTS, st.floats(-10, 10), st.sampled_from(EarlyStopping)),
     source=st.none() | st.builds(SourceRef, st.text("0af", min_size=1, max_size=5), COUNTS),
     features=st.dictionaries(st.text(max_size=5), st.binary(max_size=5), max_size=3),
+    spans=SPANS,
 )
 SPECS = st.builds(SequenceSpec, **SPEC_FIELDS)
 PLANS = st.builds(

@@ -157,9 +157,14 @@ class TorchAttention:
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""
         positions, rope_lens = self._to_device(step.positions), self._to_device(step.rope_lens)
-        angles = {rope: embedding(positions, rope_lens) for rope, embedding in self._ropes.items()}
+        on_axes = None if step.rope_positions is None else self._to_device(step.rope_positions)
+        angles = {
+            rope: embedding(on_axes if rope.axes and on_axes is not None else positions, rope_lens)
+            for rope, embedding in self._ropes.items()
+        }
         parts = step.parts(self._spec.num_groups)
-        self._parts = [self._prepare_part(group, part) for group, part in enumerate(parts)]
+        num_later = step.num_later if self._config.attention.sees_spans else None
+        self._parts = [self._prepare_part(group, part, num_later) for group, part in enumerate(parts)]
         kinds = zip(self._kinds, self._kind_ropes, strict=True)
         self._rows = [
             self._prepare_rows(kind, len(positions), {rope: angles[rope] for rope in ropes}) for kind, ropes in kinds
@@ -272,11 +277,11 @@ class TorchAttention:
             return (weights @ values.float() / total).to(query.dtype)
         return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)
 
-    def _prepare_part(self, group: int, step: StepMetadata) -> _Part:
-        """`group`: that of the layers, which the step is for."""
+    def _prepare_part(self, group: int, step: StepMetadata, num_later: np.ndarray | None) -> _Part:
+        """`group`: that of the layers, which the step is for; num_later: of the step, for all groups."""
         windows, kinds = self._group_options[group]
         padded = build_padded_groups(step.num_tokens, step.context_lens)
-        groups = [self._prepare(each, step.block_tables, windows) for each in padded]
+        groups = [self._prepare(each, step.block_tables, windows, num_later) for each in padded]
         contexts = {kind: [self._prepare_context(self._kinds[kind], each) for each in groups] for kind in kinds}
         return _Part(self._to_device(step.slot_mapping), groups, contexts)
 
@@ -337,7 +342,13 @@ class TorchAttention:
         first, second = heads.chunk(2, dim=-1)
         return _Rotation(heads, (second, first), torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False)
 
-    def _prepare(self, group: PaddedGroup, block_tables: np.ndarray, windows: set[int | None]) -> _Group:
+    def _prepare(
+        self,
+        group: PaddedGroup,
+        block_tables: np.ndarray,
+        windows: set[int | None],
+        num_later: np.ndarray | None,
+    ) -> _Group:
         num_blocks = -(-group.max_context // self._block_size)
         if group.has_consecutive_rows:
             first_row = int(group.rows[0, 0])
@@ -356,27 +367,34 @@ class TorchAttention:
             max_tokens=max_tokens,
             max_context=group.max_context,
             blocks=self._to_device(block_tables[group.seqs, :num_blocks].ravel()),
-            masks=self._masks(group, windows),
+            masks=self._masks(group, windows, None if num_later is None else num_later[group.rows]),
         )
 
-    def _masks(self, group: PaddedGroup, windows: set[int | None]) -> dict[int | None, torch.Tensor | None]:
+    def _masks(
+        self, group: PaddedGroup, windows: set[int | None], num_later: np.ndarray | None
+    ) -> dict[int | None, torch.Tensor | None]:
         """The mask to add to the scores, [group_size, 1, max_tokens, max_context], by distinct window.
 
         With ALiBi or a relative bias it has all heads: [group_size, num_heads, max_tokens, max_context], or for single
         tokens [group_size, num_kv_heads, heads of a group, max_context]. None if a single token sees everything, or if
-        a first chunk only needs the causal triangle.
+        a first chunk only needs the causal triangle. num_later: int32 [group_size, max_tokens], see `StepMetadata`.
         """
+        if num_later is not None and not num_later.any():
+            num_later = None
+        assert num_later is None or (group.query_positions + num_later < group.max_context).all(), "spans are whole"
         is_unpadded = bool((group.query_positions == group.max_context - 1).all())
         masks: dict[int | None, torch.Tensor | None] = {}
         for window in windows:
             has_window = window is not None and window < group.max_context
             has_bias = len(self._slopes) > 0 or self._relative_bias is not None
-            if not has_window and (group.is_causal or is_unpadded) and not has_bias:
+            if not has_window and (group.is_causal or is_unpadded) and not has_bias and num_later is None:
                 masks[window] = None
                 continue
             queries = self._to_device(group.query_positions).int()[:, None, :, None]
             distance = queries - torch.arange(group.max_context, dtype=torch.int32, device=self._device)
             is_hidden = distance < 0
+            if num_later is not None:
+                is_hidden = distance < -self._to_device(num_later).int()[:, None, :, None]
             if has_window:
                 is_far = distance >= window
                 is_far[..., : self._num_sink_tokens] = False

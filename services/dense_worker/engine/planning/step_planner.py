@@ -203,6 +203,8 @@ class StepPlanner:
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
             num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
+            for feature in sequence.features:
+                num_tokens = feature.chunk(sequence.num_computed_tokens, num_tokens, step.num_tokens)
             if num_tokens:
                 self._plan(step, sequence, num_tokens, is_last=num_tokens == sequence.num_remaining_tokens)
 

@@ -19,6 +19,34 @@ class TextBlock(RequestModel):
     text: str
 
 
+class Base64Source(RequestModel):
+    """The file of a picture."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: str
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(RequestModel):
+    """Where a picture is; only of hosts in gateway.image_hosts."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(RequestModel):
+    """A picture, for models that see pictures."""
+
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")], by_field("type", "base64 or url")
+    ]
+
+
 class ThinkingBlock(RequestModel):
     """Reasoning of an earlier answer. Its signature is not checked."""
 
@@ -59,8 +87,10 @@ class ToolResultBlock(RequestModel):
 
 
 _UserBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_field("type", "text or tool_result"),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    by_field("type", "text, image or tool_result"),
 ]
 _AssistantBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]

@@ -9,6 +9,7 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest
 from services.gateway.apis.anthropic.blocks import (
     AssistantMessage,
+    ImageBlock,
     TextBlock,
     Texts,
     ThinkingBlock,
@@ -111,6 +112,8 @@ def _add_user(conversation: Conversation, message: UserMessage, path: str) -> No
     for i, block in enumerate(message.content):
         if isinstance(block, ToolResultBlock):
             conversation.add_result(block.tool_use_id, _result_text(block), f"{path}[{i}].tool_use_id")
+        elif isinstance(block, ImageBlock):
+            conversation.add_picture(USER, block.source.url)
         else:
             conversation.add_text(USER, block.text, f"{path}[{i}].text")
 

@@ -30,7 +30,7 @@ MAX_TEMPLATE_KWARGS = 64
 
 
 class TextPart(RequestModel):
-    """A part of a message; only text is supported."""
+    """A part of a message that is text."""
 
     type: Literal["text"]
     text: str
@@ -43,9 +43,26 @@ class EmbedsPart(RequestModel):
     data: str = Field(description="A tensor [tokens, hidden] as torch.save writes it, in base64")
 
 
+class ImageUrl(RequestModel):
+    """Where a picture is."""
+
+    url: str = Field(description="data:image/...;base64,... or, of hosts in gateway.image_hosts, https://...")
+    detail: Literal["low", "high", "auto"] | None = Field(None, description="low: a smaller copy is enough")
+
+
+class ImagePart(RequestModel):
+    """A picture in a part of a message, for models that see pictures."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+_KINDS_OF_PARTS = {"prompt_embeds": "<embeds>", "image_url": "<image>"}
+
+
 def _kind_of_part(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<embeds>" if kind == "prompt_embeds" else "<text>"
+    return _KINDS_OF_PARTS.get(kind, "<text>") if isinstance(kind, str) else "<text>"
 
 
 def _as_part(value: Any) -> Any:
@@ -57,7 +74,9 @@ Content = Annotated[
     | Annotated[
         list[
             Annotated[
-                Annotated[TextPart, Tag("<text>")] | Annotated[EmbedsPart, Tag("<embeds>")],
+                Annotated[TextPart, Tag("<text>")]
+                | Annotated[EmbedsPart, Tag("<embeds>")]
+                | Annotated[ImagePart, Tag("<image>")],
                 Discriminator(_kind_of_part),
                 pydantic.BeforeValidator(_as_part),
             ]
@@ -141,12 +160,22 @@ class ChatMessageObject(RequestModel):
     @property
     def embeds(self) -> list[tuple[int, str]]:
         """The parts of vectors, each with the characters of `text` before it."""
+        return [(position, part.data) for position, part in self._other_parts if isinstance(part, EmbedsPart)]
+
+    @property
+    def images(self) -> list[tuple[int, ImageUrl]]:
+        """The pictures, each with the characters of `text` before it."""
+        return [(position, part.image_url) for position, part in self._other_parts if isinstance(part, ImagePart)]
+
+    @property
+    def _other_parts(self) -> list[tuple[int, EmbedsPart | ImagePart]]:
+        """The parts that are no text, each with the characters of `text` before it."""
         found, position = [], 0
         for part in self.content if isinstance(self.content, list) else ():
             if isinstance(part, TextPart):
                 position += len(part.text)
             else:
-                found.append((position, part.data))
+                found.append((position, part))
         return found
 
 

@@ -110,6 +110,10 @@ def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
         ],
         tool_call_id=each.tool_call_id or "",
         reasoning=each.reasoning or each.reasoning_content or "",
+        pictures=[
+            gateway_pb2.MessagePicture(position=position, url=image.url, detail=image.detail)
+            for position, image in each.images
+        ],
     )
 
 

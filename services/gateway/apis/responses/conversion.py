@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,6 +12,7 @@ from services.gateway.apis.responses.items import (
     CallOutputItem,
     CustomCallItem,
     FunctionCallItem,
+    ImagePart,
     MessageItem,
     ReasoningItem,
     ShellCallItem,
@@ -90,8 +91,11 @@ def _chat_of(
 
 def _add(conversation: Conversation, item: Any, path: str) -> None:
     if isinstance(item, MessageItem):
-        text = _text_of(item.content)
         role = ROLES.get(item.role, item.role)
+        if item.images:
+            _add_parts(conversation, role, item.content)
+            return
+        text = _text_of(item.content)
         if role == ASSISTANT:
             conversation.add_reply(text)
         else:
@@ -110,6 +114,15 @@ def _add(conversation: Conversation, item: Any, path: str) -> None:
         conversation.add_call(item.call_id, LOCAL_SHELL, to_json(given).decode(), f"{path}.call_id")
     elif isinstance(item, CallOutputItem):
         conversation.add_result(item.answered_id, _text_of(item.output), f"{path}.call_id")
+
+
+def _add_parts(conversation: Conversation, role: str, parts: Iterable[Any]) -> None:
+    """Texts and pictures in their order."""
+    for part in parts:
+        if isinstance(part, ImagePart):
+            conversation.add_picture(role, part.image_url, part.detail or "")
+        elif part.text:
+            conversation.add_text(role, part.text, "input")
 
 
 def _text_of(content: Texts) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field, Tag
+from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts
 from services.gateway.apis.shared.request_model import RequestModel, at_most
@@ -30,6 +32,24 @@ class RefusalPart(RequestModel):
         return self.refusal
 
 
+class ImagePart(RequestModel):
+    """A picture, for models that see pictures."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": ()}
+    type: Literal["input_image"]
+    image_url: str = Field(description="data:image/...;base64,... or, of hosts in gateway.image_hosts, https://...")
+    detail: Literal["low", "high", "auto"] | None = Field(None, description="low: a smaller copy is enough")
+
+
+_MessagePart = Annotated[
+    Annotated[TextPart, Tag("<input_text>")]
+    | Annotated[TextPart, Tag("<output_text>")]
+    | Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[ImagePart, Tag("<input_image>")],
+    by_field("type", "input_text, input_image, output_text or refusal"),
+]
+_MessageParts = Annotated[list[_MessagePart], Field(fail_fast=True), at_most(MAX_PARTS)]
 _Part = Annotated[
     Annotated[TextPart, Tag("<input_text>")]
     | Annotated[TextPart, Tag("<output_text>")]
@@ -46,7 +66,17 @@ class MessageItem(RequestModel):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"] = Field(description="developer means system")
-    content: Texts
+    content: Annotated[Annotated[str, Tag("<text>")] | Annotated[_MessageParts, Tag("<texts>")], by_shape()]
+
+    @pydantic.model_validator(mode="after")
+    def _check_images(self) -> MessageItem:
+        if self.role != "user" and self.images:
+            raise PydanticCustomError("role", "pictures are for the role user", {"field": "content"})
+        return self
+
+    @property
+    def images(self) -> list[ImagePart]:
+        return [] if isinstance(self.content, str) else [p for p in self.content if isinstance(p, ImagePart)]
 
 
 class FunctionCallItem(RequestModel):

@@ -17,6 +17,7 @@ SEPARATOR = "\n"  # between texts of adjacent messages; what the assistant wrote
 class _Message:
     role: str
     texts: list[str] = field(default_factory=list)
+    pictures: list[tuple[int, gateway_pb2.MessagePicture]] = field(default_factory=list)  # and the texts before each
     reasoning: list[str] = field(default_factory=list)
     calls: list[gateway_pb2.ToolCall] = field(default_factory=list)
     call_id: str = ""  # of the call that a tool's message answers
@@ -47,6 +48,11 @@ class Conversation:
         if not text:
             raise InvalidRequest(f"{path} is empty", path)
         self._open(role).texts.append(text)
+
+    def add_picture(self, role: str, url: str, detail: str = "") -> None:
+        """A picture behind the texts so far; url: data:image/...;base64,... or where it is."""
+        message = self._open(role)
+        message.pictures.append((len(message.texts), gateway_pb2.MessagePicture(url=url, detail=detail)))
 
     def add_reply(self, text: str) -> None:
         """A text of the assistant; may be empty."""
@@ -81,19 +87,25 @@ class Conversation:
 
     def messages(self) -> list[gateway_pb2.ChatMessage]:
         """All messages."""
-        return [
-            gateway_pb2.ChatMessage(
-                role=each.role,
-                content=("" if each.role == ASSISTANT else SEPARATOR).join(each.texts),
-                reasoning="".join(each.reasoning),
-                tool_calls=each.calls,
-                tool_call_id=each.call_id,
-            )
-            for each in self._messages
-        ]
+        return [_encode(each) for each in self._messages]
 
     def _open(self, role: str) -> _Message:
         """The last message if it has this role, else a new one."""
         if self.last_role != role:
             self._messages.append(_Message(role))
         return self._messages[-1]
+
+
+def _encode(message: _Message) -> gateway_pb2.ChatMessage:
+    separator = "" if message.role == ASSISTANT else SEPARATOR
+    encoded = gateway_pb2.ChatMessage(
+        role=message.role,
+        content=separator.join(message.texts),
+        reasoning="".join(message.reasoning),
+        tool_calls=message.calls,
+        tool_call_id=message.call_id,
+    )
+    for num_texts, picture in message.pictures:
+        picture.position = len(separator.join(message.texts[:num_texts]))
+        encoded.pictures.append(picture)
+    return encoded

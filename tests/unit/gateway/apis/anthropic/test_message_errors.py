@@ -70,7 +70,8 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"messages": HI * 4097}, ("messages", "4097", "4096")),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]}, ("1025", "1024")),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5}, ("5000", "4096")),
-    (user(IMAGE), ("messages[0].content[0]", "'image'", "text or tool_result")),
+    (user({"type": "document"}), ("messages[0].content[0]", "'document'", "text, image or tool_result")),
+    (user(IMAGE), ("sees no pictures",)),
     (user({"type": "no_such_block"}), ("messages[0].content[0]", "'no_such_block'")),
     (user({"text": "no type"}), ("messages[0].content[0]", "type must be")),
     (user("no block"), ("messages[0].content[0]",)),
@@ -120,7 +121,7 @@ def test_wrong_bodies(tmp_path: Path) -> None:
         headers = {"content-type": "application/json"}
         check(await client.post(MESSAGES, content=text, headers=headers), 400, "invalid_request_error", "not JSON")
         count = await client.post(COUNT, json={"model": MODEL, "messages": [{"role": "user", "content": [IMAGE]}]})
-        check(count, 400, "invalid_request_error", "'image'")
+        check(count, 400, "invalid_request_error", "sees no pictures")
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)

@@ -1,0 +1,69 @@
+"""Gemma 3 (arXiv:2503.19786, section 2.1): a picture becomes a square of one size, and SigLIP's rows are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from services.common.vision.layout import PictureShape
+from services.common.vision.patch_tower import PatchTower, read_patch_tower
+from services.common.vision.vision_fields import VisionFields
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BILINEAR = 2  # as Pillow numbers it
+_START, _END = "<start_of_image>", "<end_of_image>"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Tower:
+    """SigLIP's tower, and squares of its rows that are averaged, normalised and multiplied."""
+
+    patches: PatchTower
+    num_columns: int  # of averages, along a side
+    width: int  # numbers in a row of the output
+
+    def num_patches(self, shape: PictureShape) -> int:
+        """How many rows the tower computes for a picture."""
+        return self.patches.num_patches(shape)
+
+    def num_outputs(self, shape: PictureShape) -> int:
+        """How many rows of the prompt it computes for a picture."""
+        return shape.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SquareLayout:
+    """A picture is stretched to a square."""
+
+    side: int
+    resample: int
+    num_tokens: int
+    marker: ClassVar[str] = _START
+    text: ClassVar[str] = f"\n\n{_START}{{}}{_END}\n\n"
+    other_tokens: ClassVar[tuple[str, ...]] = ()
+
+    def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
+        return PictureShape(1, self.side, self.side, height, width, self.num_tokens)
+
+    def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
+        return [picture.resize((self.side, self.side), self.resample)]
+
+    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
+        return [token] * shape.num_tokens
+
+
+def read_gemma3(fields: VisionFields) -> tuple[Gemma3Tower, SquareLayout]:
+    """The tower and the layout of a model's files."""
+    patches = read_patch_tower(fields, fields.size("num_hidden_layers"), is_clip=False)
+    num_tokens, side = fields.outer["mm_tokens_per_image"], patches.image_size
+    num_columns = int(num_tokens**0.5)
+    if num_columns**2 != num_tokens or patches.num_columns % num_columns:
+        raise fields.error("mm_tokens_per_image", num_tokens, f"expected a square that divides {patches.num_columns}²")
+    size = fields.processor.get("size") or {"height": side, "width": side}
+    fields.only("size", (size.get("height"), size.get("width")), (side, side))
+    fields.only("do_pan_and_scan", bool(fields.processor.get("do_pan_and_scan")), False)
+    tower = Gemma3Tower(patches, num_columns, fields.outer["text_config"]["hidden_size"])
+    return tower, SquareLayout(side, fields.processor.get("resample", BILINEAR), num_tokens)

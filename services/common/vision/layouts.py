@@ -1,0 +1,24 @@
+"""All layouts, by name, so that a process can be told which one it uses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from services.common.vision.gemma3 import SquareLayout
+from services.common.vision.layout import Layout
+from services.common.vision.llava import CropLayout
+from services.common.vision.qwen_vl import QwenLayout
+
+LAYOUTS: dict[str, type] = {each.__name__: each for each in (CropLayout, QwenLayout, SquareLayout)}
+
+
+def describe(layout: Layout) -> dict[str, Any]:
+    """A layout as JSON has it."""
+    return {"kind": type(layout).__name__, "fields": asdict(layout)}
+
+
+def layout_of(description: dict[str, Any]) -> Layout:
+    """The layout of a description."""
+    fields = {name: tuple(each) if isinstance(each, list) else each for name, each in description["fields"].items()}
+    return LAYOUTS[description["kind"]](**fields)

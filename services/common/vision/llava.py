@@ -1,0 +1,99 @@
+"""LLaVA 1.5 (arXiv:2310.03744): the middle of a picture in one tile, and a row for each patch of CLIP's tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from services.common.vision.layout import PictureShape
+from services.common.vision.patch_tower import PatchTower, read_patch_tower
+from services.common.vision.vision_fields import VisionFields
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class LlavaTower:
+    """CLIP's tower up to one of its layers, and two matrices."""
+
+    patches: PatchTower
+    keeps_class_token: bool
+    width: int  # numbers in a row of the output
+    activation: str  # between the matrices
+    has_bias: bool
+
+    @property
+    def rows_of_tile(self) -> int:
+        """How many rows of the prompt a tile becomes."""
+        return self.patches.num_rows - (not self.keeps_class_token)
+
+    def num_patches(self, shape: PictureShape) -> int:
+        """How many rows the tower computes for a picture."""
+        return self.patches.num_patches(shape)
+
+    def num_outputs(self, shape: PictureShape) -> int:
+        """How many rows of the prompt it computes for a picture."""
+        return shape.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CropLayout:
+    """The shorter side gets a given length, and what is in the middle is kept."""
+
+    shorter_side: int
+    height: int  # of the middle
+    width: int
+    resample: int
+    num_tokens: int
+    marker: ClassVar[str] = ""
+    text: ClassVar[str] = ""
+    other_tokens: ClassVar[tuple[str, ...]] = ()
+
+    def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
+        return PictureShape(1, self.height, self.width, height, width, self.num_tokens)
+
+    def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
+        shorter = min(picture.width, picture.height)
+        # As transformers computes it: the longer side is cut off to a whole number.
+        size = tuple(
+            self.shorter_side if side == shorter else int(self.shorter_side * side / shorter)
+            for side in (picture.width, picture.height)
+        )
+        left, top = (size[0] - self.width) // 2, (size[1] - self.height) // 2
+        return [picture.resize(size, self.resample).crop((left, top, left + self.width, top + self.height))]
+
+    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
+        return [token] * shape.num_tokens
+
+
+def read_llava(fields: VisionFields) -> tuple[LlavaTower, CropLayout]:
+    """The tower and the layout of a model's files."""
+    tower = read_llava_tower(fields)
+    side = tower.patches.image_size
+    shorter = (fields.processor.get("size") or {}).get("shortest_edge", side)
+    crop = fields.processor.get("crop_size") or {"height": side, "width": side}
+    fields.only("do_pad", bool(fields.processor.get("do_pad", False)), False)
+    fields.only("crop_size", (crop["height"], crop["width"]), (side, side))
+    if type(shorter) is not int or shorter < side:
+        raise fields.error("size", fields.processor.get("size"), f"expected a shortest_edge of at least {side}")
+    return tower, CropLayout(shorter, side, side, fields.resample, tower.rows_of_tile)
+
+
+def read_llava_tower(fields: VisionFields) -> LlavaTower:
+    """The tower of all LLaVA models with CLIP."""
+    layer, num_layers = fields.outer["vision_feature_layer"], fields.size("num_hidden_layers")
+    if type(layer) is not int or not -num_layers <= layer <= num_layers:
+        raise fields.error("vision_feature_layer", layer, f"expected one layer from {-num_layers} to {num_layers}")
+    # Hidden states are counted from the embedding: -1 is what the last layer gives.
+    num_computed = layer if layer >= 0 else num_layers + 1 + layer
+    strategy = fields.outer["vision_feature_select_strategy"]
+    fields.only("vision_feature_select_strategy", strategy, "default", "full")
+    return LlavaTower(
+        read_patch_tower(fields, num_computed, is_clip=True),
+        keeps_class_token=strategy == "full",
+        width=fields.outer["text_config"]["hidden_size"],
+        activation=fields.outer["projector_hidden_act"],
+        has_bias=bool(fields.outer["multimodal_projector_bias"]),
+    )

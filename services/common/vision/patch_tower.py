@@ -1,0 +1,56 @@
+"""`PatchTower`: the sizes of a tower of square pictures with learned positions, as CLIP and SigLIP have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.vision.layout import PictureShape
+from services.common.vision.vision_fields import VisionFields
+
+
+@dataclass(frozen=True, slots=True)
+class PatchTower:
+    """Tiles of one size; each patch has a row, and a class token may come before them."""
+
+    num_layers: int  # that are computed
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    image_size: int  # pixels along a side of a tile
+    patch_size: int
+    activation: str
+    norm_eps: float
+    has_class_token: bool  # with it the embedding has no bias, and is normalised before the first layer
+    has_final_norm: bool  # after the last layer
+
+    @property
+    def num_columns(self) -> int:
+        """Patches along a side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_rows(self) -> int:
+        """Of a tile, with its class token."""
+        return self.num_columns**2 + self.has_class_token
+
+    def num_patches(self, shape: PictureShape) -> int:
+        """How many rows the tower computes for a picture."""
+        return self.num_rows * shape.num_tiles
+
+
+def read_patch_tower(fields: VisionFields, num_layers: int, *, is_clip: bool) -> PatchTower:
+    """The tower in a vision_config of CLIP, or else of SigLIP. num_layers: how many of its layers are computed."""
+    fields.only("model_type", fields.tower.get("model_type"), "clip_vision_model" if is_clip else "siglip_vision_model")
+    fields.only("num_channels", fields.tower.get("num_channels", 3), 3)
+    return PatchTower(
+        num_layers,
+        fields.size("hidden_size"),
+        fields.size("intermediate_size"),
+        fields.size("num_attention_heads"),
+        fields.size("image_size"),
+        fields.size("patch_size"),
+        fields.tower["hidden_act"],
+        float(fields.tower["layer_norm_eps"]),
+        has_class_token=is_clip,
+        has_final_norm=not is_clip,
+    )

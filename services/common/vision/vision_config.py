@@ -1,0 +1,119 @@
+"""`VisionConfig`: how a model sees pictures, as gateway and dense worker use it. Only plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from services.common.errors import ModelError
+from services.common.json_files.read_json import read_json
+from services.common.vision.gemma3 import Gemma3Tower, read_gemma3
+from services.common.vision.layout import Layout
+from services.common.vision.llava import LlavaTower, read_llava
+from services.common.vision.qwen_vl import QwenTower, read_qwen2_5_vl
+from services.common.vision.vision_fields import VisionFields
+
+PROCESSOR_FILE = "preprocessor_config.json"
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of OpenAI's CLIP
+HALF = (0.5, 0.5, 0.5)
+
+TowerConfig = QwenTower | LlavaTower | Gemma3Tower
+
+
+@dataclass(frozen=True, slots=True)
+class PixelScale:
+    """A byte of a colour becomes (byte * factor - mean) / std."""
+
+    factor: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """How a family is read, and the mean and deviation of colours where its files have none."""
+
+    read: Callable[[VisionFields], tuple[TowerConfig, Layout]]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+FAMILIES: dict[str, VisionFamily] = {  # by model_type of config.json
+    "gemma3": VisionFamily(read_gemma3, HALF, HALF),
+    "llava": VisionFamily(read_llava, CLIP_MEAN, CLIP_STD),
+    "qwen2_5_vl": VisionFamily(read_qwen2_5_vl, CLIP_MEAN, CLIP_STD),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The tower and the layout of pictures of one model."""
+
+    family: str  # key of FAMILIES
+    image_token_id: int  # stands in prompts for the rows of the tower's output
+    pixels: PixelScale
+    tower: TowerConfig
+    layout: Layout
+
+
+def load_vision_config(path: Path) -> VisionConfig | None:
+    """How the model in a directory sees pictures; None: it does not, or its tower is not supported, or its directory
+    has no preprocessor_config.json: then its text part alone is served.
+
+    Raises `ModelError` for files that contradict each other, or that the tower cannot compute.
+    """
+    raw = read_json(path / "config.json")
+    family = FAMILIES.get(str((raw or {}).get("model_type")))
+    processor = read_json(path / PROCESSOR_FILE)
+    if raw is None or family is None or processor is None:
+        return None
+    try:
+        hf = AutoConfig.for_model(**raw)
+        fields = VisionFields(path, hf.to_dict(), hf.vision_config.to_dict(), processor)
+        tower, layout = family.read(fields)
+        return VisionConfig(
+            raw["model_type"],
+            _image_token_id(fields),
+            PixelScale(
+                _number(fields, "rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 1.0,
+                _colours(fields, "image_mean", family.mean),
+                _colours(fields, "image_std", family.std),
+            ),
+            tower,
+            layout,
+        )
+    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} has no valid config of its pictures: {type(error).__name__}: {error}") from error
+
+
+def _image_token_id(fields: VisionFields) -> int:
+    value = fields.outer.get("image_token_id", fields.outer.get("image_token_index"))
+    if type(value) is not int or value < 0:
+        raise fields.error("image_token_id", value, "expected the id of a token")
+    return value
+
+
+def _number(fields: VisionFields, name: str, default: float) -> float:
+    value = fields.processor.get(name, default)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise fields.error(name, value, "expected a number above 0")
+    return float(value)
+
+
+def _colours(fields: VisionFields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Three numbers. Without normalization these are 0 and 1."""
+    if not fields.processor.get("do_normalize", True):
+        return (0.0,) * 3 if name == "image_mean" else (1.0,) * 3
+    values: Any = fields.processor.get(name) or default
+    is_list = isinstance(values, list | tuple) and len(values) == 3
+    if not is_list or not all(isinstance(each, int | float) and math.isfinite(each) for each in values):
+        raise fields.error(name, values, "expected three numbers")
+    if name == "image_std" and min(values) <= 0:
+        raise fields.error(name, values, "expected numbers above 0")
+    return tuple(map(float, values))

@@ -1,0 +1,43 @@
+"""`VisionFields`: the fields of config.json and preprocessor_config.json that say how a model sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ModelError
+
+MAX_SIZE = 2**20  # of a tower's sizes
+BICUBIC = 3  # as Pillow numbers it
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFields:
+    """What transformers made of the files in `path`."""
+
+    path: Path
+    outer: Mapping[str, Any]  # of config.json
+    tower: Mapping[str, Any]  # its vision_config
+    processor: Mapping[str, Any]  # of preprocessor_config.json
+
+    def size(self, name: str) -> int:
+        """A whole number of at least 1 in the tower's config. Raises `ModelError` for anything else."""
+        value = self.tower.get(name)
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            raise self.error(name, value, f"expected a whole number from 1 to {MAX_SIZE}")
+        return value
+
+    @property
+    def resample(self) -> int:
+        """The filter for resizing."""
+        return self.processor.get("resample", BICUBIC)
+
+    def only(self, name: str, value: Any, *supported: Any) -> None:
+        """Refuses a value other than these."""
+        if value not in supported:
+            raise self.error(name, value, f"supported: {', '.join(map(str, supported))}")
+
+    def error(self, name: str, value: Any, expected: str) -> ModelError:
+        return ModelError(f"{self.path} has {name} {value!r} for pictures, {expected}")

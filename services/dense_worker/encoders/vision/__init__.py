@@ -1,0 +1,1 @@
+"""Towers: encoders of pictures."""

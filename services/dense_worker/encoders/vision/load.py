@@ -1,0 +1,106 @@
+"""Loads a tower: its weights lie in the files of the whole model, and the launcher holds them as it does the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from services.common.errors import ModelError
+from services.common.gpu import naming_what_needs_memory
+from services.common.vision.vision_config import PixelScale, TowerConfig, VisionConfig
+from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
+from services.dense_worker.encoders.vision.llava import build_llava_tower
+from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.encoders.vision.qwen_vl import build_qwen2_5_tower
+from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.checkpoint import open_checkpoint
+from services.dense_worker.model.held_weights import HeldWeights
+from services.dense_worker.model.weight_memory import Empty
+from services.dense_worker.model.weights import RANDOM_STD, fill, places
+from services.dense_worker.parameters import parameters
+
+
+class Tower(Protocol):
+    """The parts of a tower: a frozen dataclass."""
+
+    config: TowerConfig
+
+    def forward(self, pictures: list[Picture], pixels: PixelScale) -> list[torch.Tensor]:
+        """Rows [`TowerConfig.num_outputs`, `TowerConfig.width`] of each picture, which are computed together."""
+
+
+# Builds the parts of a family; its tensors have the names of transformers' newest files, without a leading "model.".
+BUILDERS: dict[str, Callable[..., Tower]] = {
+    "gemma3": build_gemma3_tower,
+    "llava": build_llava_tower,
+    "qwen2_5_vl": build_qwen2_5_tower,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TowerWeights:
+    """The tensors of a tower."""
+
+    tower: Tower
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, numbered."""
+        for index, parameter in enumerate(parameters(self.tower)):
+            yield f"{index}.{parameter.name}", parameter.data
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTower:
+    """A tower of which no weights are in memory yet."""
+
+    vision: VisionConfig
+    path: Path
+    dtype: torch.dtype
+    device: torch.device
+    seed: int | None  # of random weights; None: they are in the files
+
+    def empty(self, device: torch.device, empty: Empty | None = None) -> TowerWeights:
+        """Uninitialised. `empty` makes the tensors; None: each one has memory of its own."""
+        allocator = WeightAllocator(self.dtype, device, empty=empty)
+        return TowerWeights(BUILDERS[self.vision.family](self.vision.tower, allocator))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its weights."""
+        return sum(tensor.nbytes for _, tensor in self.empty(torch.device("meta")).named_tensors())
+
+    def load(self, empty: Empty | None = None) -> TowerWeights:
+        """With its weights. Raises `ModelError` for tensors that are missing or have another shape."""
+        weights = self.empty(self.device, empty)
+        if self.seed is not None:
+            generator = torch.Generator(self.device).manual_seed(self.seed)
+            for name, tensor in weights.named_tensors():
+                if re.search(r"norm\d?$", name):
+                    tensor.fill_(1.0)
+                else:
+                    tensor.normal_(std=RANDOM_STD, generator=generator)
+            return weights
+        with open_checkpoint(self.path, canonical) as checkpoint:
+            found = [place for parameter in parameters(weights.tower) for place in places(parameter)]
+            missing = [source.name for source, _ in found if source.name not in checkpoint]
+            if missing:
+                raise ModelError(f"{self.path} lacks {len(missing)} tensors of its tower, such as {missing[0]}")
+            for source, place in found:
+                fill(checkpoint, source, place)
+        return weights
+
+
+def load_tower(stored: StoredTower, held: HeldWeights[TowerWeights] | None) -> Tower:
+    """`held`: its memory at the launcher; None: there is no launcher. Raises what `StoredTower.load` raises."""
+    with naming_what_needs_memory("the tower"):
+        return (stored.load() if held is None else held.get(stored.load)).tower
+
+
+def canonical(name: str) -> str:
+    """The name of a tensor of a tower, in whatever spelling files have it."""
+    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)

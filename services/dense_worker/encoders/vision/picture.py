@@ -1,0 +1,32 @@
+"""`Picture`: what a tower reads. `scale_pixels` and `patches_of` make numbers of its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from services.common.vision.layout import PictureShape
+from services.common.vision.vision_config import PixelScale
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Picture:
+    """An `EncoderInput`. Sequences with equal pictures share one object."""
+
+    hash: str  # of the tiles and all sizes, hexadecimal
+    shape: PictureShape
+    tiles: torch.Tensor  # uint8 [num_tiles, height, width, 3], in the host's memory
+
+
+def scale_pixels(tiles: torch.Tensor, pixels: PixelScale, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 [num_tiles, height, width, 3] -> [num_tiles, 3, height, width] in `dtype`, computed in float32."""
+    if device.type != "cpu":
+        tiles = tiles.pin_memory().to(device, non_blocking=True)
+    mean, std = (torch.tensor(each, device=device) for each in (pixels.mean, pixels.std))
+    return ((tiles.float() * pixels.factor - mean) / std).permute(0, 3, 1, 2).to(dtype)
+
+
+def patches_of(image: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., 3, height, width] -> [..., rows, columns, 3, size, size]: squares of pixels."""
+    return image.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).movedim((-4, -2), (-5, -4))

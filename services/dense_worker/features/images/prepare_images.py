@@ -1,0 +1,85 @@
+"""Prepares and loads the feature "images": the tower of the served model, or the reason why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.config import Config
+from services.common.lifeline import Lifeline
+from services.common.resolve import ResolvedModel
+from services.common.vision.vision_config import VisionConfig, load_vision_config
+from services.dense_worker.encoders.encoder_runs import EncoderRuns
+from services.dense_worker.encoders.vision.load import StoredTower, TowerWeights, load_tower
+from services.dense_worker.encoders.vision.vision_encoder import VisionEncoder
+from services.dense_worker.features.images.images_feature import ImagesFeature
+from services.dense_worker.model.held_weights import HeldWeights
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImages:
+    """A tower whose weights are not in memory yet."""
+
+    vision: VisionConfig
+    model: ResolvedModel
+    config: Config
+    stored: StoredTower
+    held: HeldWeights[TowerWeights] | None  # its memory at the launcher; None: there is none
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the weights."""
+        return self.stored.num_bytes
+
+    def load(self) -> ImagesFeature:
+        """Loads the tower. Raises what `load_tower` raises."""
+        model, vision = self.model, self.vision
+        encoder = VisionEncoder(load_tower(self.stored, self.held), vision.pixels, model.dtype, model.device)
+        log.info("pictures are served", family=vision.family, tower_bytes=self.num_bytes)
+        dense, scheduler = self.config.dense, self.config.scheduler
+        runs = EncoderRuns("images", encoder, dense.max_encoder_rows, dense.encoder_cache_bytes)
+        return ImagesFeature(
+            runs,
+            vision.image_token_id,
+            are_whole=model.config.attention.sees_spans,
+            max_tokens=scheduler.max_num_batched_tokens - scheduler.max_num_seqs,
+        )
+
+
+def prepare_images(
+    config: Config, model: ResolvedModel, digest: str, lifeline: Lifeline | None
+) -> PreparedImages | None:
+    """The tower of a model that sees pictures; None: it sees none, or they are off. digest: of the model's weights.
+
+    Raises `ModelError` for files that the tower cannot be made of.
+    """
+    if why_no_pictures(config, model) is not None:
+        return None
+    vision = load_vision_config(config.model.path)
+    assert vision is not None, "there is no reason against it"
+    seed = config.model.dummy_seed if config.model.load_format == "dummy" else None
+    stored = StoredTower(vision, config.model.path, model.dtype, model.device, seed)
+    held = None
+    if lifeline is not None:
+        held = HeldWeights(lifeline, f"{digest} tower", stored.empty, model.device)
+    return PreparedImages(vision, model, config, stored, held)
+
+
+def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
+    """Why the dense worker takes no pictures; None: it does."""
+    if not config.model.images:
+        return "model.images is false"
+    if model.rank.count > 1:
+        return f"dense.tensor_parallel_size is {model.rank.count}, and the tower is not cut"
+    if config.dense.deterministic:
+        return "dense.deterministic is true, and a tower computes pictures of several requests together"
+    if model.config.attention.sees_spans and model.device.type != "cpu":
+        return f"on {model.device} attention lacks that the tokens of a picture see each other, as this model needs"
+    if config.dense.backend == "tensorrt":
+        return "dense.backend is 'tensorrt', whose first segment looks the embeddings up"
+    if load_vision_config(config.model.path) is None:
+        return f"the model {config.model.path.name} has no tower that is supported, or no preprocessor_config.json"
+    return None

@@ -1,0 +1,76 @@
+"""`ReceivedPictures`: the pixels that gateways send, in parts, before the sequences that have them. Event loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import torch
+
+from services.common.errors import InvalidRequest, RequestAborted
+from services.common.vision.layout import PictureShape
+from services.dense_worker.encoders.vision.picture import Picture
+from services.pb import images_pb2
+from services.step import SequenceSpec
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What a stream has sent since its last sequence with pictures, or for it."""
+
+    pixels: dict[str, bytearray] = field(default_factory=dict)  # by hash
+    are_used: bool = False  # the next part begins anew
+
+
+class ReceivedPictures:
+    """Sequences with equal pictures share them, for as long as one of them has them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, _Stream] = {}
+        self._pictures: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # by hash
+
+    def receive(self, part: images_pb2.PicturePart, stream: int) -> None:
+        """Keeps a part."""
+        received = self._streams.get(stream)
+        if received is None or received.are_used:
+            received = self._streams[stream] = _Stream()
+        received.pixels.setdefault(part.hash.hex(), bytearray()).extend(part.values)
+
+    def end_stream(self, stream: int) -> None:
+        """Forgets what a stream has sent."""
+        self._streams.pop(stream, None)
+
+    def find(self, spec: SequenceSpec, message: bytes, stream: int) -> tuple[Picture, ...]:
+        """The pictures of a sequence, one for each of its spans; message: of its feature.
+
+        Raises `InvalidRequest` for a message that no gateway writes, and `RequestAborted` if a picture was not sent.
+        """
+        shapes = images_pb2.Pictures.FromString(message).shapes
+        if len(shapes) != len(spec.spans):
+            raise InvalidRequest(f"the prompt has {len(spec.spans)} spans and {len(shapes)} pictures", "messages")
+        received = self._streams.get(stream, _Stream())
+        received.are_used = True
+        found = []
+        for span, each in zip(spec.spans, shapes, strict=True):
+            picture = self._pictures.get(span.hash)
+            if picture is None:
+                shape = PictureShape(
+                    each.num_tiles,
+                    each.height,
+                    each.width,
+                    each.original_height,
+                    each.original_width,
+                    span.num_tokens,
+                    span.grid_rows,
+                    span.grid_columns,
+                )
+                pixels = received.pixels.get(span.hash, b"")
+                if len(pixels) != shape.num_bytes:
+                    raise RequestAborted(
+                        f"picture {span.hash[:16]} has {shape.num_bytes} bytes, {len(pixels)} have been sent"
+                    )
+                tiles = torch.frombuffer(pixels, dtype=torch.uint8)
+                tiles = tiles.view(shape.num_tiles, shape.height, shape.width, 3)
+                picture = self._pictures[span.hash] = Picture(span.hash, shape, tiles)
+            found.append(picture)
+        return tuple(found)

@@ -1,0 +1,146 @@
+"""`Decoder`: decodes pictures in a few processes of their own, which clients use in turns.
+
+Event loop and threads never meet a picture that explodes: a process has limits of time and memory, and another one is
+started after a picture has ended it. The first one starts with the first picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
+from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.vision.layout import Layout
+from services.common.vision.layouts import describe
+from services.gateway.images.decode import MAX_CPU_S, shape_from
+from services.gateway.images.picture import Picture
+
+log = structlog.get_logger()
+
+NUM_PROCESSES = 2
+TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine; with it a process starts
+MAX_HEAD_BYTES = 2**16
+# Signals from outside, at any moment. A picture ends the process by others.
+_KILLED_BY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
+_MAX_KILLS = 2  # of the process, for one picture
+_MODULE, _ROOT = "services.gateway.images.decode", Path(__file__).parents[3]
+
+
+class Encoding(NamedTuple):
+    """A picture as a client sends it, and how it wants it read."""
+
+    data: bytes
+    is_low: bool  # little detail is enough
+
+
+class _KilledError(Exception):
+    """The process was killed from outside, and no picture is to blame."""
+
+
+class Decoder:
+    """Used in the event loop. `close` ends the processes."""
+
+    def __init__(self, layout: Layout, max_pixels: int) -> None:
+        """max_pixels: of a picture, before it is made smaller"""
+        self._layout = describe(layout)
+        self._max_pixels = max_pixels
+        self._turns = ClientTurns(NUM_PROCESSES)
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._busy: set[subprocess.Popen[bytes]] = set()
+        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="pictures")
+
+    async def decode(self, encoded: Encoding, client: Client) -> Picture:
+        """The pixels for the tower.
+
+        Raises `InvalidRequest` for what is no picture, or too large, and `CapacityError` if it takes too long here.
+        """
+        async with self._turns.turn(client):
+            for _ in range(_MAX_KILLS):
+                process = self._idle.pop() if self._idle else self._start()
+                self._busy.add(process)
+                try:
+                    async with asyncio.timeout(TIMEOUT_S):
+                        loop = asyncio.get_running_loop()
+                        picture = await loop.run_in_executor(self._threads, self._exchange, process, encoded)
+                    self._idle.append(process)
+                    return picture
+                except TimeoutError:
+                    raise CapacityError(f"a picture has not been decoded within {TIMEOUT_S:g} s") from None
+                except InvalidRequest:
+                    if process.poll() is None:
+                        self._idle.append(process)
+                    raise
+                except _KilledError:
+                    continue
+                finally:
+                    self._busy.discard(process)
+                    if process not in self._idle:
+                        process.kill()  # its thread then ends
+            raise CapacityError(f"the process that decodes pictures was killed {_MAX_KILLS} times")
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        for process in (*self._idle, *self._busy):
+            process.kill()
+        await asyncio.to_thread(self._threads.shutdown)
+        for process in self._idle:
+            await asyncio.to_thread(_end, process)
+        self._idle.clear()
+
+    def _exchange(self, process: subprocess.Popen[bytes], encoded: Encoding) -> Picture:
+        """Writes a picture and reads what became of it. On a thread, until the process answers or ends."""
+        assert process.stdin is not None and process.stdout is not None, "they are pipes"
+        asked = {"num_bytes": len(encoded.data), "max_pixels": self._max_pixels, "is_low": encoded.is_low}
+        try:
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.write(encoded.data)
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise self._why_ended(process) from None
+        line = process.stdout.readline(MAX_HEAD_BYTES)
+        if not line.endswith(b"\n"):
+            raise self._why_ended(process)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise InvalidRequest(answer["error"], "messages")
+        shape = shape_from(answer["shape"])
+        tiles = process.stdout.read(shape.num_bytes)
+        if len(tiles) < shape.num_bytes:
+            raise self._why_ended(process)
+        return Picture.of(shape, tiles)
+
+    def _why_ended(self, process: subprocess.Popen[bytes]) -> Exception:
+        status = _end(process)
+        log.warning("the process that decodes pictures has ended", status=status)
+        if status in _KILLED_BY:
+            return _KilledError()
+        if status >= 0:
+            return TwostrokeError("pictures cannot be decoded: see the gateway's log")
+        if status == -signal.SIGPROF:
+            return InvalidRequest(f"a picture takes more than {MAX_CPU_S:g} s of CPU time to decode", "messages")
+        return InvalidRequest("a picture cannot be decoded: it ended the process that reads it", "messages")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then.
+        command = [sys.executable, "-m", _MODULE, json.dumps(self._layout)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Closes the pipes of a process that ends; returns its exit status."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:  # a picture has been written in part
+                continue
+    return process.wait()

@@ -1,0 +1,82 @@
+"""`Picture`: the pixels of a picture as the model's tower reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from services.common.errors import InvalidRequest
+from services.common.vision.layout import Layout, PictureShape
+from services.pb import dense_pb2, images_pb2
+from services.step.prompt_span import PromptSpan
+
+MAX_PART_BYTES = 2**20  # of a picture in one message: about a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Equal hashes mean equal pixels and sizes."""
+
+    hash: str  # hexadecimal
+    shape: PictureShape
+    tiles: bytes  # [num_tiles, height, width, 3]
+
+    @classmethod
+    def of(cls, shape: PictureShape, tiles: bytes) -> Picture:
+        """Hashes all pixels, which takes a millisecond for each megabyte: call it in a thread."""
+        digest = hashlib.blake2b(f"{shape}\0".encode(), digest_size=32)
+        digest.update(tiles)
+        return cls(digest.hexdigest(), shape, tiles)
+
+
+def expand(
+    token_ids: list[int], pictures: Sequence[Picture], layout: Layout, ids: dict[str, int], token: str
+) -> tuple[list[int], tuple[PromptSpan, ...]]:
+    """The prompt with all tokens of its pictures, in place of one token for each, and their spans.
+
+    ids: of tokens by name, for those that layouts name; token: the name of a picture's token. Raises `InvalidRequest`
+    unless there is one such token for each picture.
+    """
+    num_places = token_ids.count(ids[token])
+    if num_places != len(pictures):
+        raise InvalidRequest(
+            f"the prompt has {num_places} places for pictures ({token}), and the request has {len(pictures)} pictures",
+            "messages",
+        )
+    expanded: list[int] = []
+    spans: list[PromptSpan] = []
+    start = 0
+    for picture in pictures:
+        place = token_ids.index(ids[token], start)
+        expanded += token_ids[start:place]
+        own = [ids[name] for name in layout.tokens_of(picture.shape, token)]
+        shape = picture.shape
+        spans.append(PromptSpan(len(expanded), len(own), picture.hash, shape.grid_rows, shape.grid_columns))
+        expanded += own
+        start = place + 1
+    return [*expanded, *token_ids[start:]], tuple(spans)
+
+
+def encode_pictures(pictures: Sequence[Picture]) -> bytes:
+    """What the dense worker's feature "images" is told of a prompt's pictures."""
+    shapes = [
+        images_pb2.PictureShape(
+            num_tiles=each.shape.num_tiles,
+            height=each.shape.height,
+            width=each.shape.width,
+            original_height=each.shape.original_height,
+            original_width=each.shape.original_width,
+        )
+        for each in pictures
+    ]
+    return images_pb2.Pictures(shapes=shapes).SerializeToString()
+
+
+def picture_parts(pictures: Sequence[Picture]) -> Iterator[dense_pb2.GatewayMessage]:
+    """The messages that a worker needs before the first sequence with these pictures."""
+    for picture in {each.hash: each for each in pictures}.values():
+        for start in range(0, len(picture.tiles), MAX_PART_BYTES):
+            values = picture.tiles[start : start + MAX_PART_BYTES]
+            part = images_pb2.PicturePart(hash=bytes.fromhex(picture.hash), values=values)
+            yield dense_pb2.GatewayMessage(picture_part=part)

@@ -1,0 +1,95 @@
+"""`PictureReader`: the pictures of a request, decoded. Used in the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.common.config import GatewaySection
+from services.common.errors import ConfigError, InvalidRequest
+from services.common.fairness.client_turns import Client
+from services.common.vision.vision_config import VisionConfig
+from services.gateway.images.decoder import Decoder, Encoding
+from services.gateway.images.picture import Picture, expand
+from services.gateway.images.sources import PictureSources
+from services.gateway.resources.memory_budget import HeldMemory
+from services.gateway.text.picture_text import PictureText
+from services.gateway.text.tokenizer import Tokenizer
+from services.pb import gateway_pb2
+from services.step.prompt_span import PromptSpan
+
+DETAILS = ("", "auto", "low", "high")
+
+
+class PictureReader:
+    """`close` ends its processes."""
+
+    def __init__(self, vision: VisionConfig, section: GatewaySection, tokenizer: Tokenizer) -> None:
+        """Raises `ConfigError` if the tokenizer lacks a token that the model has for pictures."""
+        self._vision = vision
+        self._section = section
+        self._sources = PictureSources(section)
+        self._decoder = Decoder(vision.layout, section.max_image_pixels)
+        self._token = picture_token(vision, tokenizer)
+        self._ids = {name: _token_id(name, tokenizer) for name in (self._token, *vision.layout.other_tokens)}
+
+    async def read(
+        self, given: Sequence[gateway_pb2.MessagePicture], client: Client, held: HeldMemory
+    ) -> list[Picture]:
+        """Decodes pictures, whose bytes it takes out of their messages. Reserves the memory for their pixels.
+
+        Raises `InvalidRequest` for a picture that cannot be read, and for too many.
+        """
+        if len(given) > self._section.max_images:
+            raise InvalidRequest(
+                f"the request has {len(given)} pictures, gateway.max_images is {self._section.max_images}", "messages"
+            )
+        found = []
+        for each in given:
+            if each.detail not in DETAILS:
+                raise InvalidRequest(f"detail is {each.detail!r}, must be low, high or auto", "messages")
+            data = await self._sources.read(each)
+            each.ClearField("data")
+            each.ClearField("url")
+            picture = await self._decoder.decode(Encoding(data, each.detail == "low"), client)
+            await held.reserve(len(picture.tiles), "pictures", "messages", "send fewer or smaller ones")
+            found.append(picture)
+        return found
+
+    def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[PromptSpan, ...]]:
+        """A prompt with all tokens of its pictures, and their spans. Raises `InvalidRequest` if places are missing."""
+        return expand(token_ids, pictures, self._vision.layout, self._ids, self._token)
+
+    async def close(self) -> None:
+        """Ends the processes that decode."""
+        await self._decoder.close()
+
+
+def pictures_of(
+    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
+) -> list[gateway_pb2.MessagePicture]:
+    """All pictures of a message, in order."""
+    beside = message.pictures if isinstance(message, gateway_pb2.GenerateRequest) else ()
+    return [*beside, *(picture for each in message.chat.messages for picture in each.pictures)]
+
+
+def picture_token(vision: VisionConfig, tokenizer: Tokenizer) -> str:
+    """The name of the token that stands for pictures. Raises `ConfigError` if there is none."""
+    [name] = tokenizer.tokens([vision.image_token_id])
+    if not name:
+        raise ConfigError(
+            f"the tokenizer has no token {vision.image_token_id}, which stands for pictures: set model.images to false"
+        )
+    return name
+
+
+def picture_text(vision: VisionConfig, tokenizer: Tokenizer) -> PictureText:
+    """What chat templates write for a picture, and what is tokenized for it."""
+    token, layout = picture_token(vision, tokenizer), vision.layout
+    return PictureText(layout.marker or token, layout.text.format(token) if layout.text else token)
+
+
+def _token_id(name: str, tokenizer: Tokenizer) -> int:
+    token_id = tokenizer.token_id(name)
+    if token_id is None:
+        raise ConfigError(f"the tokenizer has no token {name!r}, which pictures need: set model.images to false")
+    return token_id

@@ -1,0 +1,35 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Pictures(_message.Message):
+    __slots__ = ("shapes",)
+    SHAPES_FIELD_NUMBER: _ClassVar[int]
+    shapes: _containers.RepeatedCompositeFieldContainer[PictureShape]
+    def __init__(self, shapes: _Optional[_Iterable[_Union[PictureShape, _Mapping]]] = ...) -> None: ...
+
+class PictureShape(_message.Message):
+    __slots__ = ("num_tiles", "height", "width", "original_height", "original_width")
+    NUM_TILES_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    ORIGINAL_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    ORIGINAL_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    num_tiles: int
+    height: int
+    width: int
+    original_height: int
+    original_width: int
+    def __init__(self, num_tiles: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., original_height: _Optional[int] = ..., original_width: _Optional[int] = ...) -> None: ...
+
+class PicturePart(_message.Message):
+    __slots__ = ("hash", "values")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    values: bytes
+    def __init__(self, hash: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,176 @@
+"""Chats with pictures, end to end and over kills; Hugging Face gives the expected tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from services.pb import gateway_pb2
+from tests.support.clients.streams import collect_all
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.dense.vision_models import noise
+from tests.support.served_vision import (
+    END,
+    IMAGE_TOKEN,
+    START,
+    data_url,
+    expected_tokens,
+    make_served_vision_model,
+    png,
+)
+
+pytestmark = pytest.mark.timeout(300)  # processes start several times, and the machine may be slow
+
+PLACE = f"{START}{IMAGE_TOKEN}{END}"
+FIRST, SECOND, THIRD = noise(50, 37, 1), noise(20, 60, 2), noise(64, 64, 3)
+NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
+BLOCK_SIZE = 16  # of the KV cache
+
+Turn = tuple[str, Sequence[str | Image.Image]]  # role and parts
+
+
+@dataclass
+class Server:
+    cluster: Cluster
+    model: Path
+
+    def client(self) -> openai.OpenAI:
+        transport = httpx2.HTTPTransport(uds=self.cluster.http_address.removeprefix("unix:"))
+        http_client = httpx2.Client(transport=transport, timeout=60)
+        return openai.OpenAI(api_key="none", base_url="http://gateway/v1", http_client=http_client, max_retries=0)
+
+    def expected(self, turns: Sequence[Turn], max_tokens: int) -> list[int]:
+        text = "".join(
+            f"[{role}]{''.join(PLACE if isinstance(each, Image.Image) else each for each in parts)}\n"
+            for role, parts in turns
+        )
+        pictures = [each for _, parts in turns for each in parts if isinstance(each, Image.Image)]
+        return expected_tokens(self.model, f"{text}[assistant]", pictures, max_tokens)
+
+
+def chat_message(turns: Sequence[Turn], max_tokens: int) -> gateway_pb2.GenerateRequest:
+    message = gateway_pb2.GenerateRequest(max_tokens=max_tokens, ignore_eos=True)
+    message.sampling.temperature = 0.0
+    for role, parts in turns:
+        each = message.chat.messages.add(role=role)
+        for part in parts:
+            if isinstance(part, Image.Image):
+                each.pictures.add(position=len(each.content), data=png(part))
+            else:
+                each.content += part
+    return message
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("images")
+    model = make_served_vision_model(directory / "model")
+    settings = {
+        "model.path": model,
+        "scheduler.max_num_batched_tokens": 64,
+        "dense.max_encoder_rows": 160,  # two of the pictures, or one of the third
+        "attention.num_blocks": 200,
+    }
+    with running_cluster(directory, *(f"{key}={value}" for key, value in settings.items()), is_warm=True) as cluster:
+        yield Server(cluster, model)
+        cluster.wait_idle()
+
+
+def test_the_openai_client_sends_pictures_and_prefixes_with_them_are_cached(server: Server) -> None:
+    turns: list[Turn] = [("user", ["What is ", FIRST, " beside ", SECOND, "?"])]
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    with server.client() as client:
+        for num_turns in (1, 2):
+            messages = [
+                {
+                    "role": role,
+                    "content": parts[0]
+                    if role == "assistant"
+                    else [
+                        {"type": "text", "text": part}
+                        if isinstance(part, str)
+                        else {"type": "image_url", "image_url": {"url": data_url(part), "detail": "auto"}}
+                        for part in parts
+                    ],
+                }
+                for role, parts in turns
+            ]
+            answer = client.chat.completions.create(
+                model="model", messages=messages, max_tokens=12, temperature=0, extra_body=extra
+            )
+            assert answer.choices[0].token_ids == server.expected(turns, 12)
+            assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+            num_cached = answer.usage.prompt_tokens_details.cached_tokens
+            assert (num_cached > 0) == (num_turns == 2)
+            turns += [("assistant", ["A cat."]), ("user", ["And ", THIRD, "?"])]
+
+
+def test_messages_and_responses_have_pictures(server: Server) -> None:
+    turns: list[Turn] = [("user", ["Look", SECOND, "\nNow?"])]
+    tokenizer = AutoTokenizer.from_pretrained(server.model)
+    text = tokenizer.decode(server.expected(turns, 12), skip_special_tokens=True)
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(SECOND).partition(",")[2]}
+    blocks = [{"type": "text", "text": "Look"}, {"type": "image", "source": source}, {"type": "text", "text": "Now?"}]
+    asked = {"model": "model", "messages": [{"role": "user", "content": blocks}]}
+    transport = httpx2.HTTPTransport(uds=server.cluster.http_address.removeprefix("unix:"))
+    with httpx2.Client(transport=transport, base_url="http://gateway", timeout=60) as client:
+        answer = client.post("/v1/messages", json=asked | {"max_tokens": 12, "temperature": 0}).json()
+        assert answer["content"][0]["text"] and text.startswith(answer["content"][0]["text"])
+        counted = client.post("/v1/messages/count_tokens", json=asked).json()
+        assert counted["input_tokens"] == answer["usage"]["input_tokens"] > 16
+    with server.client() as client:
+        parts = [
+            {"type": "input_text", "text": "Look"},
+            {"type": "input_image", "image_url": data_url(SECOND), "detail": "high"},
+            {"type": "input_text", "text": "Now?"},
+        ]
+        response = client.responses.create(
+            model="model", input=[{"role": "user", "content": parts}], max_output_tokens=12, temperature=0
+        )
+        assert response.output_text and text.startswith(response.output_text)
+
+
+def test_hostile_pictures_disturb_no_stream(server: Server) -> None:
+    turns: list[Turn] = [("user", [FIRST, "What?"])]
+    head = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}
+    urls = [
+        "data:image/png;base64,AAAA",
+        data_url(FIRST)[:200],
+        "http://127.0.0.1:1/a.png",
+        "http://169.254.169.254/latest/meta-data",
+        "file:///etc/passwd",
+    ]
+
+    def send_all() -> None:
+        with server.client() as client:
+            for url in urls:
+                head["content"][0]["image_url"]["url"] = url
+                with pytest.raises(openai.BadRequestError):
+                    client.chat.completions.create(model="model", messages=[head], max_tokens=1)
+
+    [found] = collect_all(server.cluster.gateway, [chat_message(turns, NUM_LONG_TOKENS)], send_all)
+    assert found.token_ids[0] == server.expected(turns, NUM_LONG_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "roles", [("dense_worker",), ("attn_worker",), ("dense_worker", "attn_worker")], ids=" and ".join
+)
+def test_streams_survive_kills(server: Server, roles: tuple[str, ...]) -> None:
+    chats: list[list[Turn]] = [
+        [("user", [FIRST, "What?"])],
+        [("user", ["Both ", SECOND, THIRD])],
+        [("user", ["None at all"])],
+        [("user", [FIRST, FIRST, "again"])],
+    ]
+    messages = [chat_message(turns, NUM_LONG_TOKENS) for turns in chats]
+    found = collect_all(server.cluster.gateway, messages, lambda: server.cluster.kill(*roles))
+    for turns, each in zip(chats, found, strict=True):
+        assert each.token_ids[0] == server.expected(turns, NUM_LONG_TOKENS)
+    server.cluster.wait_idle()

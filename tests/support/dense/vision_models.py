@@ -1,0 +1,175 @@
+"""Tiny random models that see pictures, one or more variants of each family, and what transformers computes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers import PreTrainedModel
+
+_TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+IMAGE_TOKEN_ID = 5
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model, and its processor of pictures."""
+
+    model_class: str  # of transformers
+    config: Mapping[str, Any]
+    processor_class: str  # in the module transformers.models.<processor_module>
+    processor_module: str
+    processor: Mapping[str, Any]  # fields of preprocessor_config.json
+
+
+_QWEN_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+}
+_QWEN_PROCESSOR = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 8 * 8,
+    "max_pixels": 64 * 64,
+}
+_QWEN = "qwen2_vl.image_processing_pil_qwen2_vl"
+_SPECIAL = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": 16,
+}
+_CLIP_PROCESSOR = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+_SIGLIP = {**_CLIP, "model_type": "siglip_vision_model"}
+del _SIGLIP["projection_dim"]
+_LLAMA = {**_TEXT, "model_type": "llama"}
+
+VARIANTS: dict[str, Variant] = {
+    "gemma3": Variant(  # windows in all layers but one, shorter than the text and longer than a picture
+        "Gemma3ForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "boi_token_id": 6,
+            "eoi_token_id": 7,
+            "mm_tokens_per_image": 4,
+            "text_config": {
+                **_TEXT,
+                "num_hidden_layers": 3,
+                "head_dim": 8,
+                "query_pre_attn_scalar": 8,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": {**_SIGLIP},
+        },
+        "Gemma3ImageProcessorPil",
+        "gemma3.image_processing_pil_gemma3",
+        {"size": {"height": 32, "width": 32}},
+    ),
+    "llava": Variant(
+        "LlavaForConditionalGeneration",
+        {"image_token_id": IMAGE_TOKEN_ID, "text_config": _LLAMA, "vision_config": _CLIP},
+        "CLIPImageProcessorPil",
+        "clip.image_processing_pil_clip",
+        _CLIP_PROCESSOR,
+    ),
+    "qwen2_5_vl": Variant(
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            **_SPECIAL,
+            "text_config": {
+                **_TEXT,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+            },
+            "vision_config": {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        },
+        "Qwen2VLImageProcessorPil",
+        _QWEN,
+        _QWEN_PROCESSOR,
+    ),
+}
+
+
+def make_vision_model(path: Path, variant: str, seed: int = 0, vocab_size: int = 128, **token_ids: int) -> Path:
+    """Writes a model of the variant, with weights so large that pictures matter; returns `path`.
+
+    `token_ids`: fields of its config.
+    """
+    each = VARIANTS[variant]
+    model_class = getattr(transformers, each.model_class)
+    torch.manual_seed(seed)
+    config = {**each.config, **token_ids}
+    config["text_config"] = {**config["text_config"], "vocab_size": vocab_size}
+    model = model_class(model_class.config_class(**config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.15)
+    model.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(dict(each.processor)))
+    return path
+
+
+def load_true_model(path: Path, variant: str) -> PreTrainedModel:
+    """The model as transformers computes it, in float32."""
+    model_class = getattr(transformers, VARIANTS[variant].model_class)
+    return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def true_pixels(variant: str, pictures: Sequence[Image.Image]) -> Mapping[str, torch.Tensor]:
+    """What transformers' processor makes of pictures."""
+    each = VARIANTS[variant]
+    module = importlib.import_module(f"transformers.models.{each.processor_module}")
+    return getattr(module, each.processor_class)(**each.processor)(images=list(pictures), return_tensors="pt")
+
+
+@torch.inference_mode()
+def true_logits(
+    model: PreTrainedModel, variant: str, token_ids: Sequence[int], pictures: Sequence[Image.Image]
+) -> torch.Tensor:
+    """The logits of all tokens, [num_tokens, vocab]; the picture's tokens stand in `token_ids` as often as needed."""
+    ids = torch.tensor([list(token_ids)])
+    given = dict(true_pixels(variant, pictures)) if pictures else {}
+    if not variant.startswith("llava"):
+        name = "token_type_ids" if variant == "gemma3" else "mm_token_type_ids"
+        given[name] = (ids == IMAGE_TOKEN_ID).long()
+    given.pop("num_crops", None)
+    return model(input_ids=ids, use_cache=False, **given).logits[0]
+
+
+def noise(height: int, width: int, seed: int) -> Image.Image:
+    """A picture of random pixels."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)

@@ -1,0 +1,124 @@
+"""Models that see pictures, with their true parts in both workers, compared with transformers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import PreTrainedModel
+
+from services.common.vision.vision_config import VisionConfig, load_vision_config
+from services.dense_worker.encoders.vision.load import StoredTower
+from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.features.images.images_feature import whole_chunk
+from services.step.prompt_span import PromptSpan
+from tests.support.dense.vision_models import (
+    IMAGE_TOKEN_ID,
+    VARIANTS,
+    load_true_model,
+    make_vision_model,
+    noise,
+    true_logits,
+)
+from tests.support.dense.whole_model import WholeModel
+
+torch.set_num_threads(1)
+# Both compute in float32, in another order of sums, of a few hundred numbers each: relative to the largest logit.
+BOUND = 5e-5
+NUM_DECODED = 5
+CPU = torch.device("cpu")
+
+
+class Prompt:
+    """Text and pictures, as both sides read them."""
+
+    def __init__(self, vision: VisionConfig, path: Path, parts: Sequence[list[int] | Image.Image]) -> None:
+        tower = StoredTower(vision, path, torch.float32, CPU, None).load().tower
+        self.token_ids: list[int] = []
+        self.images = [each for each in parts if not isinstance(each, list)]
+        pictures, starts = [], []
+        for each in parts:
+            if isinstance(each, list):
+                self.token_ids += each
+                continue
+            shape = vision.layout.shape_of(each.height, each.width, is_low=False)
+            tiles = np.stack([np.asarray(tile) for tile in vision.layout.tiles_of(each, shape)])
+            pictures.append(Picture(f"{len(pictures):02x}" + each.tobytes()[:31].hex(), shape, torch.from_numpy(tiles)))
+            starts.append(len(self.token_ids))
+            self.token_ids += [IMAGE_TOKEN_ID] * shape.num_tokens
+        with torch.inference_mode():
+            outputs = tower.forward(pictures, vision.pixels) if pictures else []
+        self.pictures = [
+            (PromptSpan(start, p.shape.num_tokens, p.hash, p.shape.grid_rows, p.shape.grid_columns), output)
+            for start, p, output in zip(starts, pictures, outputs, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(variant: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("model"), variant)
+
+
+@pytest.fixture(scope="module")
+def truth(path: Path, variant: str) -> PreTrainedModel:
+    return load_true_model(path, variant)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+def pick(logits: torch.Tensor) -> int:
+    """The most likely token, but not that of pictures: transformers would look for another picture."""
+    return int(logits.index_fill(0, torch.tensor([IMAGE_TOKEN_ID]), float("-inf")).argmax())
+
+
+def test_pictures_in_chunks_decoding_and_prefix_cache(path: Path, variant: str, truth: PreTrainedModel) -> None:
+    """Two pictures of other sizes; a second prompt has the first picture and another second one."""
+    vision = load_vision_config(path)
+    assert vision is not None
+    start, between, end = [9, 10, 11], [12, 13, 14, 15, 16], [17, 18, 19]
+    first_image, second_image, other_image = noise(30, 43, 1), noise(60, 20, 2), noise(60, 20, 3)
+    first = Prompt(vision, path, [start, first_image, between, second_image, end])
+    second = Prompt(vision, path, [start, first_image, between, other_image, end])
+    model = WholeModel(path, max_model_len=512, num_blocks=256)
+    model.image_token_id = vision.image_token_id
+    expected = true_logits(truth, variant, first.token_ids, first.images)
+    assert not torch.allclose(expected[-1], true_logits(truth, variant, second.token_ids, second.images)[-1])
+    model.open(1, first.token_ids, pictures=first.pictures)
+    rows, position = [], 0
+    while position < len(first.token_ids):
+        size = min(7, len(first.token_ids) - position)
+        if model.config.attention.sees_spans:
+            size = whole_chunk([span for span, _ in first.pictures], position, size, most=64)
+        rows.append(model.step((1, size, position))[0])
+        position += size
+    check(torch.cat(rows), expected)
+    num_cached = model.open(2, second.token_ids, pictures=second.pictures)
+    shared = second.pictures[1][0].start
+    assert shared - 4 < num_cached <= shared, "all up to the other picture, in whole blocks"
+    found = model.step((2, len(second.token_ids) - num_cached, num_cached))[0]
+    check(found, true_logits(truth, variant, second.token_ids, second.images)[num_cached:])
+    token_ids, last = list(first.token_ids), rows[-1]
+    for index in range(NUM_DECODED):
+        token_id = pick(last[-1])
+        token_ids.append(token_id)
+        if index == 2:  # a fork goes on at the same positions
+            model.cache.close_sequences([2])
+            fork = (1, 3, len(token_ids) - 1)
+            entry = (3, 1, len(token_ids) - 1)
+            (last,) = model.step(entry, sampled=[(1, token_id)], forks=[fork], forced=[(3, token_id)])
+            check(last, true_logits(truth, variant, token_ids, first.images)[-1:])
+        (last,) = model.step((1, 1, len(token_ids) - 1), sampled=[] if index == 2 else [(1, token_id)])
+    expected = true_logits(truth, variant, token_ids, first.images)
+    assert token_ids[len(first.token_ids) :] == [pick(each) for each in expected[len(first.token_ids) - 1 : -1]]
+    check(last, expected[-1:])

@@ -1,0 +1,156 @@
+"""Decoding pictures: Pillow and transformers give the expected pixels; what is hostile harms no other request."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import struct
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from services.common.errors import InvalidRequest
+from services.common.vision.qwen_vl import QwenLayout
+from services.gateway.images import decoder
+from services.gateway.images.decoder import Decoder, Encoding
+from services.gateway.images.picture import Picture
+from tests.support.dense.vision_models import noise
+
+LAYOUT = QwenLayout(unit=8, min_pixels=64, max_pixels=4096, resample=3)
+CLIENT = (0, 1)
+
+
+def encode(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+class Runner:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.decoder = Decoder(LAYOUT, max_pixels=10_000)
+
+    def decode(self, data: bytes, *, is_low: bool = False) -> Picture:
+        return self.loop.run_until_complete(self.decoder.decode(Encoding(data, is_low), CLIENT))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    runner = Runner()
+    yield runner
+    runner.loop.run_until_complete(runner.decoder.close())
+    runner.loop.close()
+
+
+def check(found: Picture, picture: Image.Image) -> None:
+    shape = LAYOUT.shape_of(picture.height, picture.width, is_low=False)
+    assert found.shape == shape
+    expected = picture.convert("RGB").resize((shape.width, shape.height), Image.Resampling.BICUBIC)
+    assert found.tiles == np.asarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "WEBP", "GIF", "JPEG"])
+def test_formats(runner: Runner, kind: str) -> None:
+    data = encode(noise(30, 50, 1), kind, **({"lossless": True} if kind == "WEBP" else {}))
+    check(runner.decode(data), Image.open(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK", "I;16"])
+def test_colours(runner: Runner, mode: str) -> None:
+    picture = noise(20, 20, 2)
+    if mode == "I;16":
+        picture = Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20) * 100)
+    else:
+        picture = picture.convert(mode)
+    data = encode(picture, "JPEG" if mode == "CMYK" else "PNG")
+    check(runner.decode(data), Image.open(io.BytesIO(data)))
+
+
+def test_a_picture_is_turned_as_its_file_says(runner: Runner) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(noise(16, 48, 3), "PNG", exif=exif)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert turned.size == (16, 48)
+    check(runner.decode(data), turned)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few bytes that claims a great many pixels."""
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def film(num_frames: int) -> bytes:
+    frames = [Image.new("L", (2, 2), index % 250) for index in range(num_frames)]
+    return encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+
+
+PNG = encode(noise(40, 40, 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is none of PNG"),
+        (b"\0" * 100, "is none of PNG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is none of PNG"),
+        (b"%PDF-1.7", "is none of PNG"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is none of PNG"),
+        (encode(noise(8, 8, 5), "TIFF"), "is none of PNG"),
+        (PNG[: len(PNG) // 2], "cannot be decoded"),
+        (PNG[:30], "is none of PNG|cannot be decoded"),
+        (PNG[:60] + b"\xff" * 40 + PNG[100:], "cannot be decoded"),
+        (encode(noise(40, 40, 4), "JPEG")[:300], "is none of PNG|cannot be decoded"),
+        (bomb(100_000), "100000 x 100000 pixels, at most 10000 allowed"),
+        (bomb(90), "cannot be decoded"),
+        (encode(Image.new("RGB", (101, 100))), "101 x 100 pixels, at most 10000"),
+        (encode(Image.new("RGB", (1000, 4))), "longer side may be 200 times"),
+        (film(2), "several frames"),
+        (film(10_000), "several frames"),
+    ],
+)
+def test_hostile_pictures(runner: Runner, data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        runner.decode(data)
+    check(runner.decode(PNG), noise(40, 40, 4))
+
+
+def test_little_detail(runner: Runner) -> None:
+    layout = QwenLayout(unit=8, min_pixels=64, max_pixels=2**22, resample=3)
+    assert layout.shape_of(2000, 1000, is_low=True).num_bytes <= 3 * 512 * 512
+    assert layout.shape_of(2000, 1000, is_low=False).num_bytes > 3 * 10**6
+
+
+def test_a_killed_process_is_replaced_and_clients_see_nothing(runner: Runner) -> None:
+    runner.decode(PNG)
+    for process in runner.decoder._idle:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    check(runner.decode(PNG), noise(40, 40, 4))
+
+
+def test_a_picture_that_takes_too_long_is_given_up(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.decode(PNG)
+    stopped = list(runner.decoder._idle)
+    for process in stopped:
+        os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(decoder, "TIMEOUT_S", 0.2)
+    with pytest.raises(Exception, match=r"within 0\.2 s"):
+        runner.decode(PNG)
+    monkeypatch.undo()
+    for process in stopped:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+    check(runner.decode(PNG), noise(40, 40, 4))
