@@ -142,7 +142,8 @@ class CudaIpcChannel:
             error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
             if error != runtime.cudaError_t.cudaSuccess:
                 cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the peer may just have died
-                raise cause(f"{device} cannot map the attention worker's GPU memory: {error.name}")
+                mend = "" if cause is PeerError else ": put both workers on one GPU, or on two that are linked"
+                raise cause(f"{device} cannot map the attention worker's GPU memory: {error.name}{mend}")
             undo.callback(runtime.cudaIpcCloseMemHandle, int(pointer))
             channel = cls(device, kind, region, spec, int(pointer), is_owner=False, lies_on_peer=lies_on_peer)
             undo.pop_all()

@@ -219,8 +219,8 @@ class PreparedModel:
         lora = make_lora(config, model, weights)
         with naming_what_needs_memory("the buffers of a step"):
             selected = self.backend.load(weights, lora)
-            head = weights.head.lm_head.weight
-            table = head.matrix.data if isinstance(head, PlainWeight) and model.rank.count == 1 else None
+            head = weights.head.lm_head.weight if model.rank.count == 1 else None  # other ranks may have no head
+            table = head.matrix.data if isinstance(head, PlainWeight) else None
             features = make_features(
                 config, model, selected.backend, lora, self.grammars, table, weights.encoder, self.images
             )

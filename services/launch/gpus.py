@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from services.common.config import Config
+from services.common.errors import ConfigError
 from services.launch.mps import has_gpu
 
 QUERY = ("nvidia-smi", "--query-gpu=uuid,name,memory.free", "--format=csv,noheader,nounits")
@@ -58,6 +60,50 @@ def find_gpu(device: str, gpus: list[Gpu], visible: str | None) -> Gpu | None:
     return gpus[index] if are_alike and index < len(gpus) else None
 
 
+def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu] | None:
+    """The GPUs that processes see, if `visible` is CUDA_VISIBLE_DEVICES; None if a name in it is not known."""
+    if visible is None:
+        return gpus
+    found = []
+    for name in filter(None, visible.split(",")):
+        if name.isdecimal():
+            if int(name) >= len(gpus):
+                break  # CUDA sees those before it
+            found.append(gpus[int(name)])
+            continue
+        named = next((gpu for gpu in gpus if gpu.uuid.startswith(name)), None)
+        if named is None:
+            return None  # a part of a GPU, for example
+        found.append(named)
+    return found
+
+
 def is_on_gpu(device: str) -> bool:
     """Whether a worker with this device, a key of the config, computes on a GPU."""
     return device != "cpu" and has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and torch_cuda() is not None
+
+
+def check_rank_gpus(config: Config) -> None:
+    """Raises `ConfigError`, which says what to do, for too few GPUs, and for unequal ones. Nothing if none are known.
+
+    All ranks do the same work in step: the slowest would set the pace, and the smallest the size of all KV caches.
+    """
+    count = config.dense.num_ranks
+    if count == 1 or not is_on_gpu(config.dense.device):
+        return
+    gpus = visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not gpus:
+        return
+    kind = "pipeline" if config.dense.pipeline_parallel_size > 1 else "tensor"
+    setting = f"dense.{kind}_parallel_size"
+    if len(gpus) < count:
+        raise ConfigError(
+            f"{setting} is {count}, and {len(gpus)} GPUs are visible: set it to {len(gpus)} or less, or let"
+            " CUDA_VISIBLE_DEVICES name more"
+        )
+    for rank, gpu in enumerate(gpus[:count]):
+        if gpu.name != gpus[0].name:
+            raise ConfigError(
+                f"{setting} is {count}, and the GPUs are unequal: rank 0 would have {gpus[0].name}, rank {rank}"
+                f" {gpu.name}: let CUDA_VISIBLE_DEVICES name {count} equal ones"
+            )

@@ -24,6 +24,7 @@ from services.launch.attention_workers import AttentionWorkers
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
 from services.launch.gpu_faults import INTERVAL_S, GpuFaults
+from services.launch.gpus import check_rank_gpus
 from services.launch.health_watch import HealthWatch
 from services.launch.lifelines import Lifelines
 from services.launch.memory_plan import check_memory
@@ -76,6 +77,7 @@ class Launcher:
         config = self._config = without_needless_services(config)
         check_addresses(config)
         check_attention_workers(config)
+        await asyncio.to_thread(check_rank_gpus, config)
         check_tls(config)
         for number, key in enumerate(self._arguments.api_key or (), start=1):
             add_api_key(f"flag-{number}", key)

@@ -6,12 +6,15 @@ import os
 import threading
 from datetime import timedelta
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from services.common.rank import Rank
 from services.dense_worker.ranks.group import naming_ranks
+
+log = structlog.get_logger()
 
 # NCCL's own, of the process. An operation that waits too long is found by the engine, which aborts the group; torch's
 # watchdogs would end the process instead, also for graphs that wait with reason. Multicast over NVLink stays off.
@@ -32,6 +35,7 @@ class NcclGroup:
     def __init__(self, store: dist.Store, rank: Rank, device: torch.device, timeout_s: float) -> None:
         """Waits for all ranks, at most `timeout_s`. Raises `PeerError`."""
         os.environ.update(SETTINGS)
+        _warn_of_slow_links(rank, device)
         self.rank = rank
         self._is_aborted = False
         options = dist.ProcessGroupNCCL.Options()
@@ -94,6 +98,14 @@ class NcclGroup:
         if not self._is_aborted:
             self._is_aborted = True
             threading.Thread(target=self._group.abort, name="abort of ranks", daemon=True).start()
+
+
+def _warn_of_slow_links(rank: Rank, device: torch.device) -> None:
+    """Rank r is on GPU r. Those that do not reach each other's memory exchange all rows through the host's."""
+    others = (index for index in range(rank.count) if index != rank.index)
+    slow = [index for index in others if not torch.cuda.can_device_access_peer(device, index)]
+    if slow:
+        log.warning("GPUs have no direct link: what ranks exchange takes the way through host memory", ranks=slow)
 
 
 def _finish(work: dist.Work | None) -> None:
