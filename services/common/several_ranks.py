@@ -84,13 +84,15 @@ def _of_parts(model: ModelConfig) -> Iterator[tuple[str, str]]:
     if parts.embedding_size is not None:
         yield f"{family} has projections beside its embedding, which are not cut", alone
     if model.encoder is not None:
-        yield f"{family} has an encoder and cross attention, which are not cut", alone
+        yield f"{family} has an encoder and cross attention, which are not cut", "set it to 1"
     if parts.layer_inputs is not None:
         yield f"{family} has inputs of its own for each layer, which are not cut", "set it to 1"
 
 
 def _of_layers(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Parts of a model that several stages would have to share."""
+    if model.encoder is not None:
+        yield f"{model.family!r} has an encoder, whose output all stages would need", "set it to 1"
     if model.parts.layer_inputs is not None:
         yield f"{model.family!r} has inputs for each layer, which the first stage alone could make", "set it to 1"
 

@@ -29,11 +29,12 @@ TENSORS, STAGES = "dense.tensor_parallel_size=2", "dense.pipeline_parallel_size=
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_long = metafunc.config.getoption("--all-families")
-    arrangements = [TENSORS, STAGES] if is_long else [TENSORS]
     if "ranks" in metafunc.fixturenames:
+        kills = "name" in metafunc.fixturenames
+        arrangements = [TENSORS, STAGES] if is_long or not kills else [TENSORS]
         metafunc.parametrize("ranks", arrangements, indirect=True, scope="module")
     if "arrangement" in metafunc.fixturenames:
-        metafunc.parametrize("arrangement", arrangements)
+        metafunc.parametrize("arrangement", [TENSORS, STAGES])
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", PROCESSES if is_long else KILLED)
     if "stopped" in metafunc.fixturenames:

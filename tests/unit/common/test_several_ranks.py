@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ def test_both_kinds_of_ranks_at_once(model: ModelConfig) -> None:
     both = ["dense.tensor_parallel_size=2", "dense.pipeline_parallel_size=3"]
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2 and dense\.pipeline_parallel_size 3: set one of"):
         check_ranks(load_config(None, both), model)
+
+
+@pytest.mark.parametrize("ranks", ["dense.tensor_parallel_size", "dense.pipeline_parallel_size"])
+@pytest.mark.parametrize("part", ["layer_inputs", "encoder"])
+def test_parts_that_only_one_rank_can_have(model: ModelConfig, ranks: str, part: str) -> None:
+    is_encoder = part == "encoder"
+    found: Any = SimpleNamespace()
+    changes: dict[str, Any] = {"encoder": found} if is_encoder else {"parts": replace(model.parts, layer_inputs=found)}
+    with pytest.raises(ConfigError, match=rf"{ranks} is 2, but 'llama' has (an encoder|inputs).*: set it to 1$"):
+        check_ranks(load_config(None, [f"{ranks}=2"]), replace(model, **changes))
 
 
 def test_layers_of_the_cache_that_only_the_whole_model_can_name(model: ModelConfig) -> None:
