@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.sampling_params import ReasoningLimit, SamplingParams
+from services.common.sampling_params import ReasoningLimit, SamplingParams, TimestampRules
 from services.common.structured_output import FIELD_NAME, Constraint, StructuredOutput
 from services.pb import sampling_pb2
 
@@ -16,6 +16,7 @@ _COMPOUND = (
     "allowed_token_ids",
     "structured_output",
     "reasoning_limit",
+    "timestamps",
     "logprob_token_ids",
 )
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOUND)
@@ -30,6 +31,7 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
         allowed_token_ids=params.allowed_token_ids,
         structured_output=_encode_structured_output(params.structured_output),
         reasoning_limit=_encode_reasoning_limit(params.reasoning_limit),
+        timestamps=_encode_timestamps(params.timestamps),
         logprob_token_ids=params.logprob_token_ids,
     )
 
@@ -54,7 +56,21 @@ def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> Sa
         limit = message.reasoning_limit
         begin_token_id = limit.begin_token_id if limit.HasField("begin_token_id") else None
         given["reasoning_limit"] = ReasoningLimit(limit.max_tokens, limit.end_token_id, begin_token_id)
+    if message.HasField("timestamps"):
+        rules = message.timestamps
+        last = rules.last_initial_token_id if rules.HasField("last_initial_token_id") else None
+        given["timestamps"] = TimestampRules(rules.first_token_id, rules.end_token_id, last)
     return SamplingParams(**{**defaults, **given})
+
+
+def _encode_timestamps(rules: TimestampRules | None) -> sampling_pb2.TimestampRules | None:
+    if rules is None:
+        return None
+    return sampling_pb2.TimestampRules(
+        first_token_id=rules.first_token_id,
+        end_token_id=rules.end_token_id,
+        last_initial_token_id=rules.last_initial_token_id,
+    )
 
 
 def _encode_reasoning_limit(limit: ReasoningLimit | None) -> sampling_pb2.ReasoningLimit | None:

@@ -67,13 +67,26 @@ class ReasoningLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class TimestampRules:
+    """How text and timestamps alternate in the output of a speech model (arXiv:2212.04356, section 3.3).
+
+    An output begins with a timestamp. They come in pairs, never go back, and one is sampled wherever all timestamps
+    together are more likely than any other token.
+    """
+
+    first_token_id: int  # the timestamp of 0 s; higher ids are later ones. The token before it is never sampled
+    end_token_id: int  # of an output; all lower ids are text
+    last_initial_token_id: int | None = None  # the latest timestamp that an output may begin with; None: any
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
     They are applied in this order, each to the result of the one before: `logit_bias`, repetition, frequency and
-    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, `reasoning_limit`, `structured_output`,
-    temperature, `top_k`, `top_p`, `min_p`. Where those before `structured_output` exclude all tokens that continue the
-    grammar, they do not apply: the grammar wins.
+    presence penalty, `bad_words`, `min_tokens`, `timestamps`, `allowed_token_ids`, `reasoning_limit`,
+    `structured_output`, temperature, `top_k`, `top_p`, `min_p`. Where those before `structured_output` exclude all
+    tokens that continue the grammar, they do not apply: the grammar wins.
     """
 
     # Below 1e-5 the most likely token is taken (greedy).
@@ -97,6 +110,7 @@ class SamplingParams:
     # `min_tokens` exclude all of these tokens, all of them are equally likely.
     allowed_token_ids: tuple[int, ...] = ()
     structured_output: StructuredOutput | None = None  # how its text is structured; None: any text
+    timestamps: TimestampRules | None = None  # None: the output has none
     reasoning_limit: ReasoningLimit | None = None  # None: reasoning is not limited
     # Tokens whose log-probabilities are reported wherever any are; no effect on what is sampled. No token twice.
     logprob_token_ids: tuple[int, ...] = ()
@@ -114,7 +128,8 @@ class SamplingParams:
     @property
     def depends_on_output(self) -> bool:
         """Whether an option makes the next token depend on the output's last ones, besides its grammar."""
-        return self.has_penalties or bool(self.bad_words) or self.reasoning_limit is not None
+        has_rules = self.reasoning_limit is not None or self.timestamps is not None
+        return self.has_penalties or bool(self.bad_words) or has_rules
 
     def validate(self) -> None:
         """Raises `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
@@ -144,6 +159,10 @@ class SamplingParams:
             _check_token_ids(f"bad_words[{i}]", word, vocab_size)
         _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         _check_token_ids("logprob_token_ids", self.logprob_token_ids, vocab_size)
+        if self.timestamps is not None:
+            rules = self.timestamps
+            ids = (rules.first_token_id, rules.end_token_id, rules.last_initial_token_id or 0)
+            _check_token_ids("timestamps", ids, vocab_size)
         if self.reasoning_limit is not None:
             markers = (self.reasoning_limit.end_token_id, self.reasoning_limit.begin_token_id or 0)
             _check_token_ids("reasoning_limit", markers, vocab_size)

@@ -13,7 +13,7 @@ from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
 from services.common.encoders.encoder_config import TextEncoderConfig
 from services.common.encoders.served_config import read_served_config
-from services.common.errors import PeerError
+from services.common.errors import ModelError, PeerError
 from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
@@ -26,6 +26,7 @@ from services.gateway.access.reception import Reception
 from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.adapters.adapters import Adapters
 from services.gateway.apis.app import DIALECTS, build_app
+from services.gateway.apis.audio.routes import Speech
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
@@ -51,6 +52,8 @@ from services.gateway.resume.registry import Registry
 from services.gateway.resume.resume_metrics import ResumeMetrics
 from services.gateway.resume.resume_peers import ResumePeers
 from services.gateway.resume.resumption import Resumption
+from services.gateway.sound.sound_reader import SoundReader
+from services.gateway.sound.speech_model import read_speech_model
 from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.grammar_trials import GrammarTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
@@ -129,6 +132,7 @@ class Gateway:
         options = self._options
         peers = GatewayPeers(options.peer_addresses, section.max_message_bytes, options.change_lock)
         service = self._make_request_service(tokenizer, model_config, tracer, peers)
+        self._speech = self._make_speech(service)
         self._vectors = Vectors(service, read_pooling(config.model), section.max_inputs)
         triton = Triton(service, section.max_prompts, peers)
         resumption = self._resumption = self._make_resumption() if section.resume else None
@@ -198,7 +202,7 @@ class Gateway:
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
         app = build_app(
-            service, section, self._registry, worker_load, triton, updates, self._vectors, resumption
+            service, section, self._registry, worker_load, triton, updates, self._vectors, resumption, self._speech
         )
         http_server = HttpServer(app, section, tls, DIALECTS, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
@@ -279,6 +283,17 @@ class Gateway:
         reader = PictureReader(vision, self._section, tokenizer)
         self._opened.push_async_callback(reader.close)
         return reader
+
+    def _make_speech(self, service: RequestService) -> Speech | None:
+        """What a model that reads sound needs; None for others. Raises ModelError if its files lack something."""
+        if service.sources is None or not service.sources.reads_sound:
+            return None
+        path = self._config.model.path
+        if read_json(path / "preprocessor_config.json") is None:
+            raise ModelError(f"{path} has no preprocessor_config.json, which says how sound becomes features")
+        reader = SoundReader(path, self._section.max_audio_seconds)
+        self._opened.push_async_callback(reader.close)
+        return Speech(read_speech_model(path), reader)
 
     def _make_server(
         self,

@@ -17,6 +17,7 @@ from services.gateway import __version__
 from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.anthropic.errors import ANTHROPIC
 from services.gateway.apis.anthropic.routes import messages_routes
+from services.gateway.apis.audio.routes import Speech, audio_routes
 from services.gateway.apis.llama_cpp.errors import LLAMA_CPP
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
 from services.gateway.apis.models import model_routes
@@ -55,10 +56,11 @@ def build_app(
     weight_updates: WeightUpdates,
     vectors: Vectors,
     resumption: Resumption | None = None,
+    speech: Speech | None = None,
 ) -> FastAPI:
     """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites.
 
-    `resumption`: None if requests cannot be resumed.
+    `resumption`: None if requests cannot be resumed. `speech`: None if the model reads no sound.
     """
     app = FastAPI(
         title="Twostroke", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
@@ -78,6 +80,7 @@ def build_app(
     app.include_router(vector_routes(vectors, section))
     app.include_router(score_routes(vectors, section))
     app.include_router(token_routes(service, section))
+    app.include_router(audio_routes(service, section, speech))
     app.include_router(model_routes(service))
     app.include_router(server_routes(service, registry))
     app.include_router(adapter_routes(service, section))

@@ -16,12 +16,23 @@ from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id, 
 log = structlog.get_logger()
 
 
+FORM_BYTES = 2**16  # of the fields of a form beside its file
+UPLOADS = ("/v1/audio/",)  # routes that take forms with files
+
+
 class Envelope:
     """An ASGI middleware. Handlers find the id as `request.state.request_id`."""
 
     def __init__(
-        self, app: ASGIApp, host_check: HostCheck, max_body_bytes: int, dialects: Sequence[Dialect]
+        self,
+        app: ASGIApp,
+        host_check: HostCheck,
+        max_body_bytes: int,
+        dialects: Sequence[Dialect],
+        max_upload_bytes: int = 0,
     ) -> None:
+        """`max_upload_bytes`: of a file that is uploaded in a form to a route of `UPLOADS`, if that is more."""
+        self._max_form_bytes = max(max_body_bytes, max_upload_bytes + FORM_BYTES)
         self._app = app
         self._dialects = dialects
         self._host_check = host_check
@@ -46,36 +57,40 @@ class Envelope:
                 message["headers"] = [*message.get("headers", ()), *id_headers]
             await send(message)
 
-        refusal = refusal or self._host_check.refuse(scope["headers"]) or self._refuse_length(scope)
+        limit = self._max_form_bytes if scope["path"].startswith(UPLOADS) else self._max_body_bytes
+        refusal = refusal or self._host_check.refuse(scope["headers"]) or _refuse_length(scope, limit)
         if refusal is not None:
             await error_response(refusal, scope)(scope, receive, send_with_id)
             return
         try:
-            await self._app(scope, self._limited(receive), send_with_id)
+            await self._app(scope, _limited(receive, limit), send_with_id)
         except Exception as error:
             log.debug("request ended by an error", request_id=request_id, error=repr(error))
 
-    def _refuse_length(self, scope: Scope) -> HTTPException | None:
-        """The error for a body whose content-length is above the limit; the body is not read."""
-        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if lengths and int(lengths[0]) > self._max_body_bytes:  # the parser allows only digits and one such header
-            return self._too_large(f"{int(lengths[0])}")
-        return None
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Limits `receive` to the allowed size: a chunked body does not declare its length."""
-        num_bytes = 0
+def _refuse_length(scope: Scope, limit: int) -> HTTPException | None:
+    """The error for a body whose content-length is above the limit; the body is not read."""
+    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    if lengths and int(lengths[0]) > limit:  # the parser allows only digits and one such header
+        return _too_large(f"{int(lengths[0])}", limit)
+    return None
 
-        async def receive_limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
-                    raise self._too_large(f"more than {self._max_body_bytes}")
-            return message
 
-        return receive_limited
+def _limited(receive: Receive, limit: int) -> Receive:
+    """Limits `receive` to the allowed size: a chunked body does not declare its length."""
+    num_bytes = 0
 
-    def _too_large(self, num_bytes: str) -> HTTPException:
-        return HTTPException(413, f"the body has {num_bytes} bytes, the limit is {self._max_body_bytes}")
+    async def receive_limited() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        if message["type"] == "http.request":
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > limit:
+                raise _too_large(f"more than {limit}", limit)
+        return message
+
+    return receive_limited
+
+
+def _too_large(num_bytes: str, limit: int) -> HTTPException:
+    return HTTPException(413, f"the body has {num_bytes} bytes, the limit is {limit}")

@@ -47,7 +47,8 @@ class HttpServer:
         self._shares_port = shares_port
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
-        checked = CrossOrigin(Envelope(app, HostCheck(section), section.max_body_bytes, dialects), section.cors_origins)
+        limits = (section.max_body_bytes, dialects, section.max_audio_bytes)
+        checked = CrossOrigin(Envelope(app, HostCheck(section), *limits), section.cors_origins)
         config = uvicorn.Config(
             _RootPath(checked, section.root_path),
             http=_protocol_of(section),

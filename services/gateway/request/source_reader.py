@@ -82,7 +82,8 @@ class SourceReader:
         if not has_ids and not text:
             return [self.start_token_id, *self.forced_token_ids]
         given = list(message.decoder_prompt_token_ids.ids) if has_ids else await tokenizer.encode(text, False)
-        return given if given[:1] == [self.start_token_id] else [self.start_token_id, *given]
+        has_start = self.start_token_id in (given if self.reads_sound else given[:1])  # earlier text may be before it
+        return given if has_start else [self.start_token_id, *given]
 
 
 def make_source_reader(path: Path, config: ModelConfig) -> SourceReader | None:

@@ -1,0 +1,1 @@
+"""OpenAI's routes of speech: transcriptions and translations."""

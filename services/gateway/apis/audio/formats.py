@@ -1,0 +1,81 @@
+"""The answers to transcriptions: JSON, text, and subtitles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.sound.transcription import SpokenSegment, Transcription
+
+
+def text_of(segments: Sequence[SpokenSegment]) -> str:
+    """The whole text."""
+    return "".join(each.text for each in segments).strip()
+
+
+def json_object(transcription: Transcription, segments: Sequence[SpokenSegment]) -> dict[str, Any]:
+    """The format `json`."""
+    return {"text": text_of(segments), "usage": usage_object(transcription)}
+
+
+def verbose_object(transcription: Transcription, segments: Sequence[SpokenSegment]) -> dict[str, Any]:
+    """The format `verbose_json`."""
+    return {
+        "task": transcription.options.task,
+        "language": transcription.language,
+        "duration": transcription.sound.seconds,
+        "text": text_of(segments),
+        "segments": [_segment_object(index, each, transcription) for index, each in enumerate(segments)],
+        "usage": usage_object(transcription),
+    }
+
+
+def usage_object(transcription: Transcription) -> dict[str, Any]:
+    """What was used, in whole seconds of sound, as OpenAI counts it for such models."""
+    return {"type": "duration", "seconds": math.ceil(transcription.sound.seconds)}
+
+
+def srt(segments: Sequence[SpokenSegment]) -> str:
+    """SubRip subtitles."""
+    parts = [
+        f"{index}\n{_time(each.segment.start, ',')} --> {_time(each.segment.end, ',')}\n{_line(each)}\n"
+        for index, each in enumerate(segments, start=1)
+    ]
+    return "\n".join(parts)
+
+
+def vtt(segments: Sequence[SpokenSegment]) -> str:
+    """WebVTT subtitles."""
+    parts = [
+        f"{_time(each.segment.start, '.')} --> {_time(each.segment.end, '.')}\n{_line(each)}\n" for each in segments
+    ]
+    return "\n".join(["WEBVTT\n", *parts])
+
+
+def _line(spoken: SpokenSegment) -> str:
+    """The text of a subtitle, in which an arrow would begin the next one."""
+    return spoken.text.strip().replace("-->", "->")
+
+
+def _time(seconds: float, separator: str) -> str:
+    milliseconds = round(1000 * seconds)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    seconds_part, milliseconds = divmod(milliseconds, 1000)
+    return f"{hours:02}:{minutes:02}:{seconds_part:02}{separator}{milliseconds:03}"
+
+
+def _segment_object(index: int, spoken: SpokenSegment, transcription: Transcription) -> dict[str, Any]:
+    segment = spoken.segment
+    return {
+        "id": index,
+        "seek": spoken.first_frame,
+        "start": round(segment.start, 2),
+        "end": round(segment.end, 2),
+        "text": spoken.text,
+        "tokens": segment.token_ids,
+        "temperature": transcription.options.temperature,
+        "avg_logprob": spoken.mean_logprob,
+        "compression_ratio": spoken.compression_ratio,
+    }

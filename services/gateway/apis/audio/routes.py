@@ -1,0 +1,208 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations, as in OpenAI's reference: uploads in forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.shorten import quote
+from services.gateway.apis.audio import formats
+from services.gateway.apis.shared.answer import events
+from services.gateway.core.request_service import RequestService
+from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.envelope import FORM_BYTES
+from services.gateway.http.errors import ERROR_RESPONSES, describe
+from services.gateway.sound.sound_reader import SoundReader
+from services.gateway.sound.speech_model import SpeechModel, Task
+from services.gateway.sound.transcription import SpokenSegment, Transcription, TranscriptionOptions
+
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+MAX_PROMPT_CHARACTERS = 4096
+MAX_FIELDS = 32
+# Fields that would change the answer, with the values that have no effect.
+_UNSUPPORTED = {"chunking_strategy": (), "known_speaker_names[]": (), "include[]": ()}
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """What a gateway has for a speech model."""
+
+    model: SpeechModel
+    reader: SoundReader
+
+
+def audio_routes(service: RequestService, section: GatewaySection, speech: Speech | None) -> APIRouter:
+    """The routes of one gateway; `speech`: None if its model reads no sound."""
+    router = APIRouter(tags=["Audio"], responses=ERROR_RESPONSES)
+
+    async def answer(request: Request, task: Task) -> Response:
+        if speech is None:
+            raise InvalidRequest(f"{service.names.first} reads text, not sound: it has no {request.url.path}", "model")
+        async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES) as form:
+            data, options, response_format, is_stream = await _read_form(form, request, task, section)
+        service.names_for(request.state.caller).check(options.model)
+        if options.language is not None and speech.model.languages:
+            speech.model.language_code(options.language)
+        speech.model.task_tokens(task, options.language or next(iter(speech.model.languages), None))
+        sound = await speech.reader.read(data, request.state.caller.number)
+        del data
+        await request.state.held.reserve(sound.features.nbytes, "features of sound", "file", "send a shorter one")
+        transcription = Transcription(service, speech.model, sound, options, request.state.caller)
+        return _TranscriptionAnswer(transcription, response_format, is_stream=is_stream)
+
+    @router.post("/v1/audio/transcriptions", response_class=Response)
+    async def transcribe(request: Request) -> Response:
+        """Writes down what is said in a file."""
+        return await answer(request, "transcribe")
+
+    @router.post("/v1/audio/translations", response_class=Response)
+    async def translate(request: Request) -> Response:
+        """Writes in English what is said in a file."""
+        return await answer(request, "translate")
+
+    return router
+
+
+class _TranscriptionAnswer(Response):
+    """Runs the transcription when the server calls it. Cancels it if the client disconnects."""
+
+    def __init__(self, transcription: Transcription, response_format: str, *, is_stream: bool) -> None:
+        super().__init__()
+        self._transcription = transcription
+        self._format = response_format
+        self._is_stream = is_stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
+        work = self._stream(send) if self._is_stream else self._whole(scope, receive, send)
+        try:
+            await while_connected(receive, work)
+        except ClientGone:
+            return
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        segments = [each async for each in self._transcription.segments()]
+        await self._response(segments)(scope, receive, send)
+
+    def _response(self, segments: list[SpokenSegment]) -> Response:
+        match self._format:
+            case "text":
+                return PlainTextResponse(formats.text_of(segments) + "\n")
+            case "srt":
+                return PlainTextResponse(formats.srt(segments))
+            case "vtt":
+                return PlainTextResponse(formats.vtt(segments), media_type="text/vtt")
+            case "verbose_json":
+                return JSONResponse(formats.verbose_object(self._transcription, segments))
+            case _:
+                return JSONResponse(formats.json_object(self._transcription, segments))
+
+    async def _stream(self, send: Send) -> None:
+        """OpenAI's events: a delta for each segment, then the whole text."""
+        segments = aiter(self._transcription.segments())
+        first = await anext(segments, None)  # an error raised here gets a status line of its own
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        async for event in self._events(first, segments):
+            body = events([event]) if isinstance(event, dict) else event
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(
+        self, first: SpokenSegment | None, segments: AsyncIterator[SpokenSegment]
+    ) -> AsyncIterator[dict[str, Any] | bytes]:
+        spoken, found = first, list[SpokenSegment]()
+        try:
+            while spoken is not None:
+                found.append(spoken)
+                text = spoken.text.lstrip() if len(found) == 1 else spoken.text
+                yield {"type": "transcript.text.delta", "delta": text}
+                spoken = await anext(segments, None)
+        except TwostrokeError as error:
+            yield {"type": "error", **describe(error)[1]}
+            return
+        yield {
+            "type": "transcript.text.done",
+            "text": formats.text_of(found),
+            "usage": formats.usage_object(self._transcription),
+        }
+        yield b"data: [DONE]\n\n"
+
+
+async def _read_form(
+    form: FormData, request: Request, task: Task, section: GatewaySection
+) -> tuple[bytes, TranscriptionOptions, str, bool]:
+    """The file, the options, the format of the answer, and whether it is streamed. Raises `InvalidRequest`."""
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise InvalidRequest("file is missing: a form with a file of sound is required", "file")
+    if file.size is not None and file.size > section.max_audio_bytes:
+        limit = section.max_audio_bytes
+        raise HTTPException(413, f"the file has {file.size} bytes, gateway.max_audio_bytes is {limit}")
+    for name, neutral in _UNSUPPORTED.items():
+        if form.get(name) not in (None, "", *neutral):
+            raise InvalidRequest(f"{name} is not supported", name.removesuffix("[]"))
+    name = "timestamp_granularities"
+    granularities = {str(each) for each in (*form.getlist(f"{name}[]"), *form.getlist(name))}
+    if unsupported := granularities - {"segment"}:
+        raise InvalidRequest(
+            f"timestamp_granularities has {quote(min(unsupported))}, supported: segment", "timestamp_granularities"
+        )
+    response_format = _text(form, "response_format") or "json"
+    if response_format not in FORMATS:
+        raise InvalidRequest(
+            f"response_format is {quote(response_format)}, supported: {', '.join(FORMATS)}", "response_format"
+        )
+    is_stream = _flag(form, "stream")
+    if is_stream and response_format not in ("json", "text"):
+        raise InvalidRequest(f"response_format {response_format} cannot be streamed, json and text can", "stream")
+    prompt = _text(form, "prompt")
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise InvalidRequest(
+            f"prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are possible", "prompt"
+        )
+    options = TranscriptionOptions(
+        task=task,
+        model=_text(form, "model"),
+        language=_text(form, "language") or None,
+        prompt=prompt,
+        temperature=_number(form, "temperature", 0.0, 1.0),
+        request_id=request.state.request_id,
+        traceparent=request.headers.get("traceparent", ""),
+    )
+    return await file.read(), options, response_format, is_stream
+
+
+def _text(form: FormData, name: str) -> str:
+    value = form.get(name)
+    if isinstance(value, UploadFile):
+        raise InvalidRequest(f"{name} is a file, must be text", name)
+    return value or ""
+
+
+def _flag(form: FormData, name: str) -> bool:
+    text = _text(form, name).lower()
+    if text not in ("", "true", "false"):
+        raise InvalidRequest(f"{name} is {quote(text)}, must be true or false", name)
+    return text == "true"
+
+
+def _number(form: FormData, name: str, low: float, high: float) -> float:
+    text = _text(form, name)
+    try:
+        value = float(text or low)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} is {quote(text)}, must be a number from {low:g} to {high:g}", name)
+    return value

@@ -1,0 +1,117 @@
+"""A process that decodes sound for the gateway: `python -m services.gateway.sound.decode OPTIONS`.
+
+Whatever a file does to time and memory, it does to this process alone: the limits below end it, and the gateway starts
+another one. OPTIONS is JSON: the directory with preprocessor_config.json, and the most seconds of sound.
+
+Standard input has one file after the other: its size, as 8 bytes, little-endian, and its bytes. Each answer is a line
+of JSON, with an error or the shape of the log-mel features, and then the features: float32, one row for each mel bin.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import signal
+import sys
+from typing import BinaryIO
+
+import numpy as np
+import soundfile
+import soxr
+
+MAX_CPU_S = 60.0  # for one file
+MAX_MEMORY_BYTES = 12 * 2**30  # of address space: torch, which computes the features, reserves much of it
+NICENESS = 5  # streams come first
+FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
+SAMPLE_RATES = (1_000, 384_000)
+MAX_CHANNELS = 8
+_BLOCK_FRAMES = 2**18  # decoded at a time
+
+
+class SoundError(Exception):
+    """A file cannot be used; the message says why."""
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    os.nice(NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when this process ends
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    options = json.loads(sys.argv[1])
+    from transformers import WhisperFeatureExtractor  # takes seconds, which the first file waits
+
+    extractor = WhisperFeatureExtractor.from_pretrained(options["path"])
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    while size := requests.read(8):
+        data = requests.read(int.from_bytes(size, "little"))
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # ends the process with SIGPROF
+        try:
+            sound = read_sound(data, extractor.sampling_rate, options["max_seconds"])
+            found = extractor(
+                sound,
+                sampling_rate=extractor.sampling_rate,
+                truncation=False,
+                padding="max_length",
+                return_tensors="np",
+            )
+            features = found["input_features"][0].astype("<f4", copy=False)
+        except (SoundError, MemoryError) as error:
+            _answer(answers, {"error": str(error) or "it takes too much memory to decode"})
+            continue
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        seconds = len(sound) / extractor.sampling_rate
+        _answer(answers, {"shape": list(features.shape), "seconds": seconds}, np.ascontiguousarray(features))
+
+
+def read_sound(data: bytes, sample_rate: int, max_seconds: float) -> np.ndarray:
+    """The samples of a file, float32 [num_samples]: the mean of its channels, at this rate. Raises `SoundError`."""
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            _check(file, max_seconds)
+            blocks, num_frames = [], 0
+            while True:
+                block = file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)
+                if not len(block):
+                    break
+                num_frames += len(block)
+                if num_frames > max_seconds * file.samplerate:  # whatever its header says
+                    raise SoundError(f"the sound has more than {max_seconds:g} s, the limit")
+                blocks.append(block.mean(axis=1))
+            rate = file.samplerate
+    except soundfile.SoundFileError as error:
+        names = ", ".join(name for name in FORMATS if name != "WAVEX")
+        raise SoundError(f"the file cannot be decoded ({error}); formats: {names}") from error
+    if not num_frames:
+        raise SoundError("the file has no samples")
+    sound = np.concatenate(blocks)
+    if not np.isfinite(sound).all():
+        raise SoundError("the file has samples that are not finite")
+    return sound if rate == sample_rate else soxr.resample(sound, rate, sample_rate).astype(np.float32)
+
+
+def _check(file: soundfile.SoundFile, max_seconds: float) -> None:
+    """Raises `SoundError` for what the header says, before anything is decoded."""
+    if file.format not in FORMATS:
+        raise SoundError(f"the file has the format {file.format}, supported: {', '.join(FORMATS)}")
+    low, high = SAMPLE_RATES
+    if not low <= file.samplerate <= high:
+        raise SoundError(f"the sound has {file.samplerate} samples per second, must be from {low} to {high}")
+    if file.channels > MAX_CHANNELS:
+        raise SoundError(f"the sound has {file.channels} channels, at most {MAX_CHANNELS} are possible")
+    if file.frames > max_seconds * file.samplerate:
+        raise SoundError(f"the sound has {file.frames / file.samplerate:g} s, at most {max_seconds:g} are possible")
+
+
+def _answer(answers: BinaryIO, values: dict[str, object], features: np.ndarray | None = None) -> None:
+    answers.write(json.dumps(values).encode() + b"\n")
+    if features is not None:
+        answers.write(features.data)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

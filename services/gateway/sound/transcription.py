@@ -1,0 +1,153 @@
+"""`Transcription`: what a speech model writes of a file, window after window, as segments with times.
+
+Each window is a request of its own, whose decoder begins with the text before it. A window that lasts as long as the
+encoder reads begins where the last complete segment of the one before ended (arXiv:2212.04356, section 3.8).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from services.gateway.access.access import Caller
+from services.gateway.core.request_service import RequestService
+from services.gateway.sound.sound_reader import Sound
+from services.gateway.sound.speech_model import (
+    FRAMES_PER_STEP,
+    SECONDS_PER_STEP,
+    Segment,
+    SpeechModel,
+    Task,
+    split_window,
+)
+from services.pb import gateway_pb2, sampling_pb2, source_pb2
+
+_NEVER = -100.0  # the bias of tokens that are no speech
+_SPECIAL_TOKENS = 4  # of a decoder's prompt, beside the text before
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionOptions:
+    """What a client asks for."""
+
+    task: Task
+    model: str
+    language: str | None  # None: it is detected
+    prompt: str
+    temperature: float
+    request_id: str
+    traceparent: str
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenSegment:
+    """A segment, with what is known of the window it is from."""
+
+    segment: Segment
+    text: str
+    first_frame: int  # of its window
+    mean_logprob: float  # of the window's tokens
+    compression_ratio: float  # of the window's text: far above 2 where it repeats itself
+
+
+@dataclass(slots=True)
+class Transcription:
+    """Call `segments` once."""
+
+    service: RequestService
+    model: SpeechModel
+    sound: Sound
+    options: TranscriptionOptions
+    caller: Caller
+    language: str = ""  # its code, when the first segment is there
+    num_tokens: int = 0  # of all outputs so far
+    _num_requests: int = field(default=0, init=False)
+
+    async def segments(self) -> AsyncIterator[SpokenSegment]:
+        """The segments in order, each as soon as it is complete. Raises a `TwostrokeError`."""
+        sources = self.service.sources
+        assert sources is not None, "a speech model has an encoder"
+        num_frames = 2 * sources.encoder.max_source_len
+        self.language = await self._find_language(num_frames)
+        task_tokens = self.model.task_tokens(self.options.task, self.language if self.model.languages else None)
+        most_before = self.service.limits.max_model_len // 2 - _SPECIAL_TOKENS
+        before = await self._prompt_tokens()
+        last_frame = math.ceil(self.sound.seconds / SECONDS_PER_STEP) * FRAMES_PER_STEP
+        first_frame = 0
+        while first_frame < last_frame:
+            window_s = min(num_frames, last_frame - first_frame) / FRAMES_PER_STEP * SECONDS_PER_STEP
+            prompt = [self.model.start, *task_tokens]
+            if self.model.previous is not None and before:
+                prompt = [self.model.previous, *before[-most_before:], *prompt]
+            token_ids, logprobs = await self._generate(first_frame, num_frames, prompt)
+            start_s = first_frame / FRAMES_PER_STEP * SECONDS_PER_STEP
+            window = split_window(
+                self.model, token_ids, start_s, window_s, min(num_frames, last_frame - first_frame)
+            )
+            text = self._text(token_ids).encode()
+            ratio = len(text) / len(zlib.compress(text)) if text else 0.0
+            mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
+            for segment in window.segments:
+                before += segment.token_ids
+                yield SpokenSegment(segment, self._text(segment.token_ids), first_frame, mean, ratio)
+            first_frame += window.num_frames
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self.service.tokenizer.decode(self.model.text_tokens(token_ids), skip_special_tokens=True)
+
+    async def _prompt_tokens(self) -> list[int]:
+        prompt = self.options.prompt.strip()
+        return await self.service.tokenizer.encode(f" {prompt}", False) if prompt else []
+
+    async def _find_language(self, num_frames: int) -> str:
+        """The code of the language: the given one, or the most likely first token of the first window."""
+        if not self.model.languages:
+            return "en"
+        if self.options.language is not None:
+            return self.model.language_code(self.options.language)
+        message = self._message(0, num_frames, [self.model.start], max_tokens=1)
+        message.sampling.temperature = 0.0
+        message.sampling.allowed_token_ids.extend(self.model.languages.values())
+        [token_id], _ = await self._run(message)
+        return next(code for code, each in self.model.languages.items() if each == token_id)
+
+    async def _generate(self, first_frame: int, num_frames: int, prompt: list[int]) -> tuple[list[int], list[float]]:
+        """The output for a window, with the log-probability of each token."""
+        model = self.model
+        max_tokens = min(self.service.limits.max_model_len // 2, self.service.limits.max_model_len - len(prompt))
+        message = self._message(first_frame, num_frames, prompt, max_tokens)
+        message.sampling.temperature = self.options.temperature
+        if self.options.seed is not None:
+            message.sampling.seed = self.options.seed
+        message.sampling.logit_bias.update({token_id: _NEVER for token_id in model.suppressed if token_id >= 0})
+        rules = sampling_pb2.TimestampRules(first_token_id=model.first_timestamp, end_token_id=model.end)
+        if model.max_initial_timestamp is not None:
+            rules.last_initial_token_id = model.first_timestamp + model.max_initial_timestamp
+        message.sampling.timestamps.CopyFrom(rules)
+        return await self._run(message)
+
+    def _message(
+        self, first_frame: int, num_frames: int, prompt: list[int], max_tokens: int
+    ) -> gateway_pb2.GenerateRequest:
+        self._num_requests += 1
+        return gateway_pb2.GenerateRequest(
+            request_id=f"{self.options.request_id}-{self._num_requests}",
+            traceparent=self.options.traceparent,
+            model=self.options.model,
+            max_tokens=max_tokens,
+            logprobs=0,
+            sound=source_pb2.Source(log_mel=self.sound.window(first_frame, num_frames)),
+            decoder_prompt_token_ids=gateway_pb2.TokenIds(ids=prompt),
+        )
+
+    async def _run(self, message: gateway_pb2.GenerateRequest) -> tuple[list[int], list[float]]:
+        generation = await self.service.start(message, self.caller, prompt_name="file")
+        try:
+            [completion], _ = await generation.completions()
+        finally:
+            generation.close()
+        self.num_tokens += len(completion.token_ids)
+        return completion.token_ids, list(completion.logprobs.own)

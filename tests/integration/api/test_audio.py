@@ -1,0 +1,199 @@
+"""Transcriptions over HTTP with OpenAI's own client, compared with transformers on the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.speech import (
+    RATE,
+    WINDOW_S,
+    make_speech_model,
+    sound_file,
+    sound_of,
+)
+
+LONG_S = 2.6  # several windows
+MAX_SECONDS = 5
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_speech_model(tmp_path_factory.mktemp("speech"))
+
+
+@pytest.fixture(scope="module")
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    settings = (f"model.path={path}", f"gateway.max_audio_seconds={MAX_SECONDS}", "gateway.max_audio_bytes=1000000")
+    with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
+    with openai.OpenAI(
+        api_key="none", base_url="http://localhost/v1", http_client=httpx2.Client(transport=transport), max_retries=0
+    ) as client:
+        yield client
+
+
+def upload(sound: np.ndarray, kind: str = "WAV", **options: object) -> tuple[str, bytes]:
+    return f"speech.{kind.lower()}", sound_file(sound, kind, **options)
+
+
+def true_segments(path: Path, sound: np.ndarray) -> list[tuple[float, float, list[int]]]:
+    """Times and tokens by transformers' algorithm for long files, without the tokens that end a window."""
+    model = WhisperForConditionalGeneration.from_pretrained(path).eval()
+    extractor = WhisperFeatureExtractor.from_pretrained(path)
+    features = extractor(
+        sound[:, 0],
+        sampling_rate=RATE,
+        truncation=False,
+        padding="max_length",
+        return_tensors="pt",
+        return_attention_mask=True,
+    )
+    with torch.inference_mode():
+        output = model.generate(
+            features.input_features,
+            attention_mask=features.attention_mask,
+            return_timestamps=True,
+            task="transcribe",
+            language="en",
+            do_sample=False,
+            num_beams=1,
+            return_segments=True,
+            condition_on_prev_tokens=False,
+            max_new_tokens=32,
+        )
+    return [
+        (float(each["start"]), float(each["end"]), each["tokens"].tolist()) for each in output["segments"][0]
+    ]
+
+
+def test_the_first_window_equals_that_of_transformers(path: Path, client: openai.OpenAI) -> None:
+    sound = sound_of(WINDOW_S, seed=3)
+    answer = client.audio.transcriptions.create(
+        model=path.name, file=upload(sound, subtype="FLOAT"), language="en", response_format="verbose_json"
+    )
+    expected = [each for each in true_segments(path, sound) if each[0] < 0.8]
+    found = [each for each in answer.segments if each.seek == 0]
+    assert [(each.start, each.end) for each in found] == [pytest.approx(each[:2], abs=0.011) for each in expected]
+    assert [each.tokens[:2] for each in found] == [each[2][:2] for each in expected]
+    assert answer.language == "en" and answer.duration == WINDOW_S and answer.task == "transcribe"
+
+
+def test_longer_sound_goes_on_where_the_last_segment_ended(path: Path, client: openai.OpenAI) -> None:
+    answer = client.audio.transcriptions.create(
+        model=path.name, file=upload(sound_of(LONG_S, seed=3)), language="en", response_format="verbose_json"
+    )
+    seeks = [each.seek for each in answer.segments]
+    assert len(set(seeks)) > 2 and seeks == sorted(seeks)
+    for before, after in zip(answer.segments, answer.segments[1:], strict=False):
+        if after.seek != before.seek:
+            assert after.start >= before.start
+    assert answer.text == "".join(each.text for each in answer.segments).strip()
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_formats_and_rates(path: Path, client: openai.OpenAI, kind: str) -> None:
+    sound = sound_of(0.9, seed=4, rate=44_100, channels=2)
+    answer = client.audio.transcriptions.create(model=path.name, file=upload(sound, kind, rate=44_100))
+    assert answer.text and answer.usage.seconds == 1
+
+
+def test_texts_and_subtitles(path: Path, client: openai.OpenAI) -> None:
+    file = upload(sound_of(LONG_S, seed=3))
+    options = {"model": path.name, "file": file, "language": "en"}
+    verbose = client.audio.transcriptions.create(**options, response_format="verbose_json")
+    assert client.audio.transcriptions.create(**options, response_format="text") == verbose.text + "\n"
+    srt = client.audio.transcriptions.create(**options, response_format="srt")
+    first = verbose.segments[0]
+    begin, end = (f"00:00:{each:06.3f}".replace(".", ",") for each in (first.start, first.end))
+    assert srt.startswith(f"1\n{begin} --> {end}\n{first.text.strip()}\n\n2\n")
+    vtt = client.audio.transcriptions.create(**options, response_format="vtt")
+    assert vtt.startswith("WEBVTT\n\n00:00:") and vtt.count("-->") == len(verbose.segments)
+
+
+def test_a_stream_has_the_same_text(path: Path, client: openai.OpenAI) -> None:
+    options = {"model": path.name, "file": upload(sound_of(LONG_S, seed=3)), "language": "en"}
+    whole = client.audio.transcriptions.create(**options)
+    events = list(client.audio.transcriptions.create(**options, stream=True))
+    deltas, last = [each.delta for each in events[:-1]], events[-1]
+    assert len(deltas) > 1 and "".join(deltas).strip() == last.text == whole.text
+    assert last.type == "transcript.text.done"
+
+
+def test_language_is_detected_and_translation_is_another_task(path: Path, client: openai.OpenAI) -> None:
+    file = upload(sound_of(1.0, seed=6))
+    detected = client.audio.transcriptions.create(model=path.name, file=file, response_format="verbose_json")
+    assert detected.language in ("en", "de")
+    named = client.audio.transcriptions.create(
+        model=path.name, file=file, response_format="verbose_json", language=detected.language
+    )
+    assert [each.tokens for each in named.segments] == [each.tokens for each in detected.segments]
+    translated = client.audio.translations.create(model=path.name, file=file, response_format="verbose_json")
+    assert translated.task == "translate" and translated.text != detected.text
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "file"),
+        (b"RIFF" + bytes(200), "cannot be decoded"),
+        (b"\x00\x00\x00\x18ftypM4A " + bytes(100), "formats: WAV, FLAC, OGG, MP3"),
+        (sound_file(sound_of(0.5))[:30], "cannot be decoded"),
+        (sound_file(np.zeros((MAX_SECONDS * 1000 * 40, 1), np.float32), "FLAC", rate=1000), "at most 5 are possible"),
+        (sound_file(np.zeros((10, 9), np.float32)), "9 channels, at most 8"),
+        (sound_file(np.zeros((10, 1), np.float32), rate=999), "999 samples per second"),
+        (sound_file(sound_of(0.1), "AIFF"), "format AIFF, supported"),
+    ],
+    ids=["empty", "broken", "m4a", "truncated", "bomb", "channels", "rate", "aiff"],
+)
+def test_hostile_files_are_refused(path: Path, client: openai.OpenAI, data: bytes, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.audio.transcriptions.create(model=path.name, file=("a.wav", data))
+    client.audio.transcriptions.create(model=path.name, file=upload(sound_of(0.2)), language="en")  # still there
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"language": "klingon"}, "language is 'klingon', the model knows: en, de"),
+        ({"response_format": "diarized_json"}, "response_format is 'diarized_json', supported"),
+        ({"temperature": 2.0}, "temperature is '2.0', must be a number from 0 to 1"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities has 'word', supported: segment"),
+        ({"stream": True, "response_format": "srt"}, "srt cannot be streamed"),
+        ({"prompt": "a" * 5000}, "prompt has 5000 characters"),
+    ],
+)
+def test_wrong_fields_are_refused(path: Path, client: openai.OpenAI, fields: dict, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.audio.transcriptions.create(**{"model": path.name, "file": upload(sound_of(0.2))} | fields)
+
+
+def test_a_large_body_and_an_unknown_model_are_refused(path: Path, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.audio.transcriptions.create(model=path.name, file=("a.wav", bytes(1_100_000)))
+    assert refused.value.status_code == 413
+    with pytest.raises(openai.NotFoundError):
+        client.audio.transcriptions.create(model="whisper-1", file=upload(sound_of(0.2)))
+    with pytest.raises(openai.BadRequestError, match="reads sound, not text"):
+        client.completions.create(model=path.name, prompt="w1 w2")
+
+
+def test_openapi_knows_the_routes(cluster: Cluster) -> None:
+    transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
+    with httpx2.Client(transport=transport) as http:
+        paths = json.loads(http.get("http://localhost/openapi.json").text)["paths"]
+    assert {"/v1/audio/transcriptions", "/v1/audio/translations"} <= paths.keys()

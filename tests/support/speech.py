@@ -1,0 +1,68 @@
+"""A tiny speech model with everything that its routes need, and files of sound."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from transformers import WhisperFeatureExtractor
+
+from tests.support.dense.encoder_decoder_models import make_encoder_decoder
+
+RATE, WINDOW_S, NUM_STEPS = 16_000, 1, 50
+END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_TIMESTAMPS = range(50, 58)
+FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
+VOCAB_SIZE = FIRST_TIMESTAMP + NUM_STEPS + 1
+NUM_MEL_BINS = 8
+
+
+def make_speech_model(path: Path, seed: int = 0) -> Path:
+    """Writes a Whisper with windows of a second into `path`; returns `path`. Tokens below 50 are words."""
+    make_encoder_decoder(
+        path,
+        "whisper",
+        seed,
+        vocab_size=VOCAB_SIZE,
+        max_source_positions=NUM_STEPS,
+        max_target_positions=64,
+        eos_token_id=END,
+        bos_token_id=END,
+        pad_token_id=END,
+        decoder_start_token_id=START,
+    )
+    extractor = WhisperFeatureExtractor(feature_size=NUM_MEL_BINS, sampling_rate=RATE, chunk_length=WINDOW_S)
+    extractor.save_pretrained(path)
+    generation = {
+        "decoder_start_token_id": START,
+        "eos_token_id": END,
+        "bos_token_id": END,
+        "pad_token_id": END,
+        "is_multilingual": True,
+        "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
+        "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
+        "no_timestamps_token_id": NO_TIMESTAMPS,
+        "prev_sot_token_id": PREVIOUS,
+        "max_initial_timestamp_index": 20,
+        "suppress_tokens": [7, 9, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS],
+        "max_length": 64,
+    }
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def sound_of(seconds: float, seed: int = 0, rate: int = RATE, channels: int = 1) -> np.ndarray:
+    """Noise whose loudness changes, float32 [num_samples, channels]."""
+    rng = np.random.default_rng(seed)
+    num_samples = round(seconds * rate)
+    loudness = 0.1 + 0.3 * np.abs(np.sin(np.arange(num_samples) / rate * 7))
+    return (loudness[:, None] * rng.standard_normal((num_samples, channels))).clip(-1, 1).astype(np.float32)
+
+
+def sound_file(sound: np.ndarray, kind: str = "WAV", rate: int = RATE, subtype: str | None = None) -> bytes:
+    """The sound as a file of a format that libsndfile knows."""
+    file = io.BytesIO()
+    soundfile.write(file, sound, rate, format=kind, subtype=subtype)
+    return file.getvalue()

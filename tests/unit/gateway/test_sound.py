@@ -1,0 +1,98 @@
+"""Files of sound become samples or are refused, and outputs with timestamps become segments."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import soundfile
+
+from services.gateway.sound.decode import SoundError, read_sound
+from services.gateway.sound.speech_model import Segment, SpeechModel, split_window
+
+RATE = 16_000
+END, FIRST = 50, 60
+MODEL = SpeechModel(51, END, FIRST, None, 56, {"en": 52, "de": 53}, {"transcribe": 54, "translate": 55}, ())
+
+
+def file_of(sound: np.ndarray, rate: int = RATE, kind: str = "WAV", subtype: str | None = None) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, sound, rate, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+def test_channels_are_averaged_and_rates_converted() -> None:
+    time = np.arange(48_000) / 48_000
+    tone = np.sin(2 * np.pi * 440 * time).astype(np.float32)
+    stereo = np.stack([tone, np.zeros_like(tone)], axis=1)
+    found = read_sound(file_of(stereo, 48_000, subtype="FLOAT"), RATE, 2)
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
+    assert found.dtype == np.float32 and len(found) == RATE
+    assert np.abs(found - expected)[200:-200].max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "cannot be decoded"),
+        (bytes(1000), "formats: WAV, FLAC, OGG, MP3"),
+        (file_of(np.zeros(RATE * 3, np.float32)), r"the sound has 3 s, at most 2 are possible"),
+        (file_of(np.full(10, np.nan, np.float32), subtype="FLOAT"), "not finite"),
+        (file_of(np.zeros(0, np.float32)), "has no samples"),
+        (file_of(np.zeros(9, np.float32), kind="AIFF"), "format AIFF, supported"),
+        (file_of(np.zeros((9, 9), np.float32)), "9 channels, at most 8"),
+        (file_of(np.zeros(9, np.float32), 500_000), "500000 samples per second, must be from 1000 to 384000"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(SoundError, match=words):
+        read_sound(data, RATE, 2)
+
+
+def test_a_header_that_lies_about_the_length_is_no_way_around_the_limit() -> None:
+    honest = file_of(np.zeros(RATE * 3, np.float32))
+    lying = bytearray(honest)
+    lying[40:44] = (100).to_bytes(4, "little")  # of the chunk with the samples
+    assert len(read_sound(bytes(lying), RATE, 2)) == 50
+    lying[40:44] = (2**32 - 1).to_bytes(4, "little")
+    with pytest.raises(SoundError):
+        read_sound(bytes(lying), RATE, 2)
+
+
+def seconds(value: float) -> int:
+    """The token of a time."""
+    return FIRST + round(value / 0.02)
+
+
+def split(*token_ids: int, start: float = 10.0) -> tuple[list[Segment], int]:
+    window = split_window(MODEL, token_ids, start, 2.0, 200)
+    return window.segments, window.num_frames
+
+
+def test_pairs_of_timestamps_end_segments_and_the_rest_is_computed_again() -> None:
+    tokens = [seconds(0), 1, 2, seconds(0.4), seconds(0.6), 3, seconds(1.0), seconds(1.2), 4, 5, END]
+    segments, num_frames = split(*tokens)
+    assert [(each.start, each.end) for each in segments] == [(10.0, 10.4), pytest.approx((10.6, 11.0))]
+    assert [MODEL.text_tokens(each.token_ids) for each in segments] == [[1, 2], [3]]
+    assert num_frames == 100  # up to the end of the last pair's first timestamp
+
+
+def test_a_single_timestamp_at_the_end_ends_the_window() -> None:
+    segments, num_frames = split(seconds(0), 1, seconds(0.4), seconds(0.4), 2, seconds(1.5), END)
+    assert [(each.start, each.end) for each in segments] == [(10.0, 10.4), pytest.approx((10.4, 11.5))]
+    assert num_frames == 200
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end"), [((FIRST, 1, 2, END), 12.0), ((FIRST, 1, FIRST + 25, END), 10.5), ((1, 2), 12.0)]
+)
+def test_without_pairs_there_is_one_segment(tokens: tuple[int, ...], end: float) -> None:
+    [segment], num_frames = split(*tokens)
+    assert (segment.start, segment.end) == (10.0, pytest.approx(end)) and num_frames == 200
+
+
+def test_silence_has_no_segments_and_every_window_goes_on() -> None:
+    assert split(FIRST, END) == ([], 200)
+    segments, num_frames = split(FIRST, FIRST, 1, END)
+    assert segments == [] and num_frames == 200
