@@ -134,7 +134,7 @@ def test_a_prompt_that_is_too_long_has_openais_code(
 
 def test_routes_that_do_not_exist_are_named(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        for path in ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/moderations"):
+        for path in ("/v1/images/generations", "/v1/audio/speech", "/v1/moderations"):
             response = await client.post(path, json={"model": MODEL, "input": "Hi"})
             error = response.json()["error"]
             assert (response.status_code, error["code"], error["param"]) == (404, "not_found", None)
