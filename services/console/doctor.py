@@ -31,6 +31,10 @@ from services.launch.hub import is_hub_name
 from services.launch.memory_plan import plan_memory
 from services.launch.mps import CONTROL, has_gpu
 
+DESCRIPTION = (
+    "Says in a line for each thing whether this machine can serve with these options of `twostroke serve`, and what "
+    "mends it if not. Starts and downloads nothing. The exit status is 1 if a start would fail."
+)
 GIB = 2**30
 LEAST_SHM_BYTES = 16 * 2**20  # the embedded model needs a fifth of it
 GOOD_SHM_BYTES = GIB  # as the compose files set it; a model of 7 billion parameters and its standby need 70 MB
@@ -56,7 +60,7 @@ class Finding:
 
 def main(argv: list[str], program: str = "twostroke doctor") -> int:
     """Prints all findings. Returns the exit status: 1 if something will fail, else 0, also with warnings."""
-    config, arguments = parse_args(argv, program, downloads=False)
+    config, arguments = parse_args(argv, program, downloads=False, description=DESCRIPTION)
     states = []
     model = arguments.model
     name = model if model is not None and (is_hub_name(model) or is_gguf(model)) else None

@@ -18,6 +18,7 @@ from services.launch.hub import HUBS, fetch_model, is_hub_name
 
 log = structlog.get_logger()
 
+DESCRIPTION = "Starts, watches and stops all services on one machine."
 OWN_FLAGS = (
     "--help",
     "--config",
@@ -32,14 +33,18 @@ OWN_FLAGS = (
 
 
 def parse_args(
-    argv: Sequence[str], program: str = "services.launch", *, downloads: bool = True
+    argv: Sequence[str],
+    program: str = "services.launch",
+    *,
+    downloads: bool = True,
+    description: str = DESCRIPTION,
 ) -> tuple[Config, argparse.Namespace]:
     """Flags are short forms of config keys. An invalid config ends the process with one line and status 1.
 
     A model that is given by name is downloaded, and a GGUF file converted. Without `downloads` the config has the
     embedded one in their place.
     """
-    parser = make_parser(program)
+    parser = make_parser(program, description)
     arguments, unknown = parser.parse_known_args(dashed(argv))
     if unknown:
         parser.error(describe_unknown(unknown, [*OWN_FLAGS, *(flag.name for flag in FLAGS)]))
@@ -61,12 +66,12 @@ def parse_args(
         parser.exit(1, f"{program}: {error}\n")
 
 
-def make_parser(program: str) -> argparse.ArgumentParser:
-    """The command line, also of `twostroke doctor`."""
+def make_parser(program: str, description: str = DESCRIPTION) -> argparse.ArgumentParser:
+    """The command line, also of `twostroke doctor`, which has a description of its own."""
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [MODEL] [OPTIONS]",
-        description="Starts, watches and stops all services on one machine.",
+        description=description,
     )
     parser.add_argument(
         "directory",

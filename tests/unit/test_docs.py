@@ -21,7 +21,7 @@ from tests.support.cluster import REPOSITORY
 from tests.support.documents import DOCS, PAGES, README, anchors, linked_file, links, page_name
 
 MAX_README_LINES = 150
-API = DOCS / "api.md"
+API, CONFIGURATION = DOCS / "api.md", DOCS / "configuration.md"
 
 
 def test_the_readme_is_short() -> None:
@@ -48,6 +48,31 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
                 found.add(target)
                 to_read.append(target)
     assert set(PAGES) <= found
+
+
+PITFALLS = "## What can go wrong"
+TASKS = [page for page in DOCS.glob("*.md") if PITFALLS in page.read_text()]
+GUIDES = ("serving", "clients", "structured-output", "tools", "lora", "speculation", "quantization", "gpu")
+GUIDES += ("several-gpus", "operations", "monitoring", "containers", "kubernetes", "ray")
+
+
+def test_every_task_has_a_page_that_ends_with_what_can_go_wrong() -> None:
+    assert {page.stem for page in TASKS} >= set(GUIDES)
+    linked = set(re.findall(r"\(([\w-]+)\.md", (DOCS / "quick-start.md").read_text()))
+    assert linked >= set(GUIDES)
+    for page in TASKS:
+        assert [line for line in page.read_text().splitlines() if line.startswith("## ")][-1] == PITFALLS, page.name
+
+
+@pytest.mark.parametrize("page", TASKS, ids=page_name)
+def test_messages_that_are_quoted_are_those_of_the_code(page: Path) -> None:
+    """`…` stands for what a message names; texts that are broken into several literals are joined."""
+    code = "".join(file.read_text() for file in (REPOSITORY / "services").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code) + CONFIGURATION.read_text()
+    rows = page.read_text().rpartition(PITFALLS)[2].splitlines()
+    for quoted in (text for row in rows for text in re.findall("`([^`]+)`", row.split(" | ")[0])):
+        missing = [part for part in quoted.split("…") if part.strip() not in code]
+        assert not missing, f"{page.name} quotes {quoted!r}, and no message has {missing}"
 
 
 def test_the_page_of_the_configuration_is_up_to_date(tmp_path: Path) -> None:

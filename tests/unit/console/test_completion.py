@@ -53,7 +53,7 @@ def proposals(script: Path, *words: str) -> set[str]:
         (("serve", "--port", "80", "--served"), {"--served-model-name"}),
         (("serve", "deplo"), {"deploy"}),
         (("doctor", "--uvicorn-log"), set()),
-        (("ctl", ""), {"replace-dense", "status"}),
+        (("ctl", ""), {"add-attention", "drain-attention", "replace-dense", "status"}),
         (("ctl", "replace-dense", "--open-requests", "k"), {"keep"}),
         (("models", "p"), {"pull"}),
         (("completion", ""), {"bash", "zsh", "fish"}),
