@@ -41,7 +41,7 @@ class StepGraphs(Generic[Size]):
             ordered = list(sizes)
             with progress_bar("capturing graphs", len(ordered), " graphs") as advance:
                 for size in ordered:
-                    self._capture(size)
+                    self.capture(size)
                     advance(1)
             self._stream.synchronize()
             num_bytes = free_before - torch.cuda.mem_get_info()[0]
@@ -53,13 +53,13 @@ class StepGraphs(Generic[Size]):
         graph = self._graphs.get(size)
         if graph is None:
             start, free_before = time.monotonic(), torch.cuda.mem_get_info()[0]
-            graph = self._capture(size)
+            graph = self.capture(size)
             seconds, num_bytes = round(time.monotonic() - start, 3), free_before - torch.cuda.mem_get_info()[0]
             log.info("captured a graph", size=str(size), seconds=seconds, bytes=num_bytes)
         return graph
 
-    def _capture(self, size: Size) -> torch.cuda.CUDAGraph:
-        """Captures a graph. Raises `CapacityError` if the GPU has no room for it."""
+    def capture(self, size: Size) -> torch.cuda.CUDAGraph:
+        """Captures the graph of this size and waits for the device. Raises `CapacityError` if the GPU has no room."""
         graph = torch.cuda.CUDAGraph()
         with (
             naming_what_needs_memory("the CUDA graphs of steps"),

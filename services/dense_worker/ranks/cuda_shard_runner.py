@@ -24,7 +24,7 @@ class _Size(NamedTuple):
 
 
 class CudaShardRunner(ShardRunner):
-    """The first rank runs the segments of a size, uncaptured, before it captures that size, and so do all others. From
+    """The first rank runs the segments of a size, uncaptured, and then captures that size, and so do all others. From
     then on they replay graphs of their own: between ranks only the order and the sizes of sums must agree.
     """
 
@@ -62,6 +62,7 @@ class CudaShardRunner(ShardRunner):
             if not len(plan.entries):
                 self._run_segments(channel, size)
                 self._warmed.add(size)
+                self._graphs[plan.lane].capture(size)  # now, as the first rank: a step would wait for it
                 return
             self._rows[:num_sampled].copy_(upload(sampled_rows(plan, num_sampled).numpy(), self._device))
             if size in self._warmed:

@@ -39,7 +39,7 @@ class TorchWithoutCuda:
     """The module torch; memory of a GPU, and pinned memory, is usual memory."""
 
     cuda = SimpleNamespace(
-        Stream=lambda: SimpleNamespace(device="cpu"),
+        Stream=lambda device=None: SimpleNamespace(device="cpu"),
         stream=lambda stream: nullcontext(),
         set_device=lambda device: None,
         Event=Event,

@@ -43,6 +43,7 @@ def make_sampler() -> Sampler:
 class RandomLogits:
     """A `DenseBackend` of one layer. The logits depend on the last token alone."""
 
+    always_ends = False
     table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None: ...

@@ -33,6 +33,8 @@ CHANNEL: Any = SimpleNamespace(
 class NextNumber:
     """A `DenseBackend` whose model counts: after token t comes t + 1. Records its inputs."""
 
+    always_ends = False
+
     def __init__(self) -> None:
         self.fed: list[list[int]] = []
         self.begun: list[tuple[int, int]] = []  # id and number of tokens of each step

@@ -33,6 +33,7 @@ class Counting:
     """A `DenseBackend` of one layer: after token t, or the vector t, comes t + 1. Records its steps."""
 
     takes_input_embeds = True
+    always_ends = False
 
     def __init__(self) -> None:
         self.steps: list[tuple[list[float], bool]] = []  # the residual, and whether vectors were given

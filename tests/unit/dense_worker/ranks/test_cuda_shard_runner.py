@@ -1,0 +1,54 @@
+"""When a shard on a GPU captures its graphs: with the first rank, before any step needs them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.dense_worker.ranks import cuda_shard_runner
+from services.dense_worker.ranks.cuda_shard_runner import CudaShardRunner
+from services.step import StepPlan
+from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
+from tests.support.plans import make_plan
+
+CPU = torch.device("cpu")
+
+
+class CountedGraphs(EagerGraphs):
+    """`StepGraphs` that notes what is captured and what is replayed."""
+
+    calls: list[tuple[str, int, int]]
+
+    def capture(self, size: tuple[int, int]) -> None:
+        self.calls.append(("capture", *size))
+        self._run(size)
+
+    def find(self, size: tuple[int, int]) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: self.calls.append(("replay", *size)))
+
+
+def test_a_size_that_the_first_rank_warms_up_is_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shard_runner, "torch", TorchWithoutCuda())
+    monkeypatch.setattr(cuda_shard_runner, "StepGraphs", CountedGraphs)
+    monkeypatch.setattr(cuda_shard_runner, "upload", lambda array, device: torch.from_numpy(array))
+    monkeypatch.setattr(CountedGraphs, "calls", [], raising=False)
+    backend: Any = SimpleNamespace(
+        begin_step=lambda plan, num_rows, num_sampled: None,
+        first=lambda token_ids, qkv, input_embeds=None: torch.zeros(len(token_ids), 1),
+        last=lambda attn_out, residual, rows, hidden_out=None: torch.zeros(len(rows), 1),
+        always_ends=False,
+    )
+    operations: Any = SimpleNamespace(use_group=lambda group: None, share_tokens=lambda token_ids: None)
+    runner = CudaShardRunner(backend, operations, num_layers=1, max_num_tokens=32, device=CPU)
+    channels: Any = {0: FakeChannel()}
+    group: Any = SimpleNamespace()
+    runner.attach(channels, group)
+    runner.run_step(StepPlan(0), num_rows=8, num_sampled=4)
+    assert CountedGraphs.calls == [("capture", 8, 4)]
+    runner.run_step(make_plan([(1, 3, 0), (2, 3, 0)]), num_rows=8, num_sampled=4)
+    assert CountedGraphs.calls == [("capture", 8, 4), ("replay", 8, 4)]
+    runner.run_step(make_plan([(1, 9, 0)]), num_rows=9, num_sampled=1)  # of a size without a graph
+    assert len(CountedGraphs.calls) == 2
