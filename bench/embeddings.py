@@ -159,7 +159,7 @@ def run_on_cpu(repeats: int) -> dict[str, float]:
     return figures
 
 
-def run_on_gpu(num_inputs: int, num_batched_tokens: int) -> dict[str, float]:
+def run_on_gpu(num_inputs: int, num_batched_tokens: int, options: Sequence[str] = ()) -> dict[str, float]:
     """The rates of the dense worker alone, and through the gateway; the roof is that of a large product."""
     from bench.gpu.device_rates import measure_matrix_rate, require_gpu
 
@@ -173,7 +173,7 @@ def run_on_gpu(num_inputs: int, num_batched_tokens: int) -> dict[str, float]:
             settings += [f"scheduler.max_num_batched_tokens={num_batched_tokens}", "scheduler.max_num_seqs=128"]
             settings += ["dense.captures_lazily=true", "attention.captures_lazily=true", "launch.gateway_processes=4"]
             settings += [f"gateway.{key}=127.0.0.1:{free_port()}" for key in ("address", "http_address")]
-            with running_cluster(Path(directory), *settings) as cluster:
+            with running_cluster(Path(directory), *settings, *options) as cluster:
                 for seed in (1, 2):  # the first warms up
                     inputs = random_inputs(num_inputs, LENGTH, LENGTH, shape["vocab_size"], seed)
                     alone = rate_of_dense_worker(cluster, inputs)
@@ -191,10 +191,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side on the CPU, in turn (3)")
     parser.add_argument("--num-inputs", type=int, default=4096, help="inputs of a run on a GPU (4096)")
     parser.add_argument("--num-batched-tokens", type=int, default=8192, help="tokens of a step on a GPU (8192)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting on a GPU")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     if arguments.gpu:
-        figures = run_on_gpu(arguments.num_inputs, arguments.num_batched_tokens)
+        figures = run_on_gpu(arguments.num_inputs, arguments.num_batched_tokens, arguments.set)
     else:
         figures = run_on_cpu(arguments.repeats)
     for name, value in figures.items():
