@@ -131,9 +131,9 @@ def prepare_device(
         torch.zeros(1, device=model.device)
     from services.attn_worker.runner.cuda_layer_runner import load_kernels
 
-    make_backend = _capturable_backend(bool(model.config.gated_delta_layers), is_deterministic)
-    if model.config.gated_delta_layers:
-        return None  # states take much memory, and have no tier
+    if model.config.gated_delta_layers or model.config.encoder is not None:
+        return None  # states, and the outputs of encoders, take much memory, and have no tier
+    make_backend = _capturable_backend(_one_block(section, model), is_deterministic)
     arguments = (model.config, _one_block(section, model), model.dtype, model.device, model.max_model_len)
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
     rows = {"dtype": model.dtype, "device": model.device}
@@ -362,20 +362,24 @@ def _build_runner(
         return EagerLayerRunner(eager, spec.num_layers), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(bool(spec.gated_delta), is_deterministic)
+    make_backend = _capturable_backend(spec, is_deterministic)
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
     runner = CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
     return runner, backend.storage
 
 
-def _capturable_backend(has_states: bool, is_deterministic: bool) -> Callable[..., CapturableAttention]:
+def _capturable_backend(spec: KVCacheSpec, is_deterministic: bool) -> Callable[..., CapturableAttention]:
     if is_deterministic:
         from services.attn_worker.layers.batch_invariant.triton_attention import (
             BatchInvariantTritonAttention,  # needs triton
         )
 
         return BatchInvariantTritonAttention
-    if has_states:
+    if spec.cross_layers:
+        from services.attn_worker.layers.cross.cuda_crossed_attention import crossed_cuda_attention  # needs triton
+
+        return crossed_cuda_attention
+    if spec.gated_delta:
         from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention  # needs triton
 
         return layered_triton_attention

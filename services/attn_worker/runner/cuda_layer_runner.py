@@ -16,6 +16,7 @@ import torch
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.runner.layer_runner import RunningStep, run_layers, store_sources
 from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.runner.step_sources import StepSources
 from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import Channel
 from services.common.attention.gated_delta import GatedDeltaWeights
@@ -165,4 +166,4 @@ def _empty_step() -> StepMetadata:
         positions=int32,
         rope_lens=int32,
     )
-    return replace(empty, windows=empty, states=StepStates((StateWave(),)))
+    return replace(empty, windows=empty, states=StepStates((StateWave(),)), sources=StepSources(int64, int64))

@@ -59,6 +59,7 @@ class CudaModelRunner(ModelRunner):
         hook: StepHook | None = None,
     ) -> None:
         super().__init__(backend, sampler, config.num_layers, max_num_seqs, features, hook)
+        self._num_kinds = 1 if config.encoder is None else 2  # of middle segments, which take turns
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
@@ -245,8 +246,8 @@ class CudaModelRunner(ModelRunner):
         self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
         token_ids, _, sampled_rows = _unpack(self._input, len(qkv))
         residual = self._backend.first(token_ids, qkv)
-        if self._num_layers > 1:
-            residual = self._backend.middle(0, fetched, residual, qkv)
+        for layer in range(min(self._num_kinds, self._num_layers - 1)):
+            residual = self._backend.middle(layer, fetched, residual, qkv)
         if (residuals_out := self._residuals_out()) is not None:
             residuals_out.put(residuals_out.layers[0], residual)
         self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hidden_out(num_sampled))

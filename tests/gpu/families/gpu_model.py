@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ class GpuModel(WholeModel):
     def __init__(
         self, path: Path, dtype: torch.dtype, device: torch.device, num_window_blocks: int | None = None
     ) -> None:
-        from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention  # needs triton
+        from services.attn_worker.layers.cross.cuda_crossed_attention import crossed_cuda_attention  # needs triton
+        from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention
         from services.attn_worker.layers.triton_attention import TritonAttention
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
         def make_attention(config: ModelConfig, spec: KVCacheSpec, *arguments: Any) -> AttentionBackend:
-            make = layered_triton_attention if spec.gated_delta else TritonAttention
+            make: Callable[..., AttentionBackend] = layered_triton_attention if spec.gated_delta else TritonAttention
+            make = crossed_cuda_attention if spec.cross_layers else make
             return make(config, spec, *arguments, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS)
 
         super().__init__(
@@ -50,7 +53,7 @@ class GpuModel(WholeModel):
         """
         entries = [(seq_id, 1, len(each) - 1) for seq_id, each in tokens.items()]
         sampled = [(seq_id, each[-1]) for seq_id, each in tokens.items()]
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not self.attention.captured_shapes:
             return torch.cat(self.step(*entries, sampled=sampled))
         planned, token_ids, _ = self.prepare(entries, sampled, NUM_ROWS)
         self.attention.begin_step(planned.metadata, NUM_ROWS)
