@@ -26,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 RESULTS = Path(__file__).parent / "results"
+LANES = 2  # micro-batches in flight, if there are several
 ONE_GPU, SPLIT, RANKS, REPLICAS = "one GPU", "attention workers", "tensor ranks", "replicas"
 
 
@@ -102,9 +103,9 @@ class Strokes:
 
     @property
     def linear_dense(self) -> tuple[float, float]:
-        """(base, ms per row) of the line with the least squares over all measured rows, for the closed form."""
-        per_row, base = np.polyfit(self.dense_rows, self.dense_ms, 1)
-        return float(base), float(per_row)
+        """(base, ms per row) for the closed form: of the line from one row to the most rows that were measured."""
+        per_row = (self.dense_ms[-1] - self.dense_ms[0]) / (self.dense_rows[-1] - self.dense_rows[0])
+        return self.dense_ms[0] - per_row * self.dense_rows[0], per_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +173,14 @@ def best_num_attention(strokes: Strokes, rows_each: float, context: float) -> fl
     """The number of attention workers for one dense worker that gives the most tokens/s for each GPU: a closed form.
 
     Each attention worker brings `rows_each` rows. With lanes a step takes the longer stroke. While attention bounds it,
-    another worker adds rows for nothing, until the dense stroke b + a * n * rows_each reaches the attention stroke.
-    From there n / ((n + 1)(b + a * n * rows_each)) is greatest where n * n = b / (a * rows_each): more workers than
-    that lengthen the step by more than their rows are worth. So it is the larger of the two. arXiv:2601.21351 has a
-    rule of the same regimes (attention, the other stroke, communication); this derivation is our own.
+    another worker adds rows for nothing, until the dense stroke b + a * n * rows_each reaches the attention stroke,
+    where b are the parts of both lanes that do not depend on rows. From there n / ((n + 1)(b + a * n * rows_each)) is
+    greatest where n * n = b / (a * rows_each): more workers than that lengthen the step by more than their rows are
+    worth. So it is the larger of the two. arXiv:2601.21351 has a rule of the same regimes (attention, the other stroke,
+    communication); this derivation is our own.
     """
     base, per_row = strokes.linear_dense
+    base *= LANES
     balanced = (strokes.attention(rows_each * context) - base) / (per_row * rows_each)
     return max(balanced, math.sqrt(base / (per_row * rows_each)))
 
@@ -216,7 +219,7 @@ def arrangements(num_gpus: int) -> Iterator[Arrangement]:
     yield Arrangement(RANKS, num_dense=num_gpus)
     for num_dense in range(1, num_gpus // 2 + 1):
         if num_gpus % num_dense == 0:
-            for lanes in (1, 2):
+            for lanes in (1, LANES):
                 yield Arrangement(SPLIT, num_gpus // num_dense - 1, num_dense, lanes)
 
 
@@ -309,9 +312,9 @@ def _checks_of_server(strokes: Strokes, run: dict[str, Any]) -> Iterator[Check]:
     arrangement = Arrangement(run["kind"], num_dense=run.get("num_dense", 1))
     predicted = predict(strokes, arrangement, lengths, run["rows"])
     what = f"{arrangement}: {run['rows']} at once, {run['prompt']}/{run['output']}"
-    if run["rows"] == 1:
-        yield Check(what, "ms", run["tpot_ms"], arrangement.step_ms(strokes, 1, lengths.context))
-    else:
+    if "step_ms" in run:
+        yield Check(f"{what}, a step", "ms", run["step_ms"], arrangement.step_ms(strokes, run["rows"], lengths.context))
+    if "tokens_per_s" in run:
         yield Check(what, "tok/s", run["tokens_per_s"], predicted.tokens_per_s)
 
 
@@ -344,7 +347,7 @@ def draw(strokes: Strokes, lengths: Lengths, num_gpus: int, path: Path) -> None:
         left.legend(fontsize=7)
         counts = range(1, 13)
         for rows in (64, 128, 256):
-            splits = [Arrangement(SPLIT, count, 1, 2) for count in counts]
+            splits = [Arrangement(SPLIT, count, 1, LANES) for count in counts]
             steps = [split.step_ms(strokes, rows * split.num_attention, lengths.context) for split in splits]
             speeds = [1000 * rows * n / ms / (n + 1) for n, ms in zip(counts, steps, strict=True)]
             [line] = right.plot(counts, speeds, marker=".", label=f"{rows} rows for each attention worker")

@@ -51,10 +51,10 @@ def test_the_context_of_a_row_is_that_of_a_simulated_server() -> None:
 
 @pytest.mark.parametrize(("rows", "context"), [(8, 500), (64, 1000), (64, 4000), (256, 200), (256, 2000)])
 def test_the_closed_form_is_the_best_of_all_numbers(rows: int, context: int) -> None:
-    """The strokes alone, as in the derivation: each takes the whole step, one lane's end is not waited for."""
+    """The strokes of two lanes, as in the derivation: the end of one lane is not waited for."""
 
     def speed_of_each_gpu(count: float) -> float:
-        step_ms = max(LINEAR.dense(rows * count), LINEAR.attention(rows * context))
+        step_ms = max(2 * LINEAR.dense(rows * count / 2), 2 * LINEAR.attention(rows * context / 2))
         return rows * count / step_ms / (count + 1)
 
     best = best_num_attention(LINEAR, rows, context)
@@ -75,8 +75,10 @@ def test_predicted_steps_are_close_to_all_measured_ones() -> None:
     found = checks(read_strokes())
     steps = [each for each in found if "a step of" in each.what]
     assert len(steps) == 13
+    steps += [each for each in found if each.what.endswith("a step")]  # of servers
+    assert len(steps) == 18
     assert max(abs(each.error) for each in steps) < 0.12
-    assert np.mean([abs(each.error) for each in steps]) < 0.04
+    assert np.mean([abs(each.error) for each in steps]) < 0.05
 
 
 def test_replicas_have_the_throughput_and_ranks_the_short_times() -> None:
