@@ -74,6 +74,9 @@ class OneProcess:
         self._layer = 0
         self._attend(0)  # compiles it
 
+    def begin_layers(self, num_rows: int) -> None:
+        """Does nothing."""
+
     def signal(self, flag: Flag) -> None:
         """Does nothing: there is no other process."""
 

@@ -90,8 +90,11 @@ class Channel(Protocol):
     lost_caches: Collection[int]
     is_waiting: bool  # whether a thread is in `wait` now; always False on CUDA
 
-    def begin_step(self, step_id: int) -> None:
-        """The dense worker calls it before it runs or enqueues the first layer of a step."""
+    def begin_step(self, step_id: int, num_rows: int) -> None:
+        """The dense worker calls it before it runs or enqueues a step, of `num_rows` rows with padding."""
+
+    def begin_layers(self, num_rows: int) -> None:
+        """The dense worker calls it before it runs, enqueues or captures the layers of a step of `num_rows` rows."""
 
     def signal(self, flag: Flag) -> None:
         """Publishes everything written so far to the peer."""

@@ -24,7 +24,8 @@ from services.channel.cuda_flags import (
     StreamMemoryOperations,
     check,
 )
-from services.channel.region import HEADER_BYTES, SharedRegion
+from services.channel.cuda_slots import SlotAddresses
+from services.channel.region import ABORT_WORD, HEADER_BYTES, WORD_BYTES, SharedRegion, flag_word
 from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.gpu import gpu_uuid, naming_what_needs_memory
 
@@ -81,6 +82,7 @@ class CudaIpcChannel:
         self.is_waiting = False
         self._is_owner = is_owner
         self._device_pointer = device_pointer
+        self._flags_pointer = device_pointer + _flags_offset(spec)
         attn_out_pointer = device_pointer + _attn_out_offset(spec)
         attn_out_shape = (spec.max_tokens, spec.attn_size)
         with naming_what_needs_memory("attention's output"):
@@ -92,8 +94,8 @@ class CudaIpcChannel:
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
         check(runtime.cudaHostRegister(address, HEADER_BYTES, flags))
         try:
-            header_pointer = int(check(runtime.cudaHostGetDevicePointer(address, 0)))
-            self._flags = _make_flags(kind, device, region, header_pointer, device_pointer + _flags_offset(spec))
+            header_pointer = self._header_pointer = int(check(runtime.cudaHostGetDevicePointer(address, 0)))
+            self._flags = _make_flags(kind, device, region, header_pointer, self._flags_pointer)
         except BaseException:
             runtime.cudaHostUnregister(address)
             raise
@@ -154,8 +156,24 @@ class CudaIpcChannel:
         """What the peer passes to `map`."""
         return self._region.name.encode()
 
-    def begin_step(self, step_id: int) -> None:
+    @property
+    def slot_addresses(self) -> SlotAddresses:
+        """Where kernels find the region and its flags, of a channel whose flags are polled."""
+        assert self.kind == SPINNING, "kernels poll"
+        return SlotAddresses(
+            qkv=self._device_pointer,
+            attn_out=self.attn_out.data_ptr(),
+            qkv_ready=self._flags_pointer + Flag.QKV_READY * FLAG_BYTES,
+            long_qkv_ready=self._header_pointer + flag_word(Flag.LONG_STEP_QKV_READY) * WORD_BYTES,
+            attention_ready=self._flags_pointer + Flag.ATTENTION_READY * FLAG_BYTES,
+            abort=self._header_pointer + ABORT_WORD * WORD_BYTES,
+        )
+
+    def begin_step(self, step_id: int, num_rows: int) -> None:
         """Nothing: all rows are of one attention worker."""
+
+    def begin_layers(self, num_rows: int) -> None:
+        """Nothing."""
 
     def signal(self, flag: Flag) -> None:
         """Enqueues setting the flag on torch's current stream."""

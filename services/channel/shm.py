@@ -61,8 +61,11 @@ class ShmChannel:
         """What the peer passes to `map`."""
         return self._region.name.encode()
 
-    def begin_step(self, step_id: int) -> None:
+    def begin_step(self, step_id: int, num_rows: int) -> None:
         """Nothing: all rows are of one attention worker."""
+
+    def begin_layers(self, num_rows: int) -> None:
+        """Nothing."""
 
     def signal(self, flag: Flag) -> None:
         """Sets the flag. The peer has cleared it before, since both sides strictly alternate."""

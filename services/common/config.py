@@ -250,7 +250,7 @@ class AttentionSection(Section):
 
     address: Address = "127.0.0.1:50053"  # address of its gRPC API, which the dense worker calls
     # attention workers that the launcher starts, for one dense worker; each has some of the sequences
-    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    workers: Annotated[int, Field(ge=1, le=32)] = 1
     elastic: bool = False  # whether more may be added while clients are served; with several workers they may anyway
     # where several attention workers are that others than this launcher have started; in the dense worker's config.
     # Empty: there is one, at address, or there are those that the launcher starts

@@ -20,7 +20,7 @@ from services.common.lifeline import Lifeline
 from services.common.model_config import ModelConfig
 from services.common.rank import ALONE, Rank, seam_config
 from services.common.resolve import ResolvedModel, resolve_model, use_device
-from services.common.several_attention_workers import check_attention_workers, has_several
+from services.common.several_attention_workers import check_attention_workers
 from services.common.several_ranks import check_ranks
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
@@ -112,11 +112,6 @@ def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
     model = replace(resolve_model(config.model, config.dense.device, config.attention), rank=rank)
     check_ranks(config, model.config)
     check_attention_workers(config)
-    if has_several(config) and model.device.type != "cpu":
-        raise ConfigError(
-            f"several attention workers run on CPUs, and dense.device is {config.dense.device!r}:"
-            " set attention.workers to 1"
-        )
     speculation = config.scheduler.speculation
     if speculation != "off" and model.config.gated_delta_layers:
         raise ConfigError(

@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.channel import Channel
+from services.channel import QUEUED, Channel
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, InvalidRequest, PeerError
 from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
@@ -40,6 +41,9 @@ from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.server import run_together
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import decode_answer, encode_plan
+
+if TYPE_CHECKING:
+    from services.dense_worker.attention_workers.cuda_joined_channel import CudaJoinedChannel
 
 log = structlog.get_logger()
 
@@ -104,7 +108,7 @@ class AttentionWorkersClient(AttentionClient):
         self._has_attached = False
         self._links: dict[int, _Link] = {}  # by cache_id
         self._next_cache_id = 0
-        self._joined: JoinedChannel | None = None
+        self._joined: JoinedChannel | CudaJoinedChannel | None = None
         self._splitter: PlanSplitter | None = None
         self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
         self._listener: AttentionListener | None = None
@@ -242,8 +246,14 @@ class AttentionWorkersClient(AttentionClient):
             max_model_len=min(each.reply.max_model_len for each in links),
         )
 
-    def _make_joined(self, members: dict[int, Channel]) -> JoinedChannel:
-        return JoinedChannel(self._options.spec, self._layers, members, self._lost_in_step)
+    def _make_joined(self, members: dict[int, Channel]) -> JoinedChannel | CudaJoinedChannel:
+        arguments: tuple[Any, ...] = (self._options.spec, self._layers, members, self._lost_in_step)
+        if self._options.device.type == "cpu":
+            return JoinedChannel(*arguments)
+        from services.dense_worker.attention_workers.cuda_joined_channel import CudaJoinedChannel  # needs triton
+
+        with torch.cuda.device(self._options.device):
+            return CudaJoinedChannel(*arguments, self._options.device)
 
     async def _check_health(self) -> None:
         """Raises `PeerError`, which names the worker, if one is not ready, before anything is asked of the others."""
@@ -287,6 +297,11 @@ class AttentionWorkersClient(AttentionClient):
         link = _Link(worker, cache, reply, channel, execute(worker.stub, reply.epoch, reply.attachment_id))
         try:
             _check_alike(reply, present, where)
+            if channel.kind == QUEUED:
+                raise ConfigError(
+                    f"{where} and the dense worker take turns on a GPU, since they are no MPS clients: set launch.mps"
+                    " to on, or attention.workers to 1"
+                )
         except ConfigError:
             link.drop()
             raise
@@ -469,7 +484,7 @@ async def _write_plans(call: grpc.aio.StreamStreamCall, link: _Link) -> None:
             return  # the stream has ended; its reader gets the reason
 
 
-def _describe(first: _Link, joined: JoinedChannel) -> Attachment:
+def _describe(first: _Link, joined: JoinedChannel | CudaJoinedChannel) -> Attachment:
     """The attachment as the first worker describes it."""
     reply = first.reply
     return Attachment(

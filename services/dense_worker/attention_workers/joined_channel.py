@@ -86,16 +86,19 @@ class JoinedChannel:
         """A step will begin, with these rows of each worker: int64 [num_rows]."""
         self._expected[step_id] = rows
 
-    def begin_step(self, step_id: int) -> None:
+    def begin_step(self, step_id: int, num_rows: int) -> None:
         """Takes what is expected of the step; those before it that had no rows are forgotten."""
         rows = self._expected.pop(step_id)
         for past in [each for each in self._expected if each < step_id]:
             del self._expected[past]
         for cache_id in self._lost & self._members.keys():
             self._members.pop(cache_id).close()  # no step uses it any more
-        self._num_rows = sum(map(len, rows.values()))
-        self._layer = 0
+        self._num_rows = num_rows
         self._parts = [_Part(each, self._members.get(each), torch.from_numpy(own)) for each, own in rows.items()]
+
+    def begin_layers(self, num_rows: int) -> None:
+        """The layers of the step follow."""
+        self._layer = 0
 
     def signal(self, flag: Flag) -> None:
         """Gives each worker its rows of qkv."""

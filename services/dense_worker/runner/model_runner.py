@@ -293,7 +293,7 @@ class ModelRunner:
         return None if self._hook is None else self._hook.residuals_out()
 
     def _begin_step(self, step: StepInput, channel: Channel, num_rows: int, num_sampled: int) -> None:
-        channel.begin_step(step.bound.plan.step_id)
+        channel.begin_step(step.bound.plan.step_id, num_rows)
         for feature in self._with_kernels:
             feature.begin_step(step.parts.get(feature), num_rows)
         self._backend.begin_step(step.bound.plan, num_rows, num_sampled)
@@ -358,6 +358,7 @@ class LayerRun:
         token_ids: int64 [num_tokens]
         """
         self._num_tokens = len(token_ids)
+        self._channel.begin_layers(self._num_tokens)
         self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], input_embeds))
         self._channel.signal(qkv_flag(self._num_tokens))
         while self._layer < self._num_layers * 3 // 4:

@@ -49,7 +49,8 @@ def run_step(joined: JoinedChannel, generator: torch.Generator) -> list[tuple[to
     """Runs all layers of a step of 6 rows; returns what went over the seam and came back, by layer."""
     crossed = []
     joined.expect(1, ROWS)
-    joined.begin_step(1)
+    joined.begin_step(1, 6)
+    joined.begin_layers(6)
     for sizes in LAYERS:
         qkv = torch.rand(6, sizes.qkv, generator=generator)
         rows_of_layer(joined.qkv[:6], sizes.qkv)[:] = qkv
@@ -102,7 +103,8 @@ def test_a_worker_that_goes_in_a_step_leaves_the_rows_of_the_others(owners: dict
 def test_an_abort_of_all_ends_a_wait(owners: dict[int, ShmChannel]) -> None:
     joined = join(owners, [])
     joined.expect(1, ROWS)
-    joined.begin_step(1)
+    joined.begin_step(1, 6)
+    joined.begin_layers(6)
     joined.signal(Flag.QKV_READY)
     threading.Timer(0.05, joined.abort).start()
     with pytest.raises(ChannelAborted, match="all attention workers"):
