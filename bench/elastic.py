@@ -1,7 +1,7 @@
 """What a burst of long prompts does to running streams, and what an attention worker that is added then changes.
 
     python bench/elastic.py                                                        # on CPUs, with the embedded model
-    python bench/elastic.py --set model.path=DIR --set model.load_format=dummy     # on a GPU, with random weights
+    python bench/elastic.py --shape llama-2-7b --long-prompt-len 3000              # on a GPU, with random weights
 
 Short streams run all the time. Then clients with long prompts come, and go on asking. In the middle of that one more
 attention worker is started; it gets the sequences that come next. The figures are the times between two tokens of the
@@ -26,6 +26,8 @@ import grpc
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.gpu.models import SHAPES, write_model
+from bench.load.own_server import write_vocabulary
 from tests.support.cluster import Cluster, ctl, request, running_cluster
 
 VOCABULARY = 1000  # token ids of prompts; every model has more
@@ -79,7 +81,7 @@ class Clients:
     def gaps_ms(self, begin_s: float, end_s: float) -> list[float]:
         """The times between two tokens of a stream that came in this period."""
         pairs = (pair for times in self.times_s for pair in itertools.pairwise(list(times)))
-        return [1e3 * (after - before) for before, after in pairs if begin_s <= before and after <= end_s]  # not NaN
+        return [1e3 * (after - before) for before, after in pairs if begin_s <= before and after <= end_s]
 
 
 def describe(short: Clients, long: Clients | None, begin_s: float, end_s: float) -> dict[str, object]:
@@ -146,11 +148,18 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each phase")
     parser.add_argument("--spread-seconds", type=float, default=10.0, help="before the last phase")
+    parser.add_argument("--shape", choices=SHAPES, help="a model of this shape with random weights")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the cluster's config")
     arguments = parser.parse_args()
     settings = ("attention.elastic=true", *arguments.set)
-    with tempfile.TemporaryDirectory() as directory, running_cluster(Path(directory), *settings) as cluster:
-        phases = measure(cluster, arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        if arguments.shape is not None:
+            model = write_model(path / "model", arguments.shape, "stored")
+            write_vocabulary(model)
+            settings = (f"model.path={model}", "model.load_format=dummy", *settings)
+        with running_cluster(path, *settings) as cluster:
+            phases = measure(cluster, arguments)
     print("| phase | TPOT of short streams: P50, ms | P99, ms | worst, ms | tokens/s | sequences of workers |")
     print("|---|---|---|---|---|---|")
     for name, each in phases.items():

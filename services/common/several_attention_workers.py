@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from services.common.config import Config
 from services.common.errors import ConfigError
+from services.common.families.shape import ModelConfig
 
 
 def has_several(config: Config) -> bool:
@@ -16,8 +17,11 @@ def has_several(config: Config) -> bool:
     return config.attention.workers > 1 or config.attention.elastic or bool(config.attention.addresses)
 
 
-def check_attention_workers(config: Config) -> None:
-    """Raises `ConfigError`, which names what is in the way and what to do, if several cannot serve this."""
+def check_attention_workers(config: Config, model: ModelConfig | None = None) -> None:
+    """Raises `ConfigError`, which names what is in the way and what to do, if several cannot serve this.
+
+    `model`: where it is known
+    """
     if has_several(config):
         attention = config.attention
         names = f"attention.workers is {attention.workers}"
@@ -25,8 +29,13 @@ def check_attention_workers(config: Config) -> None:
             names += " and attention.elastic is true"
         if attention.addresses:
             names = f"attention.addresses names {len(attention.addresses)}"
-        for obstacle, mend in _obstacles(config):
+        for obstacle, mend in (*_obstacles(config), *(() if model is None else _of_model(model))):
             raise ConfigError(f"{names}, but {obstacle}: {mend}")
+
+
+def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    if model.encoder is not None:
+        yield f"{model.family!r} has an encoder, whose output crosses one seam", "set attention.workers to 1"
 
 
 def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
@@ -34,8 +43,9 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     dense, attention, launch = config.dense, config.attention, config.launch
     if len(set(attention.addresses)) < len(attention.addresses):
         yield "two of them are the same", "name each attention worker once"
-    if dense.tensor_parallel_size > 1:
-        yield f"dense.tensor_parallel_size is {dense.tensor_parallel_size}", "ranks have one attention worker each"
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (number := getattr(dense, key)) > 1:
+            yield f"dense.{key} is {number}", "ranks have one attention worker each"
     if attention.kv_events is not None:
         yield f"attention.kv_events is {attention.kv_events!r}, and the events are of one cache", "leave it out"
     if (attention.workers > 1 or attention.elastic) and not {"attn_worker", "dense_worker"}.issubset(launch.services):

@@ -111,7 +111,7 @@ def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
     """
     model = replace(resolve_model(config.model, config.dense.device, config.attention), rank=rank)
     check_ranks(config, model.config)
-    check_attention_workers(config)
+    check_attention_workers(config, model.config)
     speculation = config.scheduler.speculation
     if speculation != "off" and model.config.gated_delta_layers:
         raise ConfigError(

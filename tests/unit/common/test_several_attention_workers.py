@@ -17,6 +17,7 @@ def check(*overrides: str) -> None:
     ("override", "message"),
     [
         ("dense.tensor_parallel_size=2", "dense.tensor_parallel_size is 2: ranks have one attention worker each"),
+        ("dense.pipeline_parallel_size=2", "dense.pipeline_parallel_size is 2: ranks have one attention worker each"),
         ("attention.kv_events=tcp://*:5557", "attention.kv_events is 'tcp://\\*:5557'.*: leave it out"),
         ("launch.standby_attention=imports", "launch.standby_attention is 'imports': set it to off"),
         ('launch.services=["attn_worker"]', "launch.services is attn_worker: one launcher must start the dense worker"),
