@@ -205,8 +205,9 @@ class Engine:
 
     def _admit(self, session: Session) -> None:
         """Chooses the sequences to open next; the next plan opens them."""
-        for cache_id in self._scheduler.empty_caches():
-            self._attention.release(session.attachment, cache_id)
+        if session.draining:
+            for cache_id in self._scheduler.empty_caches():
+                self._attention.release(session.attachment, cache_id)
         if session.is_leaving or self._drains or not (admitted := self._scheduler.next_to_open()):
             return
         if self._has_run_suspect:

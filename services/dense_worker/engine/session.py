@@ -187,7 +187,9 @@ class Session:
 
     def errors_of(self, lane: int) -> int:
         """Errors in the answers of all present attention workers so far."""
-        return sum([num_errors for (each, _), num_errors in self.num_errors.items() if each == lane])
+        if not self.num_errors:  # in almost all attachments
+            return 0
+        return sum(num_errors for (each, _), num_errors in self.num_errors.items() if each == lane)
 
     def ends_claims(self, now_s: float) -> bool:
         """Whether the time to claim sequences has passed; true once."""
@@ -303,7 +305,8 @@ class Session:
             raise PeerError(f"step {answer.step_id} was not published, or has been answered")
         plan = published.plan
         if answer.cache_id in self.ledgers:
-            self.num_errors[plan.lane, answer.cache_id] += len(answer.errors or ())
+            if answer.errors:
+                self.num_errors[plan.lane, answer.cache_id] += len(answer.errors)
             self.ledgers[answer.cache_id].give_back(answer.num_freed_blocks)
         if not answer.is_last:
             return published
