@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import InvalidRequest
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
@@ -70,29 +70,28 @@ def read_relative_bias(request: attn_pb2.AttachRequest, config: ModelConfig) -> 
     return tuple(values[start : start + num_heads] for start in range(0, expected, num_heads))
 
 
-def read_gated_delta(request: attn_pb2.AttachRequest, config: ModelConfig) -> dict[int, GatedDeltaWeights]:
-    """The weights of the gated delta layers, by layer; empty for a model without them.
+def read_recurrences(request: attn_pb2.AttachRequest, config: ModelConfig) -> dict[int, RecurrenceWeights]:
+    """The weights of the recurrent layers, by layer; empty for a model without them.
 
     Raises InvalidRequest, which names the value, for other layers than the model's, for a wrong number of weights, and
     for a weight that is not finite.
     """
-    expected = config.gated_delta_layers
-    layers = [weights.layer for weights in request.gated_delta]
+    expected = config.recurrent_layers
+    layers = [weights.layer for weights in request.recurrences]
     if layers != list(expected):
         raise InvalidRequest(
-            f"the dense worker has gated delta weights of layers {layers}, the model calls for {list(expected)}"
+            f"the dense worker has recurrence weights of layers {layers}, the model calls for {list(expected)}"
         )
     read = {}
-    for weights in request.gated_delta:
+    for weights in request.recurrences:
         sizes, layer = expected[weights.layer], weights.layer
-        if len(weights.conv) % 4:
-            whole, rest = divmod(len(weights.conv), 4)
-            raise InvalidRequest(f"the dense worker has {whole} weights and {rest} bytes conv of layer {layer}")
-        for field, values, number in (
-            ("conv", np.frombuffer(weights.conv, "<f4"), sizes.conv_dim * sizes.conv_size),
-            ("a_log", np.array(weights.a_log), sizes.num_value_heads),
-            ("dt_bias", np.array(weights.dt_bias), sizes.num_value_heads),
-        ):
+        for field in ("conv", "conv_bias"):
+            whole, rest = divmod(len(getattr(weights, field)), 4)
+            if rest:
+                raise InvalidRequest(f"the dense worker has {whole} weights and {rest} bytes {field} of layer {layer}")
+        for field in ("conv", "conv_bias", "a_log", "dt_bias", "d"):
+            given, number = getattr(weights, field), sizes.num_weights.get(field, 0)
+            values = np.frombuffer(given, "<f4") if isinstance(given, bytes) else np.array(given)
             if len(values) != number:
                 raise InvalidRequest(
                     f"the dense worker has {len(values)} weights {field} of layer {layer}, the model calls for {number}"
@@ -102,5 +101,7 @@ def read_gated_delta(request: attn_pb2.AttachRequest, config: ModelConfig) -> di
                 raise InvalidRequest(
                     f"the dense worker's {field} of layer {layer} has {value}, expected finite numbers"
                 )
-        read[layer] = GatedDeltaWeights(weights.conv, tuple(weights.a_log), tuple(weights.dt_bias))
+        read[layer] = RecurrenceWeights(
+            weights.conv, tuple(weights.a_log), tuple(weights.dt_bias), weights.conv_bias, tuple(weights.d)
+        )
     return read

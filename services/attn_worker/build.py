@@ -40,7 +40,7 @@ from services.common.resolve import ResolvedModel, use_device
 
 log = structlog.get_logger()
 
-# Slots for the states of gated delta layers, for each sequence of a step: its committed state, the one that the running
+# Slots for the states of recurrent layers, for each sequence of a step: its committed state, the one that the running
 # step leaves, and the one that the next step leaves. With the state before the committed one they are four; two more
 # hold checkpoints, those at the ends of a prompt and of its answer.
 _FEWEST_STATES, _MOST_STATES = 3, 6
@@ -131,7 +131,7 @@ def prepare_device(
         torch.zeros(1, device=model.device)
     from services.attn_worker.runner.cuda_layer_runner import load_kernels
 
-    if model.config.gated_delta_layers or model.config.encoder is not None:
+    if model.config.recurrent_layers or model.config.encoder is not None:
         return None  # states, and the outputs of encoders, take much memory, and have no tier
     make_backend = _capturable_backend(_one_block(section, model), is_deterministic)
     arguments = (model.config, _one_block(section, model), model.dtype, model.device, model.max_model_len)
@@ -157,7 +157,7 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         room = int(torch.cuda.mem_get_info(device)[0] * section.kv_cache_memory_fraction)
         source = f"attention.kv_cache_memory_fraction {section.kv_cache_memory_fraction} of free memory"
     spec = _one_block(section, model)
-    if spec.gated_delta:
+    if spec.recurrences:
         spec = _with_states(spec, limits, room, source)
     if spec.cross_layers:
         spec = _with_sources(spec, model, limits, room, source)
@@ -178,7 +178,7 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
         )
     of_windows = {} if spec.window_blocks is None else {"num_window_blocks": spec.window_blocks.num_blocks}
     of_states = {}
-    if spec.gated_delta:
+    if spec.recurrences:
         of_states = {"num_state_slots": spec.num_state_slots, "bytes_per_state": spec.state_bytes}
     if spec.source_slots is not None:
         of_states = {"num_source_slots": spec.source_slots.num_slots, "bytes_per_source": spec.source_bytes}
@@ -221,7 +221,7 @@ def _one_block(section: AttentionSection, model: ResolvedModel) -> KVCacheSpec:
 
 
 def _with_states(spec: KVCacheSpec, limits: StepLimits | None, room: int, source: str) -> KVCacheSpec:
-    """The spec with slots for the states of gated delta layers: more, for the prefix cache, up to half of the room.
+    """The spec with slots for the states of recurrent layers: more, for the prefix cache, up to half of the room.
 
     Raises CapacityError, which says what to change, if all sequences of a step have too little room.
     """
@@ -256,7 +256,7 @@ def _with_sources(
 
 def _states_of(spec: KVCacheSpec) -> str:
     """What a message says about states."""
-    return f" {spec.num_state_slots} states take {spec.num_state_slots * spec.state_bytes}," if spec.gated_delta else ""
+    return f" {spec.num_state_slots} states take {spec.num_state_slots * spec.state_bytes}," if spec.recurrences else ""
 
 
 def _with_window_group(spec: KVCacheSpec, limits: StepLimits, room: int | None) -> KVCacheSpec:
@@ -285,8 +285,8 @@ def check_host_tier(section: AttentionSection, model: ResolvedModel) -> None:
     obstacle = None
     if config.encoder is not None:
         obstacle = "has cross attention, whose keys and values have no copies there"
-    elif config.gated_delta_layers:
-        obstacle = "has gated delta layers, whose states have no copies there"
+    elif config.recurrent_layers:
+        obstacle = "has recurrent layers, whose states have no copies there"
     elif None not in windows and window < model.max_model_len:
         by = "by attention.window" if config.attention.num_sink_tokens else "of its own"
         obstacle = f"has windows of {window} tokens in all layers, {by}, behind which blocks are dropped"
@@ -353,7 +353,7 @@ def _build_runner(
 ) -> tuple[LayerRunner, BlockStorage]:
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
     if select_backend(section, model) == "torch":
-        make_torch: Callable[..., AttentionBackend] = layered_torch_attention if spec.gated_delta else TorchAttention
+        make_torch: Callable[..., AttentionBackend] = layered_torch_attention if spec.recurrences else TorchAttention
         if spec.cross_layers:
             make_torch = crossed_torch_attention
         if is_deterministic:
@@ -379,7 +379,7 @@ def _capturable_backend(spec: KVCacheSpec, is_deterministic: bool) -> Callable[.
         from services.attn_worker.layers.cross.cuda_crossed_attention import crossed_cuda_attention  # needs triton
 
         return crossed_cuda_attention
-    if spec.gated_delta:
+    if spec.recurrences:
         from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention  # needs triton
 
         return layered_triton_attention

@@ -24,7 +24,7 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.openings import Openings
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.engine_thread import EngineThread
 from services.common.errors import StaleEpoch
 from services.common.kv_cache.scales import KVScales
@@ -104,19 +104,19 @@ class AttentionEngine:
         weights_hash: str,
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
-        gated_delta: Mapping[int, GatedDeltaWeights],
+        recurrences: Mapping[int, RecurrenceWeights],
         relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Replaces the last attachment by a new one, which the engine owns from now on.
 
         Keys and values computed with weights other than `weights_hash`, or stored with other scales, are dropped.
-        `sinks` are the learned ones, [num_layers][num_heads], `gated_delta` the weights of such layers, and
+        `sinks` are the learned ones, [num_layers][num_heads], `recurrences` the weights of such layers, and
         `relative_bias` is [num_buckets][num_heads], of a model that has them.
         """
         self.detach()
         self._attachment = attachment
         self.cache.use_weights(bytes.fromhex(weights_hash) + scales.identity)
-        self._runner.attach(attachment.channels.values(), scales, sinks, gated_delta, relative_bias)
+        self._runner.attach(attachment.channels.values(), scales, sinks, recurrences, relative_bias)
 
     def open_sequence(self, attachment: Attachment, new: NewSequence, opened: Future[OpenResult]) -> None:
         """Opens a sequence in the KV cache. `opened` gets the result, which may come between later steps.

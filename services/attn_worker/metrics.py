@@ -109,7 +109,7 @@ class _CountsCollector:
         )
         yield _count_blocks(
             "state_slots",
-            "Slots for the states of gated delta layers, which a sequence needs whatever its length; otherwise 0.",
+            "Slots for the states of recurrent layers, which a sequence needs whatever its length; otherwise 0.",
             cache.pools.get("states"),
         )
         tier = cache.tier.counts

@@ -12,7 +12,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.attach_request import read_gated_delta, read_relative_bias, read_scales, read_sinks
+from services.attn_worker.attach_request import read_recurrences, read_relative_bias, read_scales, read_sinks
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
@@ -23,7 +23,7 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
 from services.channel.shm_cleanup import remove_stale_regions
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.config import AttentionSection
 from services.common.errors import (
     CapacityError,
@@ -110,11 +110,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._check_limits(request)
         scales = read_scales(request, self._model.config.num_layers)
         sinks = read_sinks(request, self._model.config)
-        gated_delta = read_gated_delta(request, self._model.config)
+        recurrences = read_recurrences(request, self._model.config)
         relative_bias = read_relative_bias(request, self._model.config)
         try:
             async with self._attaching:
-                return await self._attach(request, scales, sinks, gated_delta, relative_bias, context.peer())
+                return await self._attach(request, scales, sinks, recurrences, relative_bias, context.peer())
         except Exception as error:
             if self._note_failure(error):
                 raise PeerError(f"the attention worker has failed: {error}") from error
@@ -125,7 +125,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         request: attn_pb2.AttachRequest,
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
-        gated_delta: Mapping[int, GatedDeltaWeights],
+        recurrences: Mapping[int, RecurrenceWeights],
         relative_bias: Sequence[Sequence[float]],
         peer: str,
     ) -> attn_pb2.AttachReply:
@@ -145,7 +145,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._attachment = None
             attachment.close()
             raise
-        learned = (scales, sinks, gated_delta, relative_bias)
+        learned = (scales, sinks, recurrences, relative_bias)
         attaching = engine.submit(engine.attach, attachment, request.weights_hash, *learned)
         await asyncio.shield(asyncio.wrap_future(attaching))  # the engine owns the channels now, whatever happens
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]

@@ -62,7 +62,7 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
         config = replace(config, attention=replace(config.attention, sees_spans=True))
     if num_layers is not None:
         config = _first_layers(config, num_layers, path)
-    if len(config.gated_delta_layers) == config.num_layers:
+    if len(config.recurrent_layers) == config.num_layers:
         raise ModelError(f"{path} has no attention in its first {config.num_layers} layers, supported: in one at least")
     return config
 
@@ -122,11 +122,20 @@ def _text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
     try:
-        hf = AutoConfig.for_model(**raw)
+        hf = AutoConfig.for_model(**_with_infinities(raw))
         hf.standardize_rope_params()  # as Hugging Face's models do; reads an original length beside rope_parameters
         return hf
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"{path} has no valid {raw['model_type']} config.json: {error}") from error
+
+
+def _with_infinities(value: Any) -> Any:
+    """A JSON value with the numbers that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_infinities(each) for name, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
 def _first_layers(config: ModelConfig, num_layers: int, path: Path) -> ModelConfig:

@@ -79,8 +79,8 @@ def _of_parts(model: ModelConfig) -> Iterator[tuple[str, str]]:
     parts, family, alone = model.parts, repr(model.family), f"set it to 1, or {PIPELINE} instead"
     if parts.latent is not None:
         yield f"{family} has latent attention, whose matrices are not cut", alone
-    if model.gated_delta_layers or parts.has_attention_gate:
-        yield f"{family} has gated attention or gated delta layers, which are not cut", alone
+    if model.recurrent_layers or parts.has_attention_gate:
+        yield f"{family} has gated attention or recurrent layers, which are not cut", alone
     if parts.embedding_size is not None:
         yield f"{family} has projections beside its embedding, which are not cut", alone
     if model.encoder is not None:
@@ -123,7 +123,7 @@ def _unstaged(model: ModelConfig, count: int) -> str:
     for index in range(count):
         layers = Rank(index, count, is_stage=True).layers(model.num_layers)
         name = f"stage {index}, layers {layers.start} to {layers.stop - 1},"
-        if all(heads[each].gated_delta is not None for each in layers):
+        if all(heads[each].recurrence is not None for each in layers):
             return f"no layer with keys and values in {name} and a KV cache needs one"
         if has_full and all(windows[each] is not None for each in layers):
             return f"no layer without a window in {name} and all stages must keep the same blocks"

@@ -40,7 +40,7 @@ from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.gated.recurrence_weights import (
-    RecurrenceWeights,
+    WeightsByLayer,
     load_recurrence_weights,
     random_recurrence_weights,
 )
@@ -78,7 +78,7 @@ class LoadedModel:
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sinks  # of attention; empty: the model has none
     relative_bias: BiasTable  # of attention; empty: the model has none
-    gated_delta: RecurrenceWeights  # of the layers with a recurrence, by layer; empty: there are none
+    recurrences: WeightsByLayer  # of the layers with a recurrence, by layer; empty: there are none
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
     gives_hidden_states: bool  # to clients that ask for them
 
@@ -113,10 +113,10 @@ def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
     check_ranks(config, model.config)
     check_attention_workers(config, model.config)
     speculation = config.scheduler.speculation
-    if speculation != "off" and model.config.gated_delta_layers:
+    if speculation != "off" and model.config.recurrent_layers:
         raise ConfigError(
-            f"scheduler.speculation is {speculation!r}, but rejected drafts cannot be taken out of the states of gated "
-            f"delta layers, as {model.config.family!r} has: set it to off"
+            f"scheduler.speculation is {speculation!r}, but rejected drafts cannot be taken out of the states of "
+            f"recurrent layers, as {model.config.family!r} has: set it to off"
         )
     if model.config.encoder is not None:
         check_encoder(config, model.config)
@@ -201,10 +201,10 @@ class PreparedModel:
         sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
         if is_dummy:
             relative_bias = random_relative_bias(model.config, section.dummy_seed)
-            gated_delta = random_recurrence_weights(model.config, section.dummy_seed)
+            recurrences = random_recurrence_weights(model.config, section.dummy_seed)
         else:
             relative_bias = load_relative_bias(section.path, model.config)
-            gated_delta = load_recurrence_weights(section.path, model.config)
+            recurrences = load_recurrence_weights(section.path, model.config)
         make_drafter = self.drafter and self.drafter.load()
         weights = load_model_weights(section, model, self.held)
         if self.lifeline is not None:
@@ -237,7 +237,7 @@ class PreparedModel:
             scales,
             sinks,
             relative_bias,
-            gated_delta,
+            recurrences,
             experts,
             selected.backend.gives_hidden_states,
         )

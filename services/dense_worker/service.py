@@ -266,7 +266,7 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
         kv_cache_dtype=model.kv_cache_dtype,
         kv_scales=model.kv_scales and model.kv_scales.of_layers(layers),
         sinks=[each[heads.start : heads.stop] for each in model.sinks[layers.start : layers.stop]],
-        gated_delta={layer - layers.start: each for layer, each in model.gated_delta.items() if layer in layers},
+        recurrences={layer - layers.start: each for layer, each in model.recurrences.items() if layer in layers},
         relative_bias=model.relative_bias,
         is_deterministic=config.dense.deterministic,
     )

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "gated_delta", "deterministic", "relative_bias")
+    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "recurrences", "deterministic", "relative_bias")
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,7 @@ class AttachRequest(_message.Message):
     KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
     VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
     SINKS_FIELD_NUMBER: _ClassVar[int]
-    GATED_DELTA_FIELD_NUMBER: _ClassVar[int]
+    RECURRENCES_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_BIAS_FIELD_NUMBER: _ClassVar[int]
     weights_hash: str
@@ -33,22 +33,26 @@ class AttachRequest(_message.Message):
     key_scales: _containers.RepeatedScalarFieldContainer[float]
     value_scales: _containers.RepeatedScalarFieldContainer[float]
     sinks: _containers.RepeatedScalarFieldContainer[float]
-    gated_delta: _containers.RepeatedCompositeFieldContainer[GatedDeltaWeights]
+    recurrences: _containers.RepeatedCompositeFieldContainer[RecurrenceWeights]
     deterministic: bool
     relative_bias: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., gated_delta: _Optional[_Iterable[_Union[GatedDeltaWeights, _Mapping]]] = ..., deterministic: _Optional[bool] = ..., relative_bias: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., recurrences: _Optional[_Iterable[_Union[RecurrenceWeights, _Mapping]]] = ..., deterministic: _Optional[bool] = ..., relative_bias: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class GatedDeltaWeights(_message.Message):
-    __slots__ = ("layer", "conv", "a_log", "dt_bias")
+class RecurrenceWeights(_message.Message):
+    __slots__ = ("layer", "conv", "a_log", "dt_bias", "conv_bias", "d")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CONV_FIELD_NUMBER: _ClassVar[int]
     A_LOG_FIELD_NUMBER: _ClassVar[int]
     DT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    CONV_BIAS_FIELD_NUMBER: _ClassVar[int]
+    D_FIELD_NUMBER: _ClassVar[int]
     layer: int
     conv: bytes
     a_log: _containers.RepeatedScalarFieldContainer[float]
     dt_bias: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, layer: _Optional[int] = ..., conv: _Optional[bytes] = ..., a_log: _Optional[_Iterable[float]] = ..., dt_bias: _Optional[_Iterable[float]] = ...) -> None: ...
+    conv_bias: bytes
+    d: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, layer: _Optional[int] = ..., conv: _Optional[bytes] = ..., a_log: _Optional[_Iterable[float]] = ..., dt_bias: _Optional[_Iterable[float]] = ..., conv_bias: _Optional[bytes] = ..., d: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LaneHandle(_message.Message):
     __slots__ = ("lane", "kind", "handle")

@@ -18,12 +18,12 @@ import torch
 from services.pb import gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all
 from tests.support.cluster import request
-from tests.support.dense.family_models import VARIANTS, make_family_model
+from tests.support.dense.family_models import RECURRENT, VARIANTS, make_family_model
 from tests.support.dense.random_steps import RandomSteps, compute_alone, deterministic_model, differing_rows
 from tests.support.plain_services import PlainServices, plain_services
 
 NUM_STREAMS, MAX_TOKENS = 64, 60
-REFUSED = ("qwen2_moe", "gemma4-shared", "deepseek", "kimi", "qwen3_next", "qwen3_5")  # beginnings of variants
+REFUSED = ("qwen2_moe", "gemma4-shared", "deepseek", "kimi", "qwen3_next", "qwen3_5", *RECURRENT)  # beginnings of names
 SETTINGS = {
     "dense.deterministic": "true",
     "scheduler.policy": "max_utilization",

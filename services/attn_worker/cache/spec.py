@@ -5,13 +5,14 @@ All layers have the same blocks, or some have a window and blocks of their own: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks
-from services.common.families.shape import GatedDelta
+from services.common.families.shape import Recurrence
 from services.common.model_config import LayerHeads, ModelConfig
 
 SCALE_DTYPE = STATE_DTYPE = torch.float32
@@ -72,17 +73,17 @@ class KVCacheSpec:
         return self.layer_heads[layer].num_kv_heads, self.layer_heads[layer].head_dim
 
     @property
-    def gated_delta(self) -> dict[int, GatedDelta]:
+    def recurrences(self) -> dict[int, Recurrence]:
         """The layers that have states in place of keys and values."""
         layers = enumerate(self.layer_heads)
-        return {layer: heads.gated_delta for layer, heads in layers if heads.gated_delta is not None}
+        return {layer: heads.recurrence for layer, heads in layers if heads.recurrence is not None}
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one slot in all gated delta layers: matrices and past rows, all in float32."""
         return STATE_DTYPE.itemsize * sum(
-            sizes.num_value_heads * sizes.key_dim * sizes.value_dim + (sizes.conv_size - 1) * sizes.conv_dim
-            for sizes in self.gated_delta.values()
+            math.prod(sizes.state_shape) + (sizes.conv_size - 1) * sizes.conv_dim
+            for sizes in self.recurrences.values()
         )
 
     @property
@@ -98,7 +99,7 @@ class KVCacheSpec:
 
     def attention_layers(self) -> KVCacheSpec:
         """The spec without the layers that keep nothing of each token, for the backend of the others."""
-        others = {**self.gated_delta, **self.cross_layers}
+        others = {**self.recurrences, **self.cross_layers}
         layers = [layer for layer in range(self.num_layers) if layer not in others]
         heads = tuple(self.layer_heads[layer] for layer in layers)
         return replace(self, windows=tuple(self.windows[layer] for layer in layers), layer_heads=heads)
@@ -121,7 +122,7 @@ class KVCacheSpec:
     @property
     def window_layers(self) -> frozenset[int]:
         """The layers with a window whose keys no layer without a window reads; none if all layers are alike in this."""
-        if self.gated_delta or self.cross_layers:
+        if self.recurrences or self.cross_layers:
             return frozenset()  # such models have no windows
         readers: dict[int, list[int | None]] = {layer: [] for layer in self.storing_layers}
         for layer, window in enumerate(self.windows):
@@ -147,7 +148,7 @@ class KVCacheSpec:
     @property
     def storing_layers(self) -> list[int]:
         """The layers that store keys and values of their own."""
-        others = {**self.gated_delta, **self.cross_layers}
+        others = {**self.recurrences, **self.cross_layers}
         return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer and layer not in others]
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
 from services.common.kv_cache.scales import KVScales
 from services.step.sources import SourcePiece
@@ -63,7 +63,7 @@ class RecurrentAttention(AttentionBackend, Protocol):
     (`GatedDelta.row_size`); a row of out is the recurrence's output (`GatedDelta.value_size`).
     """
 
-    def use_gated_delta(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+    def use_recurrences(self, weights: Mapping[int, RecurrenceWeights]) -> None:
         """Sets the weights of the gated delta layers, by layer, for later steps."""
         ...
 

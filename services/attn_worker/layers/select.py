@@ -42,8 +42,8 @@ def select_backend(section: AttentionSection, model: ResolvedModel, *, is_determ
 def _why_not_deterministic(section: AttentionSection, model: ResolvedModel, kv_cache: KVCacheFormat) -> str | None:
     """Why the bits of a row would depend on the step; None if they do not."""
     config, family = model.config, repr(model.config.family)
-    if config.gated_delta_layers:
-        return f"{family} has gated delta layers, whose recurrence is computed in chunks that begin where a step does"
+    if config.recurrent_layers:
+        return f"{family} has recurrent layers, whose recurrence is computed in chunks that begin where a step does"
     if config.attention.value_dim is not None:
         return f"{family} has latent attention, whose kernels have several orders of additions"
     if config.encoder is not None:

@@ -19,7 +19,7 @@ from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.runner.step_sources import StepSources
 from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import Channel
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets, prompt_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.kv_cache.scales import KVScales
@@ -50,7 +50,7 @@ class CudaLayerRunner:
         channels: Iterable[Channel],
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
-        gated_delta: Mapping[int, GatedDeltaWeights],
+        recurrences: Mapping[int, RecurrenceWeights],
         relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Passes scales, sinks and weights on, and captures a graph per bucket for each channel, unless
@@ -63,8 +63,8 @@ class CudaLayerRunner:
             self._backend.use_scales(scales)
             if sinks:
                 self._backend.use_sinks(sinks)
-            if gated_delta:
-                self._backend.use_gated_delta(gated_delta)
+            if recurrences:
+                self._backend.use_recurrences(recurrences)
             if relative_bias:
                 self._backend.use_relative_bias(relative_bias)
         self._graphs.clear()  # frees their memory before the new graphs need it

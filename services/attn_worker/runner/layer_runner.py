@@ -10,7 +10,7 @@ import torch
 from services.attn_worker.layers import AttentionBackend, RecurrentAttention, SourceAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.kv_cache.scales import KVScales
 from services.step.sources import source_pieces
 
@@ -37,12 +37,12 @@ class LayerRunner(Protocol):
         channels: Iterable[Channel],
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
-        gated_delta: Mapping[int, GatedDeltaWeights],
+        recurrences: Mapping[int, RecurrenceWeights],
         relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Makes later steps run on these channels only, with these scales of FP8 layers and these learned sinks.
 
-        `sinks` are [num_layers][num_heads], `gated_delta` the weights of such layers, and `relative_bias` is
+        `sinks` are [num_layers][num_heads], `recurrences` the weights of such layers, and `relative_bias` is
         [num_buckets][num_heads]; they are empty for a model without them. No step may be running.
         """
 
@@ -68,15 +68,15 @@ class EagerLayerRunner:
         channels: Iterable[Channel],
         scales: KVScales,
         sinks: Sequence[Sequence[float]],
-        gated_delta: Mapping[int, GatedDeltaWeights],
+        recurrences: Mapping[int, RecurrenceWeights],
         relative_bias: Sequence[Sequence[float]] = (),
     ) -> None:
         """Passes scales, sinks and weights on."""
         self._backend.use_scales(scales)
         if sinks:
             self._backend.use_sinks(sinks)
-        if gated_delta:
-            self._backend.use_gated_delta(gated_delta)
+        if recurrences:
+            self._backend.use_recurrences(recurrences)
         if relative_bias:
             self._backend.use_relative_bias(relative_bias)
 

@@ -93,13 +93,21 @@ def read_minimax_m2(fields: ConfigFields) -> ModelConfig:
 def read_granitemoe(fields: ConfigFields) -> ModelConfig:
     """Granite 3's mixtures: a Granite with experts in all layers."""
     config = read_granite(fields)
+    return with_granite_experts(fields, config, config.intermediate_size)
+
+
+def with_granite_experts(
+    fields: ConfigFields, config: ModelConfig, intermediate_size: int, shared_intermediate_size: int | None = None
+) -> ModelConfig:
+    """Experts in all layers, in some with one more for all tokens."""
     return _with_experts(
         fields,
         config,
         "num_local_experts",
-        intermediate_size=config.intermediate_size,
+        intermediate_size=intermediate_size,
         renormalizes=True,
         layers=tuple(range(config.num_layers)),
+        shared_intermediate_size=shared_intermediate_size,
     )
 
 

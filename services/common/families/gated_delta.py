@@ -62,7 +62,7 @@ def _read_gated(fields: ConfigFields, intermediate_size: int | None = None) -> M
     unsupported = set(kinds) - {"full_attention", "linear_attention"}
     if unsupported:
         raise fields.error("layer_types", sorted(unsupported), "supported: full_attention, linear_attention")
-    by_kind = {"full_attention": heads, "linear_attention": replace(heads, gated_delta=_read_gated_delta(fields))}
+    by_kind = {"full_attention": heads, "linear_attention": replace(heads, recurrence=_read_gated_delta(fields))}
     attention = AttentionOptions(layer_heads=tuple(by_kind[kind] for kind in kinds))
     parts = replace(config.parts, norm=NormKind.RMS_PLUS_ONE, has_attention_gate=True)
     return replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, parts=parts, attention=attention)

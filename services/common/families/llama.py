@@ -127,7 +127,11 @@ def read_phi3(fields: ConfigFields) -> ModelConfig:
 
 def read_granite(fields: ConfigFields) -> ModelConfig:
     """Granite 3: four multipliers."""
-    config = read_llama(fields)
+    return with_granite_multipliers(fields, read_llama(fields))
+
+
+def with_granite_multipliers(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+    """The model with Granite's multipliers."""
     parts = replace(
         config.parts,
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),

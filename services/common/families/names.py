@@ -43,6 +43,7 @@ class ExpertNames:
     stacked_down: str = ""
     has_plain_stack: bool = False  # of such tensors: [num_experts, rows, in_features], and gates before ups
     shared: str = "mlp.shared_expert"
+    shared_gate_up: str = ""  # one tensor of gate and up of the shared expert; empty: `gate` and `up`
     shared_gate: str = "mlp.shared_expert_gate"
     norm: str = ""  # of experts beside an MLP; the next four names, too
     norm_after: str = ""
@@ -103,6 +104,30 @@ class EncoderNames:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpaceNames:
+    """Names of the modules and tensors of Mamba layers, relative to the layer."""
+
+    mixed: str = "mamba.in_proj"  # the gate, then x, B and C, then the time steps
+    conv: str = "mamba.conv1d.weight"  # a tensor; the next four, too
+    conv_bias: str = "mamba.conv1d.bias"
+    a_log: str = "mamba.A_log"
+    dt_bias: str = "mamba.dt_bias"
+    d: str = "mamba.D"
+    norm: str = "mamba.norm"
+    o: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolutionNames:
+    """Names of the modules and tensors of layers with a short convolution, relative to the layer."""
+
+    mixed: str = "conv.in_proj"  # what multiplies x, what multiplies the output, and x
+    conv: str = "conv.conv.weight"  # a tensor; the next, too
+    conv_bias: str = "conv.conv.bias"
+    o: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """Names of modules. Those of a layer are relative to the layer; the defaults are Llama's."""
 
@@ -128,6 +153,8 @@ class CheckpointNames:
     of_latents: LatentNames = LatentNames()
     of_gated_delta: GatedDeltaNames = GatedDeltaNames()
     of_encoder: EncoderNames = EncoderNames()
+    of_state_space: StateSpaceNames = StateSpaceNames()
+    of_short_convolution: ShortConvolutionNames = ShortConvolutionNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
     layer_scalar: str = "layer_scalar"  # a tensor
     input_gate: str = "per_layer_input_gate"
@@ -253,6 +280,17 @@ _BART = CheckpointNames(
     final_norm="model.decoder.layer_norm",
 )
 
+_MIXER = StateSpaceNames(
+    mixed="mixer.in_proj",
+    conv="mixer.conv1d.weight",
+    conv_bias="mixer.conv1d.bias",
+    a_log="mixer.A_log",
+    dt_bias="mixer.dt_bias",
+    d="mixer.D",
+    norm="mixer.norm",
+    o="mixer.out_proj",
+)
+
 NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -360,6 +398,40 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "kimi_k2": _DEEPSEEK,
     "qwen": replace(_GPT2, positions="", mlp_in=("mlp.w2", "mlp.w1")),
     "skywork": _LLAMA,
+    "bamba": CheckpointNames(
+        mlp_norm="pre_ff_layernorm",
+        mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        final_norm="model.final_layernorm",
+    ),
+    "granitemoehybrid": CheckpointNames(
+        mlp_in=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        of_experts=replace(_GRANITE_EXPERTS, shared="shared_mlp", shared_gate_up="input_linear"),
+    ),
+    "lfm2": CheckpointNames(
+        attention_norm="operator_norm",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        o="self_attn.out_proj",
+        mlp_norm="ffn_norm",
+        mlp_in=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        final_norm="model.embedding_norm",
+    ),
+    "nemotron_h": CheckpointNames(
+        base="backbone",
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+        attention_norm="norm",
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        o="mixer.o_proj",
+        of_state_space=_MIXER,
+        mlp_norm="norm",
+        mlp_in=("mixer.up_proj",),
+        down="mixer.down_proj",
+        final_norm="backbone.norm_f",
+    ),
     "arcee": _WITHOUT_GATE,
     "nemotron": _WITHOUT_GATE,
     "opt": CheckpointNames(
@@ -383,6 +455,16 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "fsmt": replace(_BART, embedding="model.decoder.embed_tokens", head="model.decoder.output_projection"),
     "whisper": replace(_BART, embedding="model.decoder.embed_tokens", head="proj_out"),
 }
+
+
+def mixer_name(config: ModelConfig, names: CheckpointNames, layer: int) -> str:
+    """What the names of a layer's attention or recurrence begin with."""
+    return f"{names.layers}.{config.parts.blocks[layer][0] if config.parts.blocks else layer}"
+
+
+def mlp_name(config: ModelConfig, names: CheckpointNames, layer: int) -> str:
+    """What the names of a layer's MLP begin with, if it has one."""
+    return f"{names.layers}.{config.parts.blocks[layer][1] if config.parts.blocks else layer}"
 
 
 def names_of(config: ModelConfig) -> CheckpointNames:

@@ -28,6 +28,7 @@ from services.common.families.fields import ConfigFields
 from services.common.families.gated_delta import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
 from services.common.families.gemma4 import read_gemma4
+from services.common.families.hybrid import read_bamba, read_granitemoehybrid, read_lfm2, read_nemotron_h
 from services.common.families.layer_norm import (
     read_falcon,
     read_gpt_neox,
@@ -147,6 +148,10 @@ FAMILIES: dict[str, Family] = {  # by model_type
         read_as("qwen2", layer_norm_epsilon="rms_norm_eps", rotary_emb_base="rope_theta", kv_channels="head_dim"),
     ),
     "skywork": Family("SkyworkForCausalLM", read_llama, read_as("llama")),
+    "bamba": Family("BambaForCausalLM", read_bamba),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", read_granitemoehybrid),
+    "nemotron_h": Family("NemotronHForCausalLM", read_nemotron_h),
+    "lfm2": Family("Lfm2ForCausalLM", read_lfm2),
     "arcee": Family("ArceeForCausalLM", read_arcee),
     "nemotron": Family("NemotronForCausalLM", read_nemotron),
     "gptj": Family("GPTJForCausalLM", read_gptj),

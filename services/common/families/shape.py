@@ -104,6 +104,92 @@ class GatedDelta:
         """Width of what the attention worker gets: q, k and v before the convolution, then b and a of each v head."""
         return self.conv_dim + 2 * self.num_value_heads
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The matrices of a sequence."""
+        return self.num_value_heads, self.key_dim, self.value_dim
+
+    @property
+    def num_weights(self) -> dict[str, int]:
+        """How many numbers the attention worker gets, by the fields of `RecurrenceWeights`."""
+        heads = self.num_value_heads
+        return {"conv": self.conv_dim * self.conv_size, "a_log": heads, "dt_bias": heads}
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """A layer without attention: Mamba 2's recurrence, with a decaying matrix per head (arXiv:2405.21060, section 6).
+
+    Before it, a causal convolution over the last `conv_size` tokens mixes each channel of x, B and C with its own past.
+    Each group of B and C serves num_heads / num_groups neighbouring heads.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int  # of B and of C
+    num_groups: int
+    conv_size: int  # tokens that the convolution reads, the own one included
+    has_conv_bias: bool
+    time_step_limits: tuple[float, float]
+
+    @property
+    def value_size(self) -> int:
+        """Width of x of all heads, and of the recurrence's output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Number of channels of the convolution: all of x, then B, then C."""
+        return self.value_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def row_size(self) -> int:
+        """Width of what the attention worker gets: x, B and C before the convolution, then each head's time step."""
+        return self.conv_dim + self.num_heads
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The matrices of a sequence."""
+        return self.num_heads, self.state_size, self.head_dim
+
+    @property
+    def num_weights(self) -> dict[str, int]:
+        """How many numbers the attention worker gets, by the fields of `RecurrenceWeights`."""
+        of_conv = {"conv": self.conv_dim * self.conv_size, "conv_bias": self.conv_dim * self.has_conv_bias}
+        return of_conv | dict.fromkeys(("a_log", "dt_bias", "d"), self.num_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """A layer without attention: a causal convolution of each channel over the last tokens, and nothing else (LFM2)."""
+
+    conv_dim: int  # channels
+    conv_size: int  # tokens that the convolution reads, the own one included
+    has_conv_bias: bool
+
+    @property
+    def value_size(self) -> int:
+        """Width of the output."""
+        return self.conv_dim
+
+    @property
+    def row_size(self) -> int:
+        """Width of what the attention worker gets."""
+        return self.conv_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """There are no matrices."""
+        return (0,)
+
+    @property
+    def num_weights(self) -> dict[str, int]:
+        """How many numbers the attention worker gets, by the fields of `RecurrenceWeights`."""
+        return {"conv": self.conv_dim * self.conv_size, "conv_bias": self.conv_dim * self.has_conv_bias}
+
+
+Recurrence = GatedDelta | StateSpace | ShortConvolution
+
 
 @dataclass(frozen=True, slots=True)
 class RelativeBias:
@@ -125,7 +211,7 @@ class LayerHeads:
     head_dim: int
     kv_layer: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
     value_dim: int | None = None  # values are these last dimensions of their keys; None: there are v heads
-    gated_delta: GatedDelta | None = None  # the layer has this recurrence, and the numbers above do not matter
+    recurrence: Recurrence | None = None  # the layer has this recurrence, and the numbers above do not matter
     is_cross: bool = False  # it reads keys and values of the encoder's output, not of tokens
 
     @property
@@ -136,14 +222,14 @@ class LayerHeads:
     @property
     def attn_size(self) -> int:
         """Width of the attention output: that of all q heads, unless values are a part of the keys."""
-        if self.gated_delta is not None:
-            return self.gated_delta.value_size
+        if self.recurrence is not None:
+            return self.recurrence.value_size
         return self.num_heads * (self.value_dim or self.head_dim)
 
     @property
     def kv_size(self) -> int:
         """Width of the layer's own k heads; any v heads are as wide. 0 if it stores no keys."""
-        stores_none = self.is_cross or self.kv_layer is not None or self.gated_delta is not None
+        stores_none = self.is_cross or self.kv_layer is not None or self.recurrence is not None
         return 0 if stores_none else self.num_kv_heads * self.head_dim
 
     @property
@@ -154,8 +240,8 @@ class LayerHeads:
     @property
     def qkv_size(self) -> int:
         """Width of what attention gets: q heads, then own k heads, then own v heads, if there are any."""
-        if self.gated_delta is not None:
-            return self.gated_delta.row_size
+        if self.recurrence is not None:
+            return self.recurrence.row_size
         return self.q_size + (2 if self.value_dim is None else 1) * self.kv_size
 
 
@@ -260,6 +346,11 @@ class LayerParts:
     has_key_bias: bool = True  # if q and v have one; only families with an encoder lack it
     has_v_norm: bool = False  # each v head is normalised by its RMS, without a weight
     key_value_layers: tuple[int, ...] = ()  # without a projection of v: v is what k is before its norm and rotation
+    mixer_bias: bool = False  # of the projections before and after Mamba's recurrence or a short convolution
+    layers_without_mlp: tuple[int, ...] = ()
+    # By layer, the numbers that its attention or recurrence, and its MLP, have in files as if each were a layer; empty:
+    # both have the layer's.
+    blocks: tuple[tuple[int, int | None], ...] = ()
     has_layer_scalar: bool = False  # a learned number multiplies the residual after each layer
     layer_inputs: LayerInputOptions | None = None  # None: a layer reads the residual alone
     layer_intermediate_sizes: tuple[int, ...] = ()  # of each layer's MLP; empty: `ModelConfig.intermediate_size`
@@ -355,10 +446,10 @@ class ModelConfig:
         return self.attention.layer_heads or (self.heads,) * self.num_layers
 
     @property
-    def gated_delta_layers(self) -> dict[int, GatedDelta]:
-        """The layers that have a gated delta recurrence instead of attention, by their numbers, in order."""
+    def recurrent_layers(self) -> dict[int, Recurrence]:
+        """The layers that have a recurrence instead of attention, by their numbers, in order."""
         layers = enumerate(self.attention.layer_heads)
-        return {layer: heads.gated_delta for layer, heads in layers if heads.gated_delta is not None}
+        return {layer: heads.recurrence for layer, heads in layers if heads.recurrence is not None}
 
     @property
     def cross_layers(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ def resolve_kv_cache_format(section: AttentionSection, model: ResolvedModel) -> 
     """The format of `attention.kv_cache_dtype`; `auto` is what the checkpoint asks for, else the model's dtype.
 
     Raises ConfigError if the checkpoint asks for something else than FP8, if 8 bits are asked for and the model has
-    latent vectors or gated delta layers, or if `attention.kv_cache_skip_layers` names a layer that the model does not
+    latent vectors or recurrent layers, or if `attention.kv_cache_skip_layers` names a layer that the model does not
     have.
     """
     num_layers = model.config.num_layers
@@ -28,8 +28,8 @@ def resolve_kv_cache_format(section: AttentionSection, model: ResolvedModel) -> 
     lack = None  # what a cache of 8 bits is not made for
     if model.config.attention.value_dim is not None:
         lack = "latent vectors"
-    elif model.config.gated_delta_layers:
-        lack = "keys and values beside gated delta layers"
+    elif model.config.recurrent_layers:
+        lack = "keys and values beside recurrent layers"
     elif model.config.encoder is not None:
         lack = "keys and values beside cross attention"
     if section.kv_cache_dtype != "auto":

@@ -32,7 +32,7 @@ def with_streaming(config: ModelConfig, section: AttentionSection) -> ModelConfi
         "ALiBi": bool(config.attention.alibi_slopes),
         "learned positions": bool(config.parts.num_learned_positions),
         "learned sinks": config.attention.has_sinks,
-        "gated delta layers": bool(config.gated_delta_layers),
+        "recurrent layers": bool(config.recurrent_layers),
         "cross attention": config.encoder is not None,
         "rotary embeddings that depend on the length": any(
             rope is not None and rope.rope_type in _LENGTH_DEPENDENT for rope in config.layer_ropes

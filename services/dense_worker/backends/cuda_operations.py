@@ -197,10 +197,14 @@ class CudaOperations:
         """Keeps the tensor itself."""
         self._gate, self._selected_rows = gate, None
 
+    def kept_gate(self) -> torch.Tensor:
+        """The tensor itself, or a copy of the selected rows."""
+        assert self._gate is not None, "no half of a layer before attention has kept a gate"
+        return self._gate if self._selected_rows is None else self._gate.index_select(0, self._selected_rows)
+
     def apply_gate(self, x: torch.Tensor, norm: RmsNorm | None = None) -> torch.Tensor:
         """In one kernel, into a new tensor; selected rows of the gate are copied before."""
-        assert self._gate is not None, "no half of a layer before attention has kept a gate"
-        gate = self._gate if self._selected_rows is None else self._gate.index_select(0, self._selected_rows)
+        gate = self.kept_gate()
         out = torch.empty_like(x)
         weight, eps = (None, 0.0) if norm is None else (norm.weight.data, norm.eps)
         apply_gate(self.launcher, x, gate, weight, eps, out)

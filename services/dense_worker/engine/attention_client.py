@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -19,7 +19,7 @@ import torch
 
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import map_channel
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
 from services.common.gpu import gpu_uuid
@@ -74,7 +74,7 @@ class AttachOptions:
     kv_cache_dtype: KVCacheFormat = "model"
     kv_scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sequence[Sequence[float]] = ()  # of attention, [num_layers][num_heads]; empty: the model has none
-    gated_delta: Mapping[int, GatedDeltaWeights] = field(default_factory=dict)  # by layer, in order
+    recurrences: Mapping[int, RecurrenceWeights] = field(default_factory=dict)  # by layer, in order
     relative_bias: Sequence[Sequence[float]] = ()  # of attention, [num_buckets][num_heads]; empty: the model has none
     is_deterministic: bool = False  # the config's `dense.deterministic`
 
@@ -227,9 +227,9 @@ def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
         key_scales=scales.keys if scales else (),
         value_scales=scales.values if scales else (),
         sinks=itertools.chain.from_iterable(options.sinks),
-        gated_delta=[
-            attn_pb2.GatedDeltaWeights(layer=layer, conv=each.conv, a_log=each.a_log, dt_bias=each.dt_bias)
-            for layer, each in options.gated_delta.items()
+        recurrences=[
+            attn_pb2.RecurrenceWeights(layer=layer, **asdict(each))
+            for layer, each in options.recurrences.items()
         ],
         deterministic=options.is_deterministic,
         relative_bias=itertools.chain.from_iterable(options.relative_bias),

@@ -76,8 +76,8 @@ def make_features(
 
 
 def make_fork_policy(model: ModelConfig) -> ForkPolicy:
-    """Which sequences of a model are forked. With gated delta layers none: prompts have no states before their end."""
-    return NoForks() if model.gated_delta_layers else ParallelAnswers()
+    """Which sequences of a model are forked. With recurrent layers none: prompts have no states before their end."""
+    return NoForks() if model.recurrent_layers else ParallelAnswers()
 
 
 def prepare_policy(sequence: Sequence, submit: dense_pb2.Submit, vocab_size: int) -> Awaitable[None] | None:

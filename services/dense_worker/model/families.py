@@ -10,13 +10,16 @@ from dataclasses import replace
 
 import torch
 
-from services.common.families.names import CheckpointNames, ExpertNames, FusedHeads, names_of
+from services.common.families.names import CheckpointNames, ExpertNames, FusedHeads, mixer_name, mlp_name, names_of
 from services.common.families.shape import (
     ExpertOptions,
+    GatedDelta,
     LayerHeads,
     LayerInputOptions,
     QkNormKind,
     ResidualKind,
+    ShortConvolution,
+    StateSpace,
 )
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
@@ -113,14 +116,14 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     """One layer, counted from 0."""
     if config.encoder is not None:
         return build_stroke(config, allocator, names, index)
-    layer = f"{names.layers}.{index}"  # the names of its modules begin so
+    layer, mlp_layer = mixer_name(config, names, index), mlp_name(config, names, index)
     heads = config.layer_heads[index]
     if index in config.parts.key_value_layers:
         names = replace(names, qkv=(*names.qkv[:2], names.qkv[1]))  # the same rows twice
     latent, experts = config.parts.latent, config.parts.experts
-    is_gated = config.parts.has_attention_gate or heads.gated_delta is not None
+    is_gated = config.parts.has_attention_gate or heads.recurrence is not None
     if is_gated:
-        norms = build_head_norms(config, allocator, names, layer, heads) if heads.gated_delta is None else None
+        norms = build_head_norms(config, allocator, names, layer, heads) if heads.recurrence is None else None
         before: BeforeAttention = build_gated_rows(config, allocator, names, layer, heads, norms)
     elif latent is None:
         before = build_normed_qkv(config, allocator, names, layer, heads)
@@ -128,10 +131,11 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
         before = build_latent_qkv(config, latent, allocator, names, layer)
     o = build_o(config, allocator, names, layer, heads)
     has_experts = experts is not None and index in experts.layers
-    if not has_experts or experts.is_beside_mlp:
+    mlp: Mlp | None = None
+    if index not in config.parts.layers_without_mlp and (not has_experts or experts.is_beside_mlp):
         sizes = config.parts.layer_intermediate_sizes
         intermediate = sizes[index] if sizes else config.intermediate_size
-        mlp = build_mlp(config, allocator, names, layer, before.norm, intermediate)
+        mlp = build_mlp(config, allocator, names, mlp_layer, before.norm, intermediate)
     if has_experts:
         # The last layer computes only the tokens that need logits, and does not count them.
         is_counted = index < config.num_layers - 1
@@ -232,11 +236,19 @@ def build_o(
     config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
 ) -> Linear:
     """The projection of the output of attention, or of a recurrence."""
-    name = names.o if heads.gated_delta is None else names.of_gated_delta.o
+    match heads.recurrence:
+        case None:
+            name, has_bias = names.o, config.o_bias
+        case GatedDelta():
+            name, has_bias = names.of_gated_delta.o, False
+        case StateSpace():
+            name, has_bias = names.of_state_space.o, config.parts.mixer_bias
+        case ShortConvolution():
+            name, has_bias = names.of_short_convolution.o, config.parts.mixer_bias
     merged = (Projection(f"{layer}.{name}", config.hidden_size, _weight_layout(names)),)
     latent = config.parts.latent
     in_features = heads.attn_size if latent is None else heads.num_heads * latent.value_dim
-    return allocator.linear("o", in_features, merged, Cut.IN, config.o_bias and heads.gated_delta is None)
+    return allocator.linear("o", in_features, merged, Cut.IN, has_bias)
 
 
 def build_mlp(
@@ -297,6 +309,8 @@ def build_experts(
     shared, shared_size = None, options.shared_intermediate_size
     if shared_size is not None:
         merged = projections(of_experts.shared, shared_size)
+        if of_experts.shared_gate_up:
+            merged = (Projection(f"{layer}.{of_experts.shared}.{of_experts.shared_gate_up}", 2 * shared_size),)
         first = allocator.linear("shared_expert_gate_up", hidden, merged, Cut.OUT, has_bias)
         last = allocator.linear("shared_expert_down", shared_size, (down(of_experts.shared),), Cut.IN, has_bias)
         gate = matrix("shared_expert_gate", 1, of_experts.shared_gate) if options.has_shared_gate else None
@@ -362,7 +376,7 @@ def _stacked_projections(
 
 
 def build_residual(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, o: Linear, mlp: Mlp
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, o: Linear, mlp: Mlp | None
 ) -> AfterAttention:
     """The second half of a layer, around its output projection and its MLP."""
     parts = config.parts

@@ -108,7 +108,7 @@ class SequentialResidual:
     """Adds the output projection to the residual, and then the MLP of the sum. Either may be normalised before that."""
 
     o: Linear
-    mlp: Mlp
+    mlp: Mlp | None  # None: nothing follows attention
     norm_after_attention: Norm | None = None
     norm_after_mlp: Norm | None = None
     multiplier: float = 1.0  # of both additions
@@ -122,8 +122,9 @@ class SequentialResidual:
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
         residual = operations.linear_add(residual, self.o, attn_out, self.norm_after_attention, self.multiplier)
-        residual, activation = self.mlp.activate(operations, residual)
-        residual = self.mlp.add(operations, residual, activation, self.norm_after_mlp, self.multiplier)
+        if self.mlp is not None:
+            residual, activation = self.mlp.activate(operations, residual)
+            residual = self.mlp.add(operations, residual, activation, self.norm_after_mlp, self.multiplier)
         if self.added_input is not None:
             residual = self.added_input.forward(operations, residual)
         if self.layer_scalar is None:

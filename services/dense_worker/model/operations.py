@@ -102,6 +102,9 @@ class Operations(Protocol):
     def keep_gate(self, gate: torch.Tensor) -> None:
         """Keeps a layer's gate of the step's tokens, [n, size], until the half after attention reads it."""
 
+    def kept_gate(self) -> torch.Tensor:
+        """What `keep_gate` was given last, [n, size]; after `select_rows`, its rows alone."""
+
     def apply_gate(self, x: torch.Tensor, norm: RmsNorm | None = None) -> torch.Tensor:
         """x [n, size] times the sigmoid of what `keep_gate` was given last; after `select_rows`, of its rows alone.
 

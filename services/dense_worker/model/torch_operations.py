@@ -109,10 +109,14 @@ class TorchOperations:
         """Keeps the tensor itself."""
         self._gate, self._selected_rows = gate, None
 
+    def kept_gate(self) -> torch.Tensor:
+        """The tensor itself, or a copy of the selected rows."""
+        assert self._gate is not None, "no half of a layer before attention has kept a gate"
+        return self._gate if self._selected_rows is None else self._gate.index_select(0, self._selected_rows)
+
     def apply_gate(self, x: torch.Tensor, norm: RmsNorm | None = None) -> torch.Tensor:
         """A new tensor. The sigmoid is rounded to x's dtype, SiLU is not."""
-        assert self._gate is not None, "no half of a layer before attention has kept a gate"
-        gate = self._gate if self._selected_rows is None else self._gate.index_select(0, self._selected_rows)
+        gate = self.kept_gate()
         if norm is None:
             return x * torch.sigmoid(gate)
         normed = norm.normalize(x.unflatten(1, (-1, norm.weight.data.shape[0]))).flatten(1)

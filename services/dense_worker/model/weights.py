@@ -57,7 +57,8 @@ _HASH_PIECE_BYTES = 2**20  # of larger tensors, so that no claimed size takes me
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 # Small tensors that change what all others mean; samples could miss them.
 _HASHED_WHOLE = re.compile(
-    r"scale|zero|g_idx|^d2t$|\.sinks$|\.conv1d\.weight$|\.A_log$|\.dt_bias$|\.relative_attention_bias\.weight$"
+    r"scale|zero|g_idx|^d2t$|\.sinks$|\.conv1d\.(weight|bias)$|\.conv\.conv\.|\.A_log$|\.dt_bias$|\.D$"
+    r"|\.relative_attention_bias\.weight$"
 )
 
 
@@ -147,7 +148,7 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
     digest = hashlib.blake2b(digest_size=32)
     options = config.attention
     hashes_small = config.quantization is not None or options.has_sinks or options.relative_bias is not None
-    hashes_small = hashes_small or bool(config.gated_delta_layers)
+    hashes_small = hashes_small or bool(config.recurrent_layers)
     with _naming_weights_of(path):
         digest.update((path / "config.json").read_bytes())
         digest.update(f"\0num_layers={config.num_layers} dummy_seed={dummy_seed}".encode())

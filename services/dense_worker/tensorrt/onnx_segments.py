@@ -52,8 +52,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
         raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
     if config.encoder is not None:
         raise ConfigError(f"cross attention ({config.family!r}) runs only with dense.backend 'torch'")
-    if config.gated_delta_layers:
-        raise ConfigError(f"the gated delta layers of {config.family!r} are not exported to ONNX and TensorRT")
+    if config.recurrent_layers:
+        raise ConfigError(f"the recurrent layers of {config.family!r} are not exported to ONNX and TensorRT")
     if config.attention.layer_heads or config.parts.layer_inputs is not None:
         raise ConfigError(f"layers with heads or inputs of their own ({config.family!r}) are not exported to ONNX")
     if config.parts.latent is not None:

@@ -29,7 +29,7 @@ class GpuModel(WholeModel):
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
         def make_attention(config: ModelConfig, spec: KVCacheSpec, *arguments: Any) -> AttentionBackend:
-            make: Callable[..., AttentionBackend] = layered_triton_attention if spec.gated_delta else TritonAttention
+            make: Callable[..., AttentionBackend] = layered_triton_attention if spec.recurrences else TritonAttention
             make = crossed_cuda_attention if spec.cross_layers else make
             return make(config, spec, *arguments, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS)
 

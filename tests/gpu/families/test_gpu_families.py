@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="needs triton")
 IN_BFLOAT16 = (
     *("qwen2_moe", "minimax_m2", "granitemoe", "gpt_oss", "olmo2", "cohere", "phi3", "stablelm", "gemma2", "gemma3"),
     *("gemma4", "gemma4-shared", "gemma4-moe", "gpt_neox", "falcon-rw", "bloom", "deepseek_v2", "deepseek_v3"),
-    *("qwen3_next", "qwen3_5"),
+    *("qwen3_next", "qwen3_5", "granitemoehybrid", "nemotron_h", "lfm2", "nemotron", "gptj", "opt-350m"),
 )
 # float32: sums in another order, and exponentials and roots of the GPU's own. Relative to the largest logit.
 BOUND = 1e-4
@@ -45,7 +45,7 @@ def run_prompts(model: GpuModel) -> dict[int, torch.Tensor]:
     model.open(1, PROMPTS[1])
     rows = [model.step((1, 1, 0))[0], model.step((1, 13, 1))[0]]
     num_cached, num_shared = model.open(2, PROMPTS[2]), 3 * BLOCK_SIZE
-    if model.config.gated_delta_layers:  # they have no state where the prompts part
+    if model.config.recurrent_layers:  # they have no state where the prompts part
         assert num_cached == 0
         shared = model.step((2, num_shared, 0))[0]
     else:

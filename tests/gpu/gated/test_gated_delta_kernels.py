@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from services.attn_worker.layers.gated_delta.torch_gated_delta import TorchGatedDelta
+from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
@@ -30,7 +30,7 @@ BOTH_WAYS = pytest.mark.usefixtures("way")
 @pytest.fixture(params=[1000, 16], ids=["tokens", "chunks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, or in chunks also where these are slower."""
-    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_gated_delta", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_layers", reason="needs triton")
     monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", request.param)
 
 
@@ -38,15 +38,15 @@ class Pair:
     """The kernels and the reference run the same steps of two layers."""
 
     def __init__(self, sizes: GatedDelta, device: torch.device, dtype: torch.dtype) -> None:
-        kernels = "services.attn_worker.layers.gated_delta.triton_gated_delta"
+        kernels = "services.attn_worker.layers.gated_delta.triton_layers"
         triton = pytest.importorskip(kernels, reason="needs triton")
         if device.type == "cpu" and dtype == torch.bfloat16:
             pytest.skip("Triton's interpreter does not round to the nearest bfloat16")
         spec = make_gated_spec(sizes, NUM_SLOTS, num_layers=2)
         self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.reference = TorchGatedDelta(spec, device)
+        self.reference = TorchRecurrences(spec, device)
         limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
-        self.kernels = triton.TritonGatedDelta(spec, dtype, device, **limits)
+        self.kernels = triton.TritonRecurrences(spec, dtype, device, **limits)
         weights = {layer: random_gated_weights(sizes, layer) for layer in range(2)}
         for backend in (self.reference, self.kernels):
             backend.use_weights(weights)
@@ -97,12 +97,12 @@ def test_chunks_give_what_transformers_gives_token_by_token(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Sequences of different lengths in one step, and a second step that goes on with them."""
-    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_gated_delta", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_layers", reason="needs triton")
     monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", 16)
     sizes = GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=40, conv_size=4)
     spec = make_gated_spec(sizes, NUM_SLOTS)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
-    kernels = triton.TritonGatedDelta(spec, torch.float32, kernel_device, **limits)
+    kernels = triton.TritonRecurrences(spec, torch.float32, kernel_device, **limits)
     weights = random_gated_weights(sizes)
     kernels.use_weights({0: weights})
     first, second = (67, 16, 1), (16, 2, 30)

@@ -7,26 +7,26 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.families.shape import GatedDelta
 from services.common.model_config import LayerHeads
 
 
 def make_gated_spec(sizes: GatedDelta, num_slots: int, num_layers: int = 1) -> KVCacheSpec:
     """A cache for gated delta layers alone."""
-    heads = LayerHeads(1, 1, 4, gated_delta=sizes)
+    heads = LayerHeads(1, 1, 4, recurrence=sizes)
     return KVCacheSpec(
         1, 4, 1, 4, torch.float32, (None,) * num_layers, layer_heads=(heads,) * num_layers, num_state_slots=num_slots
     )
 
 
-def random_gated_weights(sizes: GatedDelta, seed: int = 0) -> GatedDeltaWeights:
+def random_gated_weights(sizes: GatedDelta, seed: int = 0) -> RecurrenceWeights:
     """Weights as models have them: decays from almost none to almost everything."""
     random = np.random.default_rng(seed)
     conv = random.normal(size=(sizes.conv_dim, sizes.conv_size)) / 2
     a_log = np.log(random.uniform(0.01, 16, sizes.num_value_heads))
     dt_bias = random.normal(size=sizes.num_value_heads)
-    return GatedDeltaWeights(conv.astype("<f4").tobytes(), tuple(a_log.tolist()), tuple(dt_bias.tolist()))
+    return RecurrenceWeights(conv.astype("<f4").tobytes(), tuple(a_log.tolist()), tuple(dt_bias.tolist()))
 
 
 def random_rows(sizes: GatedDelta, num_tokens: int, seed: int = 0) -> torch.Tensor:
@@ -34,7 +34,7 @@ def random_rows(sizes: GatedDelta, num_tokens: int, seed: int = 0) -> torch.Tens
     return torch.randn(num_tokens, sizes.row_size, generator=torch.Generator().manual_seed(seed))
 
 
-def true_values(rows: torch.Tensor, weights: GatedDeltaWeights, sizes: GatedDelta) -> torch.Tensor:
+def true_values(rows: torch.Tensor, weights: RecurrenceWeights, sizes: GatedDelta) -> torch.Tensor:
     """What `transformers` makes of a whole sequence, token by token: [num_tokens, value_size]."""
     conv = torch.from_numpy(np.frombuffer(weights.conv, "<f4").copy()).view(sizes.conv_dim, sizes.conv_size)
     mixed = causal_conv1d_fn(rows[None, :, : sizes.conv_dim].transpose(1, 2), conv.to(rows.dtype), activation="silu")

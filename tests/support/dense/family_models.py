@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.dense.gated_variants import GATED_VARIANTS
+from tests.support.dense.hybrid_variants import HYBRID_VARIANTS
 from tests.support.dense.renamed_variants import RENAMED, AlibiLlama
 
 _COMMON = {
@@ -103,6 +104,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     **GATED_VARIANTS,
+    **HYBRID_VARIANTS,
     "minimax_m2": (
         "minimax_m2",
         {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
@@ -381,6 +383,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt-350m": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
 }
+
+
+RECURRENT = tuple(name for name in HYBRID_VARIANTS if not name.endswith("-rope"))  # variants with such layers
 
 
 def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -> Path:

@@ -66,7 +66,7 @@ class WholeModel:
         if num_window_blocks is not None:
             window = max(each for each in spec.windows if each is not None)
             spec = replace(spec, window_blocks=WindowBlocks(window, num_window_blocks))
-        if spec.gated_delta:
+        if spec.recurrences:
             spec = replace(spec, num_state_slots=NUM_STATE_SLOTS)
         if self.config.encoder is not None:
             spec = replace(spec, source_slots=SourceSlots(NUM_SOURCE_SLOTS, self.config.encoder.max_source_len))
@@ -80,16 +80,16 @@ class WholeModel:
             sources=spec.source_slots,
         )
         if make_attention is None:
-            make_attention = layered_torch_attention if spec.gated_delta else TorchAttention
+            make_attention = layered_torch_attention if spec.recurrences else TorchAttention
             make_attention = crossed_torch_attention if spec.cross_layers else make_attention
         self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
         if sinks := load_sinks(path, whole):
             own, layers = rank.share(whole.num_heads), rank.layers(whole.num_layers)
             self.attention.use_sinks([each[own.start : own.stop] for each in sinks[layers.start : layers.stop]])
-        if gated_delta := load_recurrence_weights(path, whole):
+        if recurrences := load_recurrence_weights(path, whole):
             layers = rank.layers(whole.num_layers)
-            own_layers = {layer - layers.start: each for layer, each in gated_delta.items() if layer in layers}
-            self.attention.use_gated_delta(own_layers)
+            own_layers = {layer - layers.start: each for layer, each in recurrences.items() if layer in layers}
+            self.attention.use_recurrences(own_layers)
         if bias := load_relative_bias(path, whole):
             self.attention.use_relative_bias(bias)
         self._path, self._make_dense = path, make_dense

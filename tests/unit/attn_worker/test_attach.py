@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from services.attn_worker import build as build_module
 from services.attn_worker import servicer as servicer_module
-from services.attn_worker.attach_request import read_gated_delta, read_sinks
+from services.attn_worker.attach_request import read_recurrences, read_sinks
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
@@ -314,23 +314,23 @@ GATED = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, c
 def gated_config() -> ModelConfig:
     """A model of four layers, of which layers 1 and 3 have a recurrence."""
     heads = MODEL.config.heads
-    layers = tuple(dataclasses.replace(heads, gated_delta=GATED if layer % 2 else None) for layer in range(4))
+    layers = tuple(dataclasses.replace(heads, recurrence=GATED if layer % 2 else None) for layer in range(4))
     return dataclasses.replace(MODEL.config, attention=AttentionOptions(layer_heads=layers))
 
 
-def gated_weights(layer: int, **changes: object) -> attn_pb2.GatedDeltaWeights:
+def gated_weights(layer: int, **changes: object) -> attn_pb2.RecurrenceWeights:
     conv = np.arange(64, dtype="<f4").tobytes()
     fields = {"conv": conv, "a_log": [0.5, -1.0, 2.0, 0.0], "dt_bias": [1.0] * 4} | changes
-    return attn_pb2.GatedDeltaWeights(layer=layer, **fields)
+    return attn_pb2.RecurrenceWeights(layer=layer, **fields)
 
 
 def test_weights_of_recurrences_are_read_by_layer() -> None:
-    request = make_request(gated_delta=[gated_weights(1), gated_weights(3, dt_bias=[0.25] * 4)])
-    found = read_gated_delta(request, gated_config())
+    request = make_request(recurrences=[gated_weights(1), gated_weights(3, dt_bias=[0.25] * 4)])
+    found = read_recurrences(request, gated_config())
     assert list(found) == [1, 3]
     assert np.frombuffer(found[1].conv, "<f4").tolist() == list(range(64))
     assert found[3].a_log == (0.5, -1.0, 2.0, 0.0) and found[3].dt_bias == (0.25,) * 4
-    assert read_gated_delta(make_request(), MODEL.config) == {}
+    assert read_recurrences(make_request(), MODEL.config) == {}
 
 
 @pytest.mark.parametrize(
@@ -347,11 +347,11 @@ def test_weights_of_recurrences_are_read_by_layer() -> None:
         ([gated_weights(1, conv=np.full(64, -np.inf, "<f4").tobytes()), gated_weights(3)], "conv of layer 1 has -inf"),
     ],
 )
-def test_wrong_weights_of_recurrences_are_refused(weights: list[attn_pb2.GatedDeltaWeights], words: str) -> None:
+def test_wrong_weights_of_recurrences_are_refused(weights: list[attn_pb2.RecurrenceWeights], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        read_gated_delta(make_request(gated_delta=weights), gated_config())
+        read_recurrences(make_request(recurrences=weights), gated_config())
 
 
 def test_models_without_recurrences_refuse_their_weights() -> None:
     with pytest.raises(InvalidRequest, match=r"of layers \[0\], the model calls for \[\]"):
-        read_gated_delta(make_request(gated_delta=[gated_weights(0)]), MODEL.config)
+        read_recurrences(make_request(recurrences=[gated_weights(0)]), MODEL.config)

@@ -56,7 +56,7 @@ def test_chunks_decoding_and_prefix_cache(path: Path, truth: PreTrainedModel) ->
     model.open(1, PROMPT)
     rows = [model.step((1, 9, 0))[0], model.step((1, 5, 9))[0]]
     num_cached = model.open(2, OTHER_PROMPT)
-    has_states = bool(model.config.gated_delta_layers)  # which are kept at a prompt's last block only
+    has_states = bool(model.config.recurrent_layers)  # which are kept at a prompt's last block only
     assert num_cached == (0 if has_states else 3 * BLOCK_SIZE)
     first, second = model.step((1, 7, 14), (2, len(OTHER_PROMPT) - num_cached, num_cached))
     rows.append(first)

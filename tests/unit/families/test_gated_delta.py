@@ -136,14 +136,14 @@ def write_config(path: Path, published: dict[str, Any], **fields: Any) -> Path:
 def test_published_models(published: dict[str, Any], num_parameters: float, tmp_path: Path) -> None:
     config = load_model_config(write_config(tmp_path, published))
     recurrent = [layer for layer in range(config.num_layers) if layer % 4 != 3]
-    assert list(config.gated_delta_layers) == recurrent
+    assert list(config.recurrent_layers) == recurrent
     first, fourth = config.layer_heads[0], config.layer_heads[3]
     assert (first.kv_size, first.attn_size, first.qkv_size) == (0, 32 * 128, 2 * 16 * 128 + 32 * 128 + 2 * 32)
     assert (fourth.kv_size, fourth.attn_size, fourth.qkv_size) == (2 * 256, 16 * 256, (16 + 2 * 2) * 256)
     assert (config.rope.rotary_dim, config.rope.theta, config.parts.experts.renormalizes) == (64, 1e7, True)
     weights = empty_weights(config, torch.bfloat16, META)
     assert sum(tensor.numel() for _, tensor in weights.named_tensors()) == pytest.approx(num_parameters, rel=0.02)
-    conv_bytes = sum(4 * each.conv_dim * each.conv_size for each in config.gated_delta_layers.values())
+    conv_bytes = sum(4 * each.conv_dim * each.conv_size for each in config.recurrent_layers.values())
     assert conv_bytes < 8 * 2**20  # in one message, of at most 64 MiB
 
 
@@ -305,26 +305,26 @@ def test_random_recurrences_depend_on_the_seed_and_keep_a_part_of_the_state(tmp_
 
 
 @pytest.mark.parametrize("published", [PUBLISHED_NEXT, PUBLISHED_MOE])
-def test_what_gated_delta_layers_lack_is_refused_by_name(published: dict[str, Any], tmp_path: Path) -> None:
+def test_what_recurrent_layers_lack_is_refused_by_name(published: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path, published)
     section, family = ModelSection(path=path), published["model_type"]
     model = resolve_model(section, "cpu")
     for speculation in ("ngram", "suffix"):
         config = Config(model=section, scheduler={"speculation": speculation})
         with pytest.raises(
-            ConfigError, match=f"speculation is '{speculation}', but .*states of gated delta .*{family}"
+            ConfigError, match=f"speculation is '{speculation}', but .*states of recurrent layers.*{family}"
         ):
             resolve_dense_model(config)
-    with pytest.raises(ConfigError, match=f"attention.window is 64 .*{family}.* has gated delta layers"):
+    with pytest.raises(ConfigError, match=f"attention.window is 64 .*{family}.* has recurrent layers"):
         resolve_model(section, "cpu", AttentionSection(window=64, sink_tokens=4))
     for dtype, scheme in (("fp8", None), ("int8", None), ("auto", FP8_SCHEME)):
         asking = replace(model, kv_cache_scheme=scheme)
-        with pytest.raises(ConfigError, match=f"kv_cache_dtype is '{dtype}', .*beside gated delta layers of '{family}"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype is '{dtype}', .*beside recurrent layers of '{family}"):
             resolve_kv_cache_format(AttentionSection(kv_cache_dtype=dtype), asking)
     assert resolve_kv_cache_format(AttentionSection(kv_cache_dtype="model"), model) == "model"
-    with pytest.raises(ConfigError, match=f"gated delta layers of '{family}.*' are not exported to ONNX and TensorRT"):
+    with pytest.raises(ConfigError, match=f"recurrent layers of '{family}.*' are not exported to ONNX and TensorRT"):
         export_networks(model.config, torch.bfloat16)
     with pytest.raises(ConfigError, match=f"max_loras is set, but {family}.* has no adapters here"):
         adapted_shapes(model.config)
     without_experts = replace(model.config, parts=replace(model.config.parts, experts=None))
-    assert unsupported_part(without_experts) == "gated delta layers"
+    assert unsupported_part(without_experts) == "recurrent layers"

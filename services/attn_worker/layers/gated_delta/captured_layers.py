@@ -7,7 +7,7 @@ import torch
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention, attention_layers
-from services.attn_worker.layers.gated_delta.triton_gated_delta import TritonGatedDelta
+from services.attn_worker.layers.gated_delta.triton_layers import TritonRecurrences
 from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.model_config import ModelConfig
@@ -16,11 +16,11 @@ from services.common.model_config import ModelConfig
 class CapturableLayeredAttention(LayeredAttention):
     """A CapturableAttention of two backends that can be captured."""
 
-    def __init__(self, attention: CapturableAttention, gated_delta: TritonGatedDelta, spec: KVCacheSpec) -> None:
+    def __init__(self, attention: CapturableAttention, gated_delta: TritonRecurrences, spec: KVCacheSpec) -> None:
         super().__init__(attention, gated_delta, spec)
         self._capturable, self._captured_states = attention, gated_delta
         layers = list(self._places)
-        of_each_size = {sizes: layer for layer, sizes in spec.gated_delta.items()}.values()
+        of_each_size = {sizes: layer for layer, sizes in spec.recurrences.items()}.values()
         self.captured_shapes = (DECODE_ONLY,)
         self.layers_to_compile = [*(layers[place] for place in attention.layers_to_compile), *of_each_size]
 
@@ -48,7 +48,7 @@ def layered_triton_attention(
     max_num_seqs: int = 1024,
     max_num_tokens: int = 8192,
 ) -> CapturableLayeredAttention:
-    """Both kinds of layers by Triton kernels; see `TritonGatedDelta`. Raises CapacityError if memory is too small."""
+    """Both kinds of layers by Triton kernels; see `TritonRecurrences`. Raises CapacityError if memory is too small."""
     attention = TritonAttention(
         attention_layers(config),
         spec.attention_layers(),
@@ -59,5 +59,5 @@ def layered_triton_attention(
         max_num_tokens=max_num_tokens,
     )
     limits = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
-    gated_delta = TritonGatedDelta(spec, dtype, device, **limits)
+    gated_delta = TritonRecurrences(spec, dtype, device, **limits)
     return CapturableLayeredAttention(attention, gated_delta, spec)

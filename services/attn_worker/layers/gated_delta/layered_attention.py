@@ -14,11 +14,11 @@ import torch
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import AttentionBackend
-from services.attn_worker.layers.gated_delta.torch_gated_delta import TorchGatedDelta
+from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.runner.step_states import StepStates
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 
@@ -26,7 +26,7 @@ from services.common.model_config import ModelConfig
 class GatedDeltaBackend(Protocol):
     """The gated delta layers of a model on one device; it owns their states."""
 
-    def use_weights(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+    def use_weights(self, weights: Mapping[int, RecurrenceWeights]) -> None:
         """Sets the weights of all layers, for later steps."""
         ...
 
@@ -46,7 +46,7 @@ class LayeredAttention:
         """`attention` is made for the `attention_layers` of the config, and those of `spec`."""
         self._attention = attention
         self._gated_delta = gated_delta
-        of_attention = [layer for layer in range(spec.num_layers) if layer not in spec.gated_delta]
+        of_attention = [layer for layer in range(spec.num_layers) if layer not in spec.recurrences]
         self._places = {layer: place for place, layer in enumerate(of_attention)}  # in `attention`
 
     @property
@@ -67,7 +67,7 @@ class LayeredAttention:
         """Sets the learned sinks of the layers with attention."""
         self._attention.use_sinks([sinks[layer] for layer in self._places])
 
-    def use_gated_delta(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+    def use_recurrences(self, weights: Mapping[int, RecurrenceWeights]) -> None:
         """Sets the weights of the other layers."""
         self._gated_delta.use_weights(weights)
 
@@ -90,12 +90,12 @@ def layered_torch_attention(
 ) -> LayeredAttention:
     """Both kinds of layers in torch operations. Raises CapacityError if memory is too small."""
     attention = TorchAttention(attention_layers(config), spec.attention_layers(), dtype, device, max_model_len)
-    return LayeredAttention(attention, TorchGatedDelta(spec, device), spec)
+    return LayeredAttention(attention, TorchRecurrences(spec, device), spec)
 
 
 def attention_layers(config: ModelConfig) -> ModelConfig:
     """The config without layers that keep nothing of each token, as the backend of the others needs it."""
-    others = {*config.gated_delta_layers, *config.cross_layers}
+    others = {*config.recurrent_layers, *config.cross_layers}
     layers = [layer for layer in range(config.num_layers) if layer not in others]
     heads = tuple(config.layer_heads[layer] for layer in layers)
     assert all(each.kv_layer is None for each in heads), "no such model has layers that read the keys of others"

@@ -27,16 +27,28 @@ class RuleInputs(NamedTuple):
     strength: torch.Tensor  # the same shape, 0 to 1
 
 
-def convolve(rows: torch.Tensor, past: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The convolution of each channel over its last tokens, then SiLU. Returns the output and the new past.
+def convolve(
+    rows: torch.Tensor,
+    past: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_activated: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The convolution of each channel over its last tokens, then SiLU if it `is_activated`, and the new past.
 
     rows: [n, num_tokens, conv_dim]; output: the same shape and dtype, to which sums and SiLU are rounded.
-    past: float32 [n, conv_size - 1, conv_dim], the rows before. weight: float32 [conv_dim, conv_size].
+    past: float32 [n, conv_size - 1, conv_dim], the rows before. weight: float32 [conv_dim, conv_size], bias [conv_dim].
     """
     num_tokens, conv_size = rows.shape[1], weight.shape[1]
     all_rows = torch.cat((past, rows.float()), dim=1)
     summed = sum(all_rows[:, tap : tap + num_tokens] * weight[:, tap] for tap in range(conv_size))
-    return silu(summed.to(rows.dtype).float()).to(rows.dtype), all_rows[:, num_tokens:]
+    if bias is not None:
+        summed = summed + bias
+    output = summed.to(rows.dtype)
+    if is_activated:
+        output = silu(output.float()).to(rows.dtype)
+    return output, all_rows[:, num_tokens:]
 
 
 def rule_inputs(

@@ -1,4 +1,4 @@
-"""`StateStorage`: the tensors that hold the states of all slots in gated delta layers. A backend owns one."""
+"""`StateStorage`: the tensors that hold the states of all slots in recurrent layers. A backend owns one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import CapacityError
-from services.common.families.shape import GatedDelta
 
 
 class StateStorage:
-    """The matrices, past rows and weights of each gated delta layer; everything is zero at first.
+    """The matrices, past rows and weights of each recurrent layer; everything is zero at first.
 
     Besides the slots of the KV cache there are two: the null slot and the zero slot (see `StepStates`).
     """
@@ -23,32 +22,32 @@ class StateStorage:
         """Raises CapacityError if memory is too small."""
         num_slots = spec.num_state_slots + 2
         # All float32, by layer.
-        self.matrices: dict[int, torch.Tensor] = {}  # [num_slots, num_value_heads, key_dim, value_dim]
+        self.matrices: dict[int, torch.Tensor] = {}  # [num_slots, *state_shape]
         self.past_rows: dict[int, torch.Tensor] = {}  # [num_slots, conv_size - 1, conv_dim], before the convolution
         self.conv: dict[int, torch.Tensor] = {}  # [conv_dim, conv_size]
-        self.a_log: dict[int, torch.Tensor] = {}  # [num_value_heads]
-        self.dt_bias: dict[int, torch.Tensor] = {}  # [num_value_heads]
+        self.conv_bias: dict[int, torch.Tensor] = {}  # [conv_dim], of layers that have it, as the next ones
+        self.a_log: dict[int, torch.Tensor] = {}  # [num_heads]
+        self.dt_bias: dict[int, torch.Tensor] = {}  # [num_heads]
+        self.d: dict[int, torch.Tensor] = {}  # [num_heads]
         try:
-            for layer, sizes in spec.gated_delta.items():
-                self.matrices[layer] = torch.zeros(num_slots, *matrices_shape(sizes), device=device)
+            for layer, sizes in spec.recurrences.items():
+                self.matrices[layer] = torch.zeros(num_slots, *sizes.state_shape, device=device)
                 self.past_rows[layer] = torch.zeros(num_slots, sizes.conv_size - 1, sizes.conv_dim, device=device)
-                self.conv[layer] = torch.zeros(sizes.conv_dim, sizes.conv_size, device=device)
-                self.a_log[layer] = torch.zeros(sizes.num_value_heads, device=device)
-                self.dt_bias[layer] = torch.zeros(sizes.num_value_heads, device=device)
+                for name, number in sizes.num_weights.items():
+                    if number:
+                        getattr(self, name)[layer] = torch.zeros(number, device=device)
+                self.conv[layer] = self.conv[layer].view(sizes.conv_dim, sizes.conv_size)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
             num_bytes = num_slots * spec.state_bytes
             raise CapacityError(f"{num_slots} states need {num_bytes} bytes on {device}: {error}") from error
 
-    def use_weights(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+    def use_weights(self, weights: Mapping[int, RecurrenceWeights]) -> None:
         """Sets the weights of all layers, in place: captured graphs read them."""
-        assert weights.keys() == self.conv.keys(), "`read_gated_delta` refuses this"
-        for layer, each in weights.items():
-            conv = torch.from_numpy(np.frombuffer(each.conv, "<f4").astype(np.float32))
-            self.conv[layer].copy_(conv.view_as(self.conv[layer]))
-            self.a_log[layer].copy_(torch.tensor(each.a_log))
-            self.dt_bias[layer].copy_(torch.tensor(each.dt_bias))
-
-
-def matrices_shape(sizes: GatedDelta) -> tuple[int, int, int]:
-    """The shape of one layer's matrices in a slot."""
-    return sizes.num_value_heads, sizes.key_dim, sizes.value_dim
+        assert weights.keys() == self.conv.keys(), "`read_recurrences` refuses this"
+        for name in ("conv", "conv_bias"):
+            for layer, place in getattr(self, name).items():
+                values = np.frombuffer(getattr(weights[layer], name), "<f4").astype(np.float32)
+                place.copy_(torch.from_numpy(values).view_as(place))
+        for name in ("a_log", "dt_bias", "d"):
+            for layer, place in getattr(self, name).items():
+                place.copy_(torch.tensor(getattr(weights[layer], name)))

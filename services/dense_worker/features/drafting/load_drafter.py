@@ -107,10 +107,10 @@ def _ngram(section: SchedulerSection) -> MakeDrafter:
 def make_drafting(section: SchedulerSection, config: ModelConfig, drafter: Drafter | None) -> Drafting:
     """What decides when steps have this drafter's tokens; None: they have only those that grammars force.
 
-    config: of the model. With gated delta layers no step has drafts: a death in such a step would need states between
+    config: of the model. With recurrent layers no step has drafts: a death in such a step would need states between
     them.
     """
     costs = StepCosts(section.max_num_seqs, section.max_num_batched_tokens)
     if drafter is None:
-        return Drafting() if config.gated_delta_layers else ForcedDrafting(costs)
+        return Drafting() if config.recurrent_layers else ForcedDrafting(costs)
     return MeasuredDrafting(drafter, section.num_speculative_tokens, costs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from services.channel import rows_of_layer
 from services.dense_worker.kernels.linear.linear import Linear
@@ -40,6 +41,64 @@ class GatedRows:
         if self.head_norms is not None:
             own = operations.norm_heads(own, self.head_norms, is_in_place=True)
         return own, residual
+
+
+@dataclass(frozen=True, slots=True)
+class GatedInput:
+    """The half of a layer before a short convolution: of three products with the token, the first times the third.
+
+    The second is the gate of the convolution's output.
+    """
+
+    norm: Norm
+    projection: Linear
+
+    def forward(
+        self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Residual]:
+        """residual [n, hidden] -> rows [n, out_features / 3], in `qkv_out` where given, and the residual."""
+        residual, products = operations.norm_linear(residual, self.norm, self.projection)
+        factor, gate, x = products.chunk(3, dim=1)
+        operations.keep_gate(gate)
+        own = torch.empty_like(x) if qkv_out is None else rows_of_layer(qkv_out, x.shape[1])
+        return torch.mul(factor, x, out=own), residual
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolutionOutput:
+    """The half of a layer after a short convolution: the gate times its output, then as in any other layer."""
+
+    after: AfterAttention
+
+    @property
+    def attn_size(self) -> int:
+        return self.after.attn_size
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+        return self.after.forward(operations, operations.kept_gate() * attn_out, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpaceOutput:
+    """The half of a layer after Mamba 2's recurrence: the norm of its output times SiLU(gate), then as in other layers.
+
+    Each of `num_groups` parts of a row is normalised by its own RMS, in float32.
+    """
+
+    norm: RmsNorm  # [value_size]
+    num_groups: int
+    after: AfterAttention
+
+    @property
+    def attn_size(self) -> int:
+        return self.after.attn_size
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, value_size], residual [n, hidden] -> the layer's residual."""
+        groups = (attn_out.float() * F.silu(operations.kept_gate().float())).unflatten(1, (self.num_groups, -1))
+        normed = groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + self.norm.eps)
+        return self.after.forward(operations, self.norm.weight.data * normed.flatten(1).to(attn_out.dtype), residual)
 
 
 @dataclass(frozen=True, slots=True)

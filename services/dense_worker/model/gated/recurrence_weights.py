@@ -1,61 +1,89 @@
-"""The weights of gated delta layers that act within the recurrence, which the attention worker computes."""
+"""The weights of recurrent layers that act within the recurrence, which the attention worker computes."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import ModelError
-from services.common.families.names import names_of
+from services.common.families.names import (
+    CheckpointNames,
+    GatedDeltaNames,
+    ShortConvolutionNames,
+    StateSpaceNames,
+    mixer_name,
+    names_of,
+)
+from services.common.families.shape import GatedDelta, Recurrence, ShortConvolution, StateSpace
 from services.common.model_config import ModelConfig
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
 
-RecurrenceWeights = dict[int, GatedDeltaWeights]  # by layer, in order
+WeightsByLayer = dict[int, RecurrenceWeights]  # by layer, in order
 
 _CONV_STD = 0.3  # of random weights of the convolution
 _MAX_DECAY_RATE = 16.0  # random rates are spread evenly from 1 to this
 
 
 def recurrence_names(config: ModelConfig) -> list[str]:
-    """The tensors of a checkpoint that hold these weights; empty for a model without gated delta layers."""
+    """The tensors of a checkpoint that hold these weights; empty for a model without recurrent layers."""
     page = names_of(config)
-    names = page.of_gated_delta
-    tensors = (names.conv, names.a_log, names.dt_bias)
-    return [f"{page.layers}.{layer}.{name}" for layer in config.gated_delta_layers for name in tensors]
+    return [
+        f"{mixer_name(config, page, layer)}.{name}"
+        for layer, sizes in config.recurrent_layers.items()
+        for name in _tensor_names(page, sizes).values()
+    ]
 
 
-def load_recurrence_weights(path: Path, config: ModelConfig) -> RecurrenceWeights:
-    """The weights in the Hugging Face directory `path`; empty for a model without gated delta layers.
+def load_recurrence_weights(path: Path, config: ModelConfig) -> WeightsByLayer:
+    """The weights in the Hugging Face directory `path`; empty for a model without recurrent layers.
 
     Raises ModelError, which names tensor and value, if one is missing or not finite.
     """
-    if not config.gated_delta_layers:
+    if not config.recurrent_layers:
         return {}
-    page = names_of(config)
-    names, found = page.of_gated_delta, {}
+    page, found = names_of(config), WeightsByLayer()
     with open_checkpoint(path, page.canonical) as checkpoint:
-        for layer, sizes in config.gated_delta_layers.items():
-            prefix, num_heads = f"{page.layers}.{layer}", (sizes.num_value_heads,)
-            conv = _read(checkpoint, f"{prefix}.{names.conv}", (sizes.conv_dim, 1, sizes.conv_size))
-            a_log = _read(checkpoint, f"{prefix}.{names.a_log}", num_heads)
-            dt_bias = _read(checkpoint, f"{prefix}.{names.dt_bias}", num_heads)
-            found[layer] = _as_values(conv, a_log, dt_bias)
+        for layer, sizes in config.recurrent_layers.items():
+            read = {}
+            for field, name in _tensor_names(page, sizes).items():
+                number, full_name = sizes.num_weights[field], f"{mixer_name(config, page, layer)}.{name}"
+                shape = (sizes.conv_dim, 1, sizes.conv_size) if field == "conv" else (number,)
+                read[field] = _read(checkpoint, full_name, shape)
+            found[layer] = _as_values(**read)
     return found
 
 
-def random_recurrence_weights(config: ModelConfig, seed: int) -> RecurrenceWeights:
+def _tensor_names(page: CheckpointNames, sizes: Recurrence) -> dict[str, str]:
+    """The tensors of a layer, relative to it, by the fields of `RecurrenceWeights`."""
+    match sizes:
+        case GatedDelta():
+            names: GatedDeltaNames | StateSpaceNames | ShortConvolutionNames = page.of_gated_delta
+        case StateSpace():
+            names = page.of_state_space
+        case ShortConvolution():
+            names = page.of_short_convolution
+    return {field: getattr(names, field) for field, number in sizes.num_weights.items() if number}
+
+
+def random_recurrence_weights(config: ModelConfig, seed: int) -> WeightsByLayer:
     """Weights for random models, with which states neither vanish nor grow at once."""
     generator, found = torch.Generator().manual_seed(seed), {}
-    for layer, sizes in config.gated_delta_layers.items():
-        conv = _CONV_STD * torch.randn(sizes.conv_dim, sizes.conv_size, generator=generator)
-        rates = 1 + (_MAX_DECAY_RATE - 1) * torch.rand(sizes.num_value_heads, generator=generator)
-        # With a = 0 a token then decays a state by exp(-rate * log(2) / 16), which is 0.96 to 0.5.
-        dt_bias = torch.full((sizes.num_value_heads,), math.log(2 ** (1 / _MAX_DECAY_RATE) - 1))
-        found[layer] = _as_values(conv, rates.log(), dt_bias)
+    for layer, sizes in config.recurrent_layers.items():
+        weights = {"conv": _CONV_STD * torch.randn(sizes.conv_dim, sizes.conv_size, generator=generator)}
+        if "a_log" in sizes.num_weights:
+            num_heads = sizes.num_weights["a_log"]
+            weights["a_log"] = (1 + (_MAX_DECAY_RATE - 1) * torch.rand(num_heads, generator=generator)).log()
+            # With an input of 0 a token then decays a state by exp(-rate * log(2) / 16), which is 0.96 to 0.5.
+            weights["dt_bias"] = torch.full((num_heads,), math.log(2 ** (1 / _MAX_DECAY_RATE) - 1))
+        for field in ("conv_bias", "d"):
+            if sizes.num_weights.get(field):
+                weights[field] = torch.zeros(sizes.num_weights[field])
+        found[layer] = _as_values(**weights)
     return found
 
 
@@ -69,6 +97,10 @@ def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
     return tensor
 
 
-def _as_values(conv: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> GatedDeltaWeights:
-    in_rows = conv.contiguous().numpy().astype("<f4", copy=False)
-    return GatedDeltaWeights(in_rows.tobytes(), tuple(a_log.tolist()), tuple(dt_bias.tolist()))
+def _as_values(**weights: torch.Tensor) -> RecurrenceWeights:
+    """Matrices as bytes, the numbers of heads as tuples."""
+    in_bytes = {"conv", "conv_bias"}
+    values: dict[str, Any] = {field: tuple(each.tolist()) for field, each in weights.items() if field not in in_bytes}
+    for field in weights.keys() & in_bytes:
+        values[field] = weights[field].contiguous().numpy().astype("<f4", copy=False).tobytes()
+    return RecurrenceWeights(**values)

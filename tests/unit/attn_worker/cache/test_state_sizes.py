@@ -27,7 +27,7 @@ def model_of(sizes: GatedDelta, num_layers: int) -> ResolvedModel:
     """Every fourth layer has attention."""
     model = resolve_model(ModelSection(), "cpu")
     own = LayerHeads(16, 4, 256)
-    heads = tuple(own if layer % 4 == 3 else replace(own, gated_delta=sizes) for layer in range(num_layers))
+    heads = tuple(own if layer % 4 == 3 else replace(own, recurrence=sizes) for layer in range(num_layers))
     config = replace(
         model.config,
         num_layers=num_layers,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.torch_gated_delta import TorchGatedDelta
+from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
 from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows, true_values
@@ -28,15 +28,15 @@ def wave(*parts: tuple[int, int, int, int]) -> StateWave:
     return result
 
 
-def run(backend: TorchGatedDelta, rows: torch.Tensor, *waves: StateWave, sizes: GatedDelta = SIZES) -> torch.Tensor:
+def run(backend: TorchRecurrences, rows: torch.Tensor, *waves: StateWave, sizes: GatedDelta = SIZES) -> torch.Tensor:
     out = torch.full((len(rows), sizes.value_size), 77.0, dtype=rows.dtype)
     backend.begin_step(StepStates(waves))
     backend.forward(0, rows, out)
     return out
 
 
-def make_backend(sizes: GatedDelta = SIZES) -> tuple[TorchGatedDelta, GatedDeltaWeights]:
-    backend, weights = TorchGatedDelta(make_gated_spec(sizes, NUM_SLOTS), CPU), random_gated_weights(sizes)
+def make_backend(sizes: GatedDelta = SIZES) -> tuple[TorchRecurrences, RecurrenceWeights]:
+    backend, weights = TorchRecurrences(make_gated_spec(sizes, NUM_SLOTS), CPU), random_gated_weights(sizes)
     backend.use_weights({0: weights})
     return backend, weights
 
@@ -101,7 +101,7 @@ def test_strong_decays_do_not_overflow() -> None:
     """Within a chunk the inverse of a decay may be larger than float32 can hold."""
     backend, _ = make_backend()
     strong = random_gated_weights(SIZES)
-    strong = GatedDeltaWeights(strong.conv, (4.0,) * 6, (3.0,) * 6)
+    strong = RecurrenceWeights(strong.conv, (4.0,) * 6, (3.0,) * 6)
     backend.use_weights({0: strong})
     rows = random_rows(SIZES, 64)
     out = run(backend, rows, wave((0, 64, ZERO, 0)))

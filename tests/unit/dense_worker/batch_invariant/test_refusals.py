@@ -29,7 +29,7 @@ def resolve(path: Path, attention: AttentionSection | None = None, device: torch
 @pytest.mark.parametrize(
     ("variant", "reason"),
     [
-        ("qwen3_next", "gated delta layers, whose recurrence is computed in chunks that begin where a step does"),
+        ("qwen3_next", "recurrent layers, whose recurrence is computed in chunks that begin where a step does"),
         ("deepseek_v3", "latent attention, whose kernels have several orders of additions"),
     ],
 )

@@ -10,8 +10,8 @@ from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 
 
-def test_prompts_are_forked_unless_the_model_has_gated_delta_layers() -> None:
-    without: Any = SimpleNamespace(gated_delta_layers=())
-    some: Any = SimpleNamespace(gated_delta_layers=(1, 3))
+def test_prompts_are_forked_unless_the_model_has_recurrent_layers() -> None:
+    without: Any = SimpleNamespace(recurrent_layers=())
+    some: Any = SimpleNamespace(recurrent_layers=(1, 3))
     assert isinstance(make_fork_policy(without), ParallelAnswers)
     assert isinstance(make_fork_policy(some), NoForks)

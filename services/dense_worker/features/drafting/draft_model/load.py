@@ -85,8 +85,8 @@ def unsupported_part(config: ModelConfig) -> str | None:
         return "latent attention"
     if config.quantization is not None:
         return f"quantized weights ({config.quantization.method})"
-    if config.gated_delta_layers:
-        return "gated delta layers"
+    if config.recurrent_layers:
+        return "recurrent layers"
     if config.attention.layer_heads or config.parts.layer_inputs is not None:
         return "layers that differ in their heads or inputs"
     return "attention sinks" if config.attention.has_sinks else None

@@ -45,6 +45,6 @@ def test_streaming_llm_is_refused() -> None:
         check(small_config("llama"), window=WINDOW, sink_tokens=4)
 
 
-def test_gated_delta_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"host_kv_bytes is 1048576, .*gated delta layers, whose states"):
+def test_recurrent_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"host_kv_bytes is 1048576, .*recurrent layers, whose states"):
         check(small_config("qwen3_next", num_hidden_layers=4))

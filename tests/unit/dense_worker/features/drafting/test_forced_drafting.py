@@ -64,8 +64,8 @@ def run(drafting: Drafting, costs: str, periods: list[int | None], num_answers: 
 
 
 def test_models_whose_states_cannot_go_back_get_no_drafts() -> None:
-    without: Any = SimpleNamespace(gated_delta_layers={})
-    some: Any = SimpleNamespace(gated_delta_layers={1: None})
+    without: Any = SimpleNamespace(recurrent_layers={})
+    some: Any = SimpleNamespace(recurrent_layers={1: None})
     assert type(load_drafter.make_drafting(SchedulerSection(), without, None)) is ForcedDrafting
     assert type(load_drafter.make_drafting(SchedulerSection(), some, None)) is Drafting
 

@@ -29,7 +29,7 @@ from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry
-from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
+from tests.support.dense.family_models import RECURRENT, VARIANTS, load_true_model, make_family_model
 from tests.support.dense.sequences import make_state
 from tests.support.dense.without_cuda import EagerGraphs
 from tests.support.examples import examples
@@ -213,7 +213,7 @@ def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeyp
     drafting.check(drafts, sequences)
 
 
-OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "kimi", "gemma4", "qwen3_next", "qwen3_5")
+OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "kimi", "gemma4", "qwen3_next", "qwen3_5", *RECURRENT)
 SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(OTHERS)]
 
 
@@ -236,7 +236,7 @@ def test_a_model_of_any_dense_family_drafts_as_in_transformers(tmp_path: Path, v
         ("gpt_oss", "a mixture of experts"),
         ("gemma4", "layers that differ"),
         ("gemma4-shared", "layers that differ"),
-        ("qwen3_5", "gated delta layers"),
+        ("qwen3_5", "recurrent layers"),
     ],
 )
 def test_models_of_other_families_are_named(tmp_path: Path, variant: str, lack: str) -> None:

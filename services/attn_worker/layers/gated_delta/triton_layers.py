@@ -1,6 +1,6 @@
-"""Gated delta layers on CUDA: prepares each wave of a step for the kernels of the convolution and the recurrence.
+"""Recurrent layers on CUDA: prepares each wave of a step for the kernels of the convolution and the recurrence.
 
-Parts of many tokens go through the recurrence in chunks, others token by token.
+In gated delta layers parts of many tokens go through the recurrence in chunks, others token by token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from services.attn_worker.layers.gated_delta.triton_convolution import (
     convolve_items,
 )
 from services.attn_worker.layers.gated_delta.triton_recurrence import PART_FIELDS, run_parts
+from services.attn_worker.layers.state_space.triton_state_space import convolve_channels, run_state_space_parts
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.channel import rows_of_layer
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import CapacityError
+from services.common.families.shape import GatedDelta, Recurrence, ShortConvolution, StateSpace
 
 MIN_CHUNKED_TOKENS = 32  # of a part; from here on chunks are faster on an H200, see bench/results/gated.md
 _MAX_NUM_WAVES = 3  # a step makes at most two checkpoints within a sequence's tokens
@@ -42,8 +44,8 @@ class _Wave:
     chunks: torch.Tensor  # int32 [num_chunks, CHUNK_FIELDS], of the long parts
 
 
-class TritonGatedDelta:
-    """The gated delta layers of a model, in float32, bfloat16 or float16; a wave is two to four launches per layer.
+class TritonRecurrences:
+    """The recurrent layers of a model, in float32, bfloat16 or float16; a wave is two to four launches per layer.
 
     The launches of a step without prompts depend on its padded number of sequences alone, so they can be captured.
     """
@@ -58,7 +60,7 @@ class TritonGatedDelta:
         max_num_tokens: int,
     ) -> None:
         """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small."""
-        self._sizes = spec.gated_delta
+        self._sizes = spec.recurrences
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._storage = StateStorage(spec, device)
         self._padding = (0, zero_slot(spec.num_state_slots), null_slot(spec.num_state_slots))
@@ -68,17 +70,16 @@ class TritonGatedDelta:
         max_num_entries = max_num_parts * PART_FIELDS + max_num_items * ITEM_FIELDS + max_num_chunks * CHUNK_FIELDS
         try:
             # By sizes, which usually are the same in all layers.
-            self._convolved = {
-                sizes: Convolved(
-                    torch.empty(max_num_tokens, sizes.conv_dim, dtype=dtype, device=device),
-                    torch.empty(max_num_tokens, 2 * sizes.num_key_heads, device=device),
-                    torch.empty(max_num_tokens, 2 * sizes.num_value_heads, device=device),
-                )
-                for sizes in set(self._sizes.values())
-            }
-            self._tiles = {
-                sizes: ChunkTiles.empty(max_num_tokens, sizes, device) for sizes in set(self._sizes.values())
-            }
+            self._convolved: dict[Recurrence, Convolved | torch.Tensor] = {}
+            self._tiles: dict[GatedDelta, ChunkTiles] = {}
+            for sizes in set(self._sizes.values()):
+                rows = torch.empty(max_num_tokens, sizes.conv_dim, dtype=dtype, device=device)
+                self._convolved[sizes] = rows
+                if isinstance(sizes, GatedDelta):
+                    norms = torch.empty(max_num_tokens, 2 * sizes.num_key_heads, device=device)
+                    gates = torch.empty(max_num_tokens, 2 * sizes.num_value_heads, device=device)
+                    self._convolved[sizes] = Convolved(rows, norms, gates)
+                    self._tiles[sizes] = ChunkTiles.empty(max_num_tokens, sizes, device)
             self._upload = StepUpload(max_num_entries, device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise CapacityError(
@@ -89,7 +90,7 @@ class TritonGatedDelta:
         if device.type == "cuda":  # so that no request waits for the compiler
             self._compile(dtype, device)
 
-    def use_weights(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+    def use_weights(self, weights: Mapping[int, RecurrenceWeights]) -> None:
         """Sets the weights of all layers, in place: captured graphs read them."""
         self._storage.use_weights(weights)
 
@@ -104,7 +105,7 @@ class TritonGatedDelta:
         num_tokens = sum(sum(wave.num_tokens) for wave in states.waves)
         if num_seqs > self._max_num_seqs or num_tokens > self._max_num_tokens:
             raise CapacityError(
-                f"a step has {num_seqs} sequences and {num_tokens} tokens, gated delta layers were made for"
+                f"a step has {num_seqs} sequences and {num_tokens} tokens, recurrent layers were made for"
                 f" {self._max_num_seqs} and {self._max_num_tokens}"
             )
         assert padded_num_seqs is None or (len(states.waves) == 1 and len(first.targets) <= num_seqs)
@@ -117,6 +118,17 @@ class TritonGatedDelta:
         sizes = self._sizes[layer]
         convolved = self._convolved[sizes]
         qkv, out = rows_of_layer(qkv, sizes.row_size), rows_of_layer(out, sizes.value_size)
+        if isinstance(sizes, ShortConvolution):
+            for wave in self._waves:
+                convolve_channels(qkv, out, wave.items, self._storage, layer, sizes)
+            return
+        if isinstance(sizes, StateSpace):
+            for wave in self._waves:
+                convolve_channels(qkv, convolved, wave.items, self._storage, layer, sizes)
+                for parts in (wave.short_parts, wave.long_parts):
+                    if len(parts):
+                        run_state_space_parts(qkv, convolved, out, parts, self._storage, layer, sizes)
+            return
         for wave in self._waves:
             convolve_items(qkv, convolved, wave.items, self._storage, layer, sizes)
             if len(wave.short_parts):

@@ -1,4 +1,4 @@
-"""Gated delta layers in plain torch operations: the default on a CPU and the reference for the kernels."""
+"""Recurrent layers in plain torch operations: the default on a CPU and the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_inputs, run_chunks, run_token
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.state_space.recurrence import run_state_space
 from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import rows_of_layer
-from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.families.shape import GatedDelta, ShortConvolution, StateSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +26,20 @@ class _Batch:
     targets: torch.Tensor  # int64 [num_seqs]
 
 
-class TorchGatedDelta:
-    """The gated delta layers of a model, for any torch device, in float32, bfloat16 or float16.
+class TorchRecurrences:
+    """The recurrent layers of a model, for any torch device, in float32, bfloat16 or float16.
 
     One token of a sequence is a step of the recurrence; more of them run in chunks.
     """
 
     def __init__(self, spec: KVCacheSpec, device: torch.device) -> None:
         """Raises CapacityError if memory is too small."""
-        self._sizes = spec.gated_delta
+        self._sizes = spec.recurrences
         self._device = device
         self._storage = StateStorage(spec, device)
         self._batches: list[_Batch] = []
 
-    def use_weights(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+    def use_weights(self, weights: Mapping[int, RecurrenceWeights]) -> None:
         """Sets the weights of all layers, for later steps."""
         self._storage.use_weights(weights)
 
@@ -48,21 +50,35 @@ class TorchGatedDelta:
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Convolves, and runs the recurrence from the states of the step's sources to those of its targets.
 
-        qkv: [num_tokens, widest row], of which `GatedDelta.row_size` are the layer's: q, k, v, b and a; not modified.
-        out: [num_tokens, widest row], of which `GatedDelta.value_size` are written in place.
+        qkv: [num_tokens, widest row], of which `Recurrence.row_size` are the layer's; not modified.
+        out: [num_tokens, widest row], of which `Recurrence.value_size` are written in place.
         """
         sizes, storage = self._sizes[layer], self._storage
         qkv, out = rows_of_layer(qkv, sizes.row_size), rows_of_layer(out, sizes.value_size)
         matrices, past_rows = storage.matrices[layer], storage.past_rows[layer]
         for batch in self._batches:
-            rows = qkv[batch.rows]
-            past = past_rows[batch.sources]
-            convolved, past = convolve(rows[..., : sizes.conv_dim], past, storage.conv[layer])
-            inputs = rule_inputs(rows, convolved, storage.a_log[layer], storage.dt_bias[layer], sizes)
-            run = run_token if rows.shape[1] == 1 else run_chunks
-            values, state = run(inputs, matrices[batch.sources])
+            rows, state = qkv[batch.rows], matrices[batch.sources]
+            convolved, past = convolve(
+                rows[..., : sizes.conv_dim],
+                past_rows[batch.sources],
+                storage.conv[layer],
+                storage.conv_bias.get(layer),
+                is_activated=not isinstance(sizes, ShortConvolution),
+            )
+            match sizes:
+                case GatedDelta():
+                    inputs = rule_inputs(rows, convolved, storage.a_log[layer], storage.dt_bias[layer], sizes)
+                    run = run_token if rows.shape[1] == 1 else run_chunks
+                    values, state = run(inputs, state)
+                    output = values.transpose(1, 2).flatten(2)
+                case StateSpace():
+                    of_heads = (each[layer] for each in (storage.a_log, storage.dt_bias, storage.d))
+                    values, state = run_state_space(rows, convolved, state, *of_heads, sizes)
+                    output = values.transpose(1, 2).flatten(2)
+                case ShortConvolution():
+                    output = convolved
             matrices[batch.targets], past_rows[batch.targets] = state, past
-            out[batch.rows] = values.transpose(1, 2).flatten(2).to(out.dtype)
+            out[batch.rows] = output.to(out.dtype)
 
     def _prepare(self, wave: StateWave) -> list[_Batch]:
         by_length: dict[int, list[tuple[int, int, int]]] = {}

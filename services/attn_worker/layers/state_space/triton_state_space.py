@@ -1,0 +1,195 @@
+"""Layers with a state space or a short convolution, as Triton kernels. The reference is `TorchRecurrences`.
+
+The convolution of all tokens runs side by side. The recurrence goes through the tokens of a sequence one after the
+other: a program has some dimensions of one head, and keeps its tile of the head's matrix in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.common.families.shape import ShortConvolution, StateSpace
+
+_CHANNELS = 256  # of a program
+_TILE_ELEMENTS = 1024  # at most, 32 registers of each thread
+
+
+def convolve_channels(
+    qkv: torch.Tensor,  # [>= num_tokens, row_size], of the model's dtype
+    out: torch.Tensor,  # [max_num_tokens, conv_dim], of the model's dtype
+    items: torch.Tensor,  # int32 [num_items, ITEM_FIELDS] of `triton_convolution`
+    storage: StateStorage,
+    layer: int,
+    sizes: StateSpace | ShortConvolution,
+) -> None:
+    """Fills the items' rows of `out`, after SiLU for a state space, and keeps the last rows of each part in its target.
+
+    An item without tokens copies the rows that its source keeps to its target, and its row of `out` becomes zero.
+    """
+    _convolve_channels[(len(items), triton.cdiv(sizes.conv_dim, _CHANNELS))](
+        qkv,
+        out,
+        items,
+        storage.past_rows[layer],
+        storage.conv[layer],
+        storage.conv_bias.get(layer),
+        CONV_DIM=sizes.conv_dim,
+        ROW_SIZE=sizes.row_size,
+        CONV_SIZE=sizes.conv_size,
+        IS_ACTIVATED=isinstance(sizes, StateSpace),
+        BLOCK=_CHANNELS,
+        num_warps=2,
+    )
+
+
+def run_state_space_parts(
+    qkv: torch.Tensor,  # [>= num_tokens, row_size], of the model's dtype
+    convolved: torch.Tensor,  # what `convolve_channels` of the same wave has written
+    out: torch.Tensor,  # [>= num_tokens, value_size], of the model's dtype, written in place
+    parts: torch.Tensor,  # int32 [num_parts, PART_FIELDS] of `triton_recurrence`
+    storage: StateStorage,
+    layer: int,
+    sizes: StateSpace,
+) -> None:
+    """Runs a wave of one layer. A part without tokens is padding: its row of `out` becomes zero."""
+    state_block = triton.next_power_of_2(sizes.state_size)
+    head_block = min(max(1, _TILE_ELEMENTS // state_block), triton.next_power_of_2(sizes.head_dim))
+    _run_parts[(len(parts), sizes.num_heads, triton.cdiv(sizes.head_dim, head_block))](
+        qkv,
+        convolved,
+        out,
+        parts,
+        storage.matrices[layer],
+        storage.a_log[layer],
+        storage.dt_bias[layer],
+        storage.d[layer],
+        sizes.time_step_limits[0],
+        sizes.time_step_limits[1],
+        NUM_HEADS=sizes.num_heads,
+        HEAD_DIM=sizes.head_dim,
+        STATE_SIZE=sizes.state_size,
+        NUM_GROUPS=sizes.num_groups,
+        STATE_BLOCK=state_block,
+        HEAD_BLOCK=head_block,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _convolve_channels(
+    qkv_ptr,
+    out_ptr,
+    items_ptr,
+    past_ptr,  # float32 [num_slots, conv_size - 1, conv_dim]
+    conv_ptr,  # float32 [conv_dim, conv_size]
+    bias_ptr,  # float32 [conv_dim]
+    CONV_DIM: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
+    CONV_SIZE: tl.constexpr,
+    IS_ACTIVATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some channels, for the tokens of one item."""
+    PAST: tl.constexpr = CONV_SIZE - 1
+    item_ptr = items_ptr + 6 * tl.program_id(0)
+    first_row, num_tokens = tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1)
+    source, target = tl.load(item_ptr + 2).to(tl.int64), tl.load(item_ptr + 3).to(tl.int64)
+    start, end = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < CONV_DIM
+    new_ptr = qkv_ptr + first_row * ROW_SIZE
+    old_ptr = past_ptr + source * PAST * CONV_DIM
+    if num_tokens == 0:
+        tl.store(out_ptr + first_row * CONV_DIM + channels, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask)
+
+    for token in range(start, end):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(CONV_SIZE):
+            weight = tl.load(conv_ptr + channels * CONV_SIZE + tap, mask, 0.0)
+            row = token + tap - PAST
+            total += weight * _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + channels, mask, 0.0)
+        if IS_ACTIVATED:
+            total = total.to(out_ptr.dtype.element_ty).to(tl.float32)  # as torch rounds
+            total = total * tl.sigmoid(total)
+        tl.store(out_ptr + (first_row + token) * CONV_DIM + channels, total.to(out_ptr.dtype.element_ty), mask)
+
+    if end == num_tokens:
+        for kept in tl.static_range(PAST):
+            row = num_tokens - PAST + kept
+            values = _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
+            tl.store(past_ptr + (target * PAST + kept) * CONV_DIM + channels, values, mask)
+
+
+@triton.jit
+def _load_row(
+    new_ptr, old_ptr, row, channels, mask, ROW_SIZE: tl.constexpr, CONV_DIM: tl.constexpr, PAST: tl.constexpr
+):
+    """Channels of a row of a part, float32. Rows before its first one are those that its source keeps."""
+    new = tl.load(new_ptr + row * ROW_SIZE + channels, mask & (row >= 0), 0.0).to(tl.float32)
+    return new + tl.load(old_ptr + (row + PAST) * CONV_DIM + channels, mask & (row < 0), 0.0)
+
+
+@triton.jit
+def _run_parts(
+    qkv_ptr,
+    convolved_ptr,
+    out_ptr,
+    parts_ptr,
+    matrices_ptr,  # float32 [num_slots, num_heads, state_size, head_dim]
+    a_log_ptr,
+    dt_bias_ptr,
+    d_ptr,
+    least_time_step,
+    greatest_time_step,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    VALUE_SIZE: tl.constexpr = NUM_HEADS * HEAD_DIM
+    GROUP_SIZE: tl.constexpr = NUM_GROUPS * STATE_SIZE
+    CONV_DIM: tl.constexpr = VALUE_SIZE + 2 * GROUP_SIZE
+    ROW_SIZE: tl.constexpr = CONV_DIM + NUM_HEADS
+    SLOT_SIZE: tl.constexpr = VALUE_SIZE * STATE_SIZE
+    part_ptr, head, block = parts_ptr + 4 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row, num_tokens = tl.load(part_ptr).to(tl.int64), tl.load(part_ptr + 1)
+    source, target = tl.load(part_ptr + 2).to(tl.int64), tl.load(part_ptr + 3).to(tl.int64)
+    group = head // (NUM_HEADS // NUM_GROUPS)
+
+    state_dims, head_dims = tl.arange(0, STATE_BLOCK), block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    is_state, is_head = state_dims < STATE_SIZE, head_dims < HEAD_DIM
+    tile = head * STATE_SIZE * HEAD_DIM + state_dims[:, None] * HEAD_DIM + head_dims[None, :]
+    is_tile = is_state[:, None] & is_head[None, :]
+    state = tl.load(matrices_ptr + source * SLOT_SIZE + tile, is_tile, 0.0)
+
+    x_ptrs = convolved_ptr + first_row * CONV_DIM + head * HEAD_DIM + head_dims
+    b_ptrs = convolved_ptr + first_row * CONV_DIM + VALUE_SIZE + group * STATE_SIZE + state_dims
+    dt_ptr = qkv_ptr + first_row * ROW_SIZE + CONV_DIM + head
+    out_ptrs = out_ptr + first_row * VALUE_SIZE + head * HEAD_DIM + head_dims
+    rate, bias, skip = tl.exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
+    if num_tokens == 0:
+        tl.store(out_ptrs, tl.zeros((HEAD_BLOCK,), tl.float32).to(out_ptr.dtype.element_ty), is_head)
+
+    for _ in range(num_tokens):
+        x = tl.load(x_ptrs, is_head, 0.0).to(tl.float32)
+        b = tl.load(b_ptrs, is_state, 0.0).to(tl.float32)
+        c = tl.load(b_ptrs + GROUP_SIZE, is_state, 0.0).to(tl.float32)
+        raw = tl.load(dt_ptr).to(tl.float32) + bias
+        time_step = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+        time_step = tl.minimum(tl.maximum(time_step, least_time_step), greatest_time_step)
+        state = state * tl.exp(-rate * time_step) + b[:, None] * (time_step * x)[None, :]
+        values = tl.sum(state * c[:, None], axis=0) + skip * x
+        tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), is_head)
+        x_ptrs += CONV_DIM
+        b_ptrs += CONV_DIM
+        dt_ptr += ROW_SIZE
+        out_ptrs += VALUE_SIZE
+
+    tl.store(matrices_ptr + target * SLOT_SIZE + tile, state, is_tile)
