@@ -333,7 +333,7 @@ class Gateway:
                 )
             ],
         )
-        servicer = GatewayServicer(service, section.slow_reader_timeout_s, peers, resumption)
+        servicer = GatewayServicer(service, section.slow_reader_timeout_s, peers, self._vectors, resumption)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
         triton_servicer = TritonServicer(triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
         triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)

@@ -49,6 +49,16 @@ class GatewayStub:
                 request_serializer=gateway__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=gateway__pb2.GenerateChunk.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/twostroke.v1.Gateway/Embed',
+                request_serializer=gateway__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=gateway__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/twostroke.v1.Gateway/Score',
+                request_serializer=gateway__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=gateway__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/twostroke.v1.Gateway/Tokenize',
                 request_serializer=gateway__pb2.TokenizeRequest.SerializeToString,
@@ -101,6 +111,20 @@ class GatewayServicer:
     def Resume(self, request, context):
         """The rest of a stream whose connection broke: that of a GenerateStream with `resumable`. An earlier call that still
         reads it ends with ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """One vector of each input: an embedding, or the probabilities of a classifier's labels.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """How well the texts of each pair belong together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,6 +191,16 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=gateway__pb2.ResumeRequest.FromString,
                     response_serializer=gateway__pb2.GenerateChunk.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=gateway__pb2.EmbedRequest.FromString,
+                    response_serializer=gateway__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=gateway__pb2.ScoreRequest.FromString,
+                    response_serializer=gateway__pb2.ScoreResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -280,6 +314,60 @@ class Gateway:
             '/twostroke.v1.Gateway/Resume',
             gateway__pb2.ResumeRequest.SerializeToString,
             gateway__pb2.GenerateChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Gateway/Embed',
+            gateway__pb2.EmbedRequest.SerializeToString,
+            gateway__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Gateway/Score',
+            gateway__pb2.ScoreRequest.SerializeToString,
+            gateway__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

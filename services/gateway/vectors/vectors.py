@@ -205,6 +205,12 @@ class Vectors:
         return message
 
 
+def shaped(values: np.ndarray, dimensions: int | None, normalizes: bool) -> np.ndarray:
+    """float32 [n]: the first values of a vector, with length 1 if it is normalised."""
+    kept = values[:dimensions]
+    return normalized(kept) if normalizes else kept
+
+
 def normalized(values: np.ndarray) -> np.ndarray:
     """float32 [n] -> the same direction with length 1, as torch's `normalize` gives it."""
     return values / max(float(np.linalg.norm(values)), 1e-12)

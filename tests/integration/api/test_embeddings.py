@@ -7,6 +7,7 @@ import concurrent.futures
 import time
 from typing import Any
 
+import grpc
 import httpx2
 import numpy as np
 import openai
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from services.common.config import EMBEDDED_MODEL
+from services.pb import gateway_pb2
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster
 from tests.support.reference import VOCAB_SIZE, reference_model
 
@@ -87,6 +89,33 @@ def test_scores_are_cosines_between_embeddings(cluster: Cluster) -> None:
     results = post(cluster, {"query": query, "documents": documents}, path="/v1/rerank")["results"]
     assert [each["index"] for each in results] == sorted(range(4), key=lambda i: -cosines[i])
     assert "no classifier" in post(cluster, {"input": "a"}, 400, "/classify")["error"]["message"]
+
+
+def test_grpc_gives_the_same(cluster: Cluster) -> None:
+    texts, prompt = ["San Francisco is a", "a"], random_prompt(9, seed=3)
+    inputs = [gateway_pb2.EmbedInput(text=text) for text in texts]
+    inputs.append(gateway_pb2.EmbedInput(token_ids=gateway_pb2.TokenIds(ids=prompt)))
+    found = cluster.gateway.Embed(gateway_pb2.EmbedRequest(inputs=inputs), timeout=REQUEST_TIMEOUT_S)
+    lists = [*post(cluster, {"prompt": texts}, path="/tokenize")["tokens"], prompt]
+    vectors = [wanted(each) for each in lists]
+    np.testing.assert_allclose([each.values for each in found.vectors], vectors, atol=TOLERANCE)
+    assert found.num_prompt_tokens == sum(map(len, lists)) and not found.labels
+    options = gateway_pb2.InputOptions(truncate_tokens=4)
+    request = gateway_pb2.EmbedRequest(inputs=inputs[2:], dimensions=6, normalize=False, options=options)
+    [cut] = cluster.gateway.Embed(request, timeout=REQUEST_TIMEOUT_S).vectors
+    first = wanted(prompt[:4])[:6]
+    unit = np.array(cut.values) / np.linalg.norm(cut.values)
+    np.testing.assert_allclose(unit, first / np.linalg.norm(first), atol=TOLERANCE)
+    pairs = [gateway_pb2.TextPair(first=texts[0], second=texts[1])]
+    scored = cluster.gateway.Score(gateway_pb2.ScoreRequest(pairs=pairs), timeout=REQUEST_TIMEOUT_S)
+    assert list(scored.scores) == pytest.approx([float(vectors[0] @ vectors[1])], abs=TOLERANCE)
+    for bad, part in (([], "0 elements"), ([gateway_pb2.EmbedInput()], "inputs[0] is empty")):
+        with pytest.raises(grpc.RpcError) as refused:
+            cluster.gateway.Embed(gateway_pb2.EmbedRequest(inputs=bad), timeout=REQUEST_TIMEOUT_S)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and part in refused.value.details()
+    for ask in (cluster.gateway.Generate, lambda *args, **kw: list(cluster.gateway.GenerateStream(*args, **kw))):
+        with pytest.raises(grpc.RpcError, match="return_pooled"):
+            ask(gateway_pb2.GenerateRequest(prompt="a", return_pooled=True), timeout=REQUEST_TIMEOUT_S)
 
 
 def test_many_inputs_of_one_request(cluster: Cluster) -> None:

@@ -14,6 +14,7 @@ from services.common.token_logprobs import LogprobRows, TokenLogprobs, encode_lo
 from services.gateway import __version__
 from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders
+from services.gateway.apis.twostroke.vector_calls import VectorCalls
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.core.generation import Generation
 from services.gateway.core.request_service import RequestService
@@ -25,6 +26,7 @@ from services.gateway.resume.recording import Recording
 from services.gateway.resume.resumption import Resumption
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
+from services.gateway.vectors.vectors import Vectors
 from services.lora.adapter import encode_adapter
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
@@ -48,6 +50,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         service: RequestService,
         slow_reader_timeout_s: float,
         peers: GatewayPeers,
+        vectors: Vectors,
         resumption: Resumption | None = None,
     ) -> None:
         """`peers`: the other gateways at the same port, which may run the request of an Abort.
@@ -57,6 +60,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self._service = service
         self._slow_readers = SlowReaders(slow_reader_timeout_s)
         self._peers = peers
+        self._vector_calls = VectorCalls(vectors)
         self._resumption = GrpcResumption(resumption, service.memory, self._slow_readers)
         self._stream_way = Way(STREAM, self._start_generation, self._record_stream, gateway_pb2.GenerateChunk)
         start_whole = partial(self._start_generation, in_one_message=True)
@@ -115,6 +119,18 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             response.prompt.MergeFrom(_encode_prompt(prompt))
             await self._encode_logprobs(prompt.logprobs, response.prompt.logprobs, has_turns=has_turns)
         return response
+
+    async def Embed(
+        self, request: gateway_pb2.EmbedRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.EmbedResponse:
+        """The vector of each input."""
+        return await self._vector_calls.embed(request, context)
+
+    async def Score(
+        self, request: gateway_pb2.ScoreRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.ScoreResponse:
+        """The score of each pair of texts."""
+        return await self._vector_calls.score(request, context)
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext

@@ -14,7 +14,7 @@ from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answe
 from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest, input_list
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
-from services.gateway.vectors.vectors import PooledInput, Vectors, normalized
+from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
 
 
 def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
@@ -45,12 +45,6 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         return PooledAnswer(vectors, input_list(body.input), options, write)
 
     return router
-
-
-def shaped(values: np.ndarray, dimensions: int | None, normalizes: bool) -> np.ndarray:
-    """float32 [n]: the first values of a vector, with length 1 if the model normalises."""
-    kept = values[:dimensions]
-    return normalized(kept) if normalizes else kept
 
 
 def vector_pieces(

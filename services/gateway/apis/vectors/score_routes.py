@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, usage_of
-from services.gateway.apis.vectors.routes import shaped, vector_pieces
+from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
     ClassifyRequest,
     ClassList,
@@ -29,7 +29,7 @@ from services.gateway.apis.vectors.schema import (
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.vectors.scores import probabilities, score_pairs
-from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors
+from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors, shaped
 
 
 def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
