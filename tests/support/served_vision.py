@@ -7,15 +7,18 @@ import io
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedModel
 
 from services.common.config import EMBEDDED_MODEL
+from services.pb import gateway_pb2
 from tests.support.dense.vision_models import load_true_model, make_vision_model, true_pixels
 
 IMAGE_TOKEN, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+PLACE = f"{START}{IMAGE_TOKEN}{END}"
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -24,14 +27,15 @@ TEMPLATE = (
 )
 
 
-def make_served_vision_model(path: Path, variant: str = "qwen2_5_vl") -> Path:
-    """A random model with the embedded model's tokenizer, which has tokens for pictures, too."""
+def make_served_vision_model(path: Path, variant: str = "qwen2_5_vl", **text: Any) -> Path:
+    """A random model with the embedded model's tokenizer, which has tokens for pictures, too; `text`: of its config."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN, START, END]})
     tokenizer.chat_template = TEMPLATE
     ids = tokenizer.convert_tokens_to_ids([IMAGE_TOKEN, START, END])
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
-    make_vision_model(path, variant, vocab_size=len(tokenizer), **dict(zip(names, ids, strict=True)))
+    text = {"vocab_size": len(tokenizer), **text}
+    make_vision_model(path, variant, text=text, **dict(zip(names, ids, strict=True)))
     tokenizer.save_pretrained(path)
     return path
 
@@ -70,6 +74,37 @@ def expected_tokens(
         **given,
     )
     return output[0, ids.shape[1] :].tolist()
+
+
+Turn = tuple[str, Sequence[str | Image.Image]]  # role and parts of a message
+
+
+def rendered(turns: Sequence[Turn]) -> str:
+    """What the template writes of a chat."""
+    parts = [
+        f"[{role}]{''.join(PLACE if isinstance(each, Image.Image) else each for each in parts)}\n"
+        for role, parts in turns
+    ]
+    return "".join([*parts, "[assistant]"])
+
+
+def pictures_of(turns: Sequence[Turn]) -> list[Image.Image]:
+    """The pictures of a chat, in order."""
+    return [each for _, parts in turns for each in parts if isinstance(each, Image.Image)]
+
+
+def chat_message(turns: Sequence[Turn], max_tokens: int) -> gateway_pb2.GenerateRequest:
+    """A chat as clients send it over gRPC: greedy, up to `max_tokens`."""
+    message = gateway_pb2.GenerateRequest(max_tokens=max_tokens, ignore_eos=True)
+    message.sampling.temperature = 0.0
+    for role, parts in turns:
+        each = message.chat.messages.add(role=role)
+        for part in parts:
+            if isinstance(part, Image.Image):
+                each.pictures.add(position=len(each.content), data=png(part))
+            else:
+                each.content += part
+    return message
 
 
 def png(picture: Image.Image) -> bytes:

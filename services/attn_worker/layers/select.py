@@ -88,6 +88,8 @@ def _check_kernels(model: ResolvedModel, kv_cache: KVCacheFormat) -> None:
 def _check_ropes(config: ModelConfig) -> None:
     """Refuses rotary embeddings that no table of angles can hold together."""
     ropes = {rope for rope in config.layer_ropes if rope is not None}
+    if any(rope.axes for rope in ropes) and (len(ropes) > 1 or length_dependent_beyond(config.rope) is not None):
+        raise ConfigError("its kernels rotate by three axes in all layers or none, and not by the length as well")
     lengths = sorted(rope.rope_type for rope in ropes if length_dependent_beyond(rope) is not None)
     if lengths and len(ropes) > 1:
         raise ConfigError(

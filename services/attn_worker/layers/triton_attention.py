@@ -218,7 +218,7 @@ class TritonAttention:
             len(self._distinct_item_kinds) * max_num_items * NUM_FIELDS
             + num_groups * max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
             # Prefill items, and arrays with one element per token.
-            + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 3 + num_groups)
+            + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 4 + num_groups)
             + self._num_chunk_entries(max_num_tokens)
             + TABLE_SLACK
         )

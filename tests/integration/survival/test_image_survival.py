@@ -9,31 +9,27 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from PIL import Image
 from transformers import AutoTokenizer
 
-from services.pb import gateway_pb2
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.dense.vision_models import noise
 from tests.support.served_vision import (
-    END,
-    IMAGE_TOKEN,
-    START,
+    Turn,
+    chat_message,
     data_url,
     expected_tokens,
     make_served_vision_model,
-    png,
+    pictures_of,
+    rendered,
 )
 
 pytestmark = pytest.mark.timeout(300)  # processes start several times, and the machine may be slow
 
-PLACE = f"{START}{IMAGE_TOKEN}{END}"
 FIRST, SECOND, THIRD = noise(50, 37, 1), noise(20, 60, 2), noise(64, 64, 3)
 NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
 BLOCK_SIZE = 16  # of the KV cache
 
-Turn = tuple[str, Sequence[str | Image.Image]]  # role and parts
 
 
 @dataclass
@@ -47,25 +43,7 @@ class Server:
         return openai.OpenAI(api_key="none", base_url="http://gateway/v1", http_client=http_client, max_retries=0)
 
     def expected(self, turns: Sequence[Turn], max_tokens: int) -> list[int]:
-        text = "".join(
-            f"[{role}]{''.join(PLACE if isinstance(each, Image.Image) else each for each in parts)}\n"
-            for role, parts in turns
-        )
-        pictures = [each for _, parts in turns for each in parts if isinstance(each, Image.Image)]
-        return expected_tokens(self.model, f"{text}[assistant]", pictures, max_tokens)
-
-
-def chat_message(turns: Sequence[Turn], max_tokens: int) -> gateway_pb2.GenerateRequest:
-    message = gateway_pb2.GenerateRequest(max_tokens=max_tokens, ignore_eos=True)
-    message.sampling.temperature = 0.0
-    for role, parts in turns:
-        each = message.chat.messages.add(role=role)
-        for part in parts:
-            if isinstance(part, Image.Image):
-                each.pictures.add(position=len(each.content), data=png(part))
-            else:
-                each.content += part
-    return message
+        return expected_tokens(self.model, rendered(turns), pictures_of(turns), max_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -122,16 +122,18 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def make_vision_model(path: Path, variant: str, seed: int = 0, vocab_size: int = 128, **token_ids: int) -> Path:
+def make_vision_model(
+    path: Path, variant: str, seed: int = 0, text: Mapping[str, Any] | None = None, **token_ids: int
+) -> Path:
     """Writes a model of the variant, with weights so large that pictures matter; returns `path`.
 
-    `token_ids`: fields of its config.
+    `text`: fields of its text_config; `token_ids`: fields of its config.
     """
     each = VARIANTS[variant]
     model_class = getattr(transformers, each.model_class)
     torch.manual_seed(seed)
     config = {**each.config, **token_ids}
-    config["text_config"] = {**config["text_config"], "vocab_size": vocab_size}
+    config["text_config"] = {**config["text_config"], **(text or {})}
     model = model_class(model_class.config_class(**config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -125,7 +125,7 @@ class BatchInvariantTritonAttention:
         self.storage = BlockStorage(spec, spec.head_major_block, device)
         num_items = len(self._distinct_kinds) * (2 * max_num_tokens + max_num_seqs + self._num_extra)
         num_tables = spec.num_groups * max_num_seqs * -(-max_model_len // spec.block_size)
-        num_entries = num_items * NUM_FIELDS + num_tables + (3 + spec.num_groups) * max_num_tokens + TABLE_SLACK
+        num_entries = num_items * NUM_FIELDS + num_tables + (4 + spec.num_groups) * max_num_tokens + TABLE_SLACK
         most_rows = max(kind.num_rows(FEW_ROWS) for kind in self._kinds) * most_kv_heads * 2 * self._num_extra
         widest = max(16, *(triton.next_power_of_2(heads.head_dim) for heads in self._heads))
         try:

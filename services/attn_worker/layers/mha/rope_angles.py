@@ -17,7 +17,8 @@ class RopeAngles:
     A table is float32 [num_rows, head_dim of its layers], cosines first. It has one row per position; for longrope two
     blocks of such rows, one per kind of rotation; for dynamic scaling one row per token, computed in each step. All
     tables have the same rows: at most one rotary embedding of a model depends on the length, and then layers without
-    rotation are the only others. A part of the head that is not rotated has a cosine of 1.
+    rotation are the only others. A part of the head that is not rotated has a cosine of 1. With three axes, tokens
+    whose positions on them differ have rows of their own behind the others, computed in each step.
     """
 
     def __init__(
@@ -28,8 +29,12 @@ class RopeAngles:
         self._max_model_len = max_model_len
         self._is_dynamic = config.rope.rope_type == "dynamic"
         self._inputs: torch.Tensor | None = None  # int32 [2, num_tokens], positions and rope_lens
+        self._on_axes: torch.Tensor | None = None  # int32 [3, n], the positions of the tokens with rows of their own
         num_blocks = 1 if self._beyond is None else 2
         num_rows = max_num_tokens if self._is_dynamic else num_blocks * max_model_len
+        if config.rope.axes:
+            assert num_blocks == 1, "such embeddings do not depend on the length"
+            num_rows += max_num_tokens
         kinds = [(rope, heads.head_dim) for rope, heads in zip(config.layer_ropes, config.layer_heads, strict=True)]
         tables = {
             kind: self._make_table(*kind, num_rows, device) for kind in {(config.rope, config.head_dim), *kinds}
@@ -46,13 +51,26 @@ class RopeAngles:
             return np.arange(len(step.positions), dtype=np.int32)
         if self._beyond is not None:
             return step.positions + np.int32(self._max_model_len) * (step.rope_lens > self._beyond)
-        return step.positions
+        self._on_axes = None
+        if step.rope_positions is None:
+            return step.positions
+        rows = step.rope_positions[0].copy()
+        own = np.flatnonzero((step.rope_positions != rows).any(axis=0))
+        if len(own):
+            positions, self._on_axes = upload.reserve((3, len(own)))
+            positions[...] = step.rope_positions[:, own]
+            rows[own] = self._max_model_len + np.arange(len(own))
+        return rows
 
     def compute(self) -> None:
-        """Fills the table if it has one row per token of the step (dynamic scaling)."""
+        """Fills the rows that belong to tokens of the step."""
         if self._inputs is not None:
             positions, rope_lens = self._inputs.long()
             self._fill(self.table[: len(positions)], *self._rope(positions, rope_lens))
+        if self._on_axes is not None:
+            positions = self._on_axes.long()
+            rows = self.table[self._max_model_len : self._max_model_len + positions.shape[1]]
+            self._fill(rows, *self._rope(positions, positions[0]))
 
     def _make_table(
         self, rope: RopeConfig | None, head_dim: int, num_rows: int, device: torch.device
@@ -64,7 +82,8 @@ class RopeAngles:
         positions = torch.arange(self._max_model_len, device=device)
         embedding = RotaryEmbedding(rope, self._max_model_len, device)
         beyond = length_dependent_beyond(rope) or 0
-        for block, length in zip(table.split(self._max_model_len), (0, beyond + 1), strict=False):
+        blocks = table.split(self._max_model_len)
+        for block, length in zip(blocks, (0,) if self._beyond is None else (0, beyond + 1), strict=False):
             self._fill(block, *embedding(positions, torch.full_like(positions, length)))
         return table
 

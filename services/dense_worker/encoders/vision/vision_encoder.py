@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from services.common.vision.layout import Layout
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.encoder import Encoded
 from services.dense_worker.encoders.vision.load import Tower
@@ -21,6 +22,16 @@ class VisionEncoder:
         self._row_bytes = tower.config.width * dtype.itemsize
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._newest: torch.cuda.Event | None = None  # the end of what was enqueued last
+
+    def warm_up(self, layout: Layout, max_rows: int) -> None:
+        """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded."""
+        if self._stream is None:
+            return
+        shape = layout.shape_of(1024, 1024, is_low=False)
+        tiles = torch.randint(256, (shape.num_tiles, shape.height, shape.width, 3), dtype=torch.uint8)
+        example = Picture("", shape, tiles)
+        self.encode([example] * max(1, max_rows // self.size(example)))
+        self.wait()
 
     def size(self, each: Picture) -> int:
         """Its patches."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from services.common.config import Config
+from services.common.gpu import naming_what_needs_memory
 from services.common.lifeline import Lifeline
 from services.common.resolve import ResolvedModel
 from services.common.vision.vision_config import VisionConfig, load_vision_config
@@ -38,6 +39,8 @@ class PreparedImages:
         """Loads the tower. Raises what `load_tower` raises."""
         model, vision = self.model, self.vision
         encoder = VisionEncoder(load_tower(self.stored, self.held), vision.pixels, model.dtype, model.device)
+        with naming_what_needs_memory("the buffers of the tower"):
+            encoder.warm_up(vision.layout, self.config.dense.max_encoder_rows)
         log.info("pictures are served", family=vision.family, tower_bytes=self.num_bytes)
         dense, scheduler = self.config.dense, self.config.scheduler
         runs = EncoderRuns("images", encoder, dense.max_encoder_rows, dense.encoder_cache_bytes)

@@ -1,0 +1,42 @@
+"""Pictures on a GPU: the tower, positions on three axes and steps with vectors, against transformers in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.gpu.gpu_cluster import gpu_cluster
+from tests.support.clients.streams import collect_all
+from tests.support.dense.vision_models import noise
+from tests.support.served_vision import (
+    Turn,
+    chat_message,
+    expected_tokens,
+    make_served_vision_model,
+    pictures_of,
+    rendered,
+)
+
+NUM_TOKENS = 40
+HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+
+
+def test_chats_with_pictures_give_the_tokens_of_transformers_over_a_kill(tmp_path: Path) -> None:
+    model = make_served_vision_model(tmp_path / "model", **HEADS)
+    first, second, third = noise(50, 37, 1), noise(20, 60, 2), noise(64, 64, 3)
+    chats: list[list[Turn]] = [
+        [("user", [first, "What?"])],
+        [("user", ["Both ", second, third])],
+        [("user", ["None at all"])],
+        [("user", [first, first, "again"])],
+    ]
+    with gpu_cluster(tmp_path, f"model.path={model}", "model.dtype=float32") as cluster:
+        for kill in (lambda: None, lambda: cluster.kill("dense_worker")):
+            messages = [chat_message(turns, NUM_TOKENS) for turns in chats]
+            found = collect_all(cluster.gateway, messages, kill)
+            for turns, each in zip(chats, found, strict=True):
+                assert each.token_ids[0] == expected_tokens(model, rendered(turns), pictures_of(turns), NUM_TOKENS)
+        cluster.wait_idle()
