@@ -91,6 +91,8 @@ class GatewaySection(Section):
     max_images: Count = 16  # maximum number of pictures in one request, of models that see pictures
     max_image_pixels: Count = 2**25  # of a picture as it is sent; it is made smaller for the model
     max_image_bytes: Count = 20 * 2**20  # of a picture's file
+    # pixels that are kept, so that a picture which comes again, as in each turn of a chat, is not decoded again
+    image_cache_bytes: Annotated[int, Field(ge=0)] = 128 * 2**20
     # hosts from which pictures are fetched by URL, if their addresses are public; "*": all. Empty: from none
     image_hosts: tuple[HostName, ...] = ()
     image_timeout_s: Seconds = 5.0  # longest time to fetch a picture
@@ -208,7 +210,7 @@ class DenseSection(Section):
     profiles: str = "1-1,2-16@16,17-32@32,33-64@64,65-128@128,129-256@256,257-512@512,513-8192"
     max_loras: Annotated[int, Field(ge=0, le=64)] = 0  # LoRA adapters in memory at the same time; 0: none are served
     # most rows that an encoder computes between two steps, such as patches of pictures; one input may have more
-    max_encoder_rows: Count = 16384
+    max_encoder_rows: Count = 8192
     encoder_cache_bytes: Count = 256 * 2**20  # of outputs of encoders, which are kept for further prompts
     max_lora_rank: Annotated[int, Field(ge=1, le=256)] = 64  # of an adapter; on a GPU each has memory for this rank
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101

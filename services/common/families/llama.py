@@ -73,6 +73,13 @@ def read_ernie4_5(fields: ConfigFields) -> ModelConfig:
     return replace(config, attention=AttentionOptions(rotates_pairs=True))
 
 
+def read_qwen3_vl(fields: ConfigFields) -> ModelConfig:
+    """The text part of Qwen3-VL: Qwen3 with a rotary embedding on three axes, which take turns."""
+    has_bias = fields.flag("attention_bias")
+    config = read_base(fields)
+    return replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, rope=with_axes(fields, config.rope))
+
+
 def read_olmo2(fields: ConfigFields, rope: RopeConfig | None = None) -> ModelConfig:
     """OLMo 2: norms only after attention and MLP, and norms of q and k over all heads."""
     has_bias = fields.flag("attention_bias")

@@ -296,6 +296,7 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen2_5_vl_text": _LLAMA,
+    "qwen3_vl_text": _LLAMA,
     "qwen3": _LLAMA,
     "mixtral": CheckpointNames(of_experts=_MIXTRAL),
     "minimax_m2": CheckpointNames(of_experts=replace(_MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")),

@@ -53,6 +53,7 @@ from services.common.families.llama import (
     read_qwen2,
     read_qwen2_5_vl,
     read_qwen3,
+    read_qwen3_vl,
     read_seed_oss,
     read_smollm3,
 )
@@ -156,6 +157,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "nemotron": Family("NemotronForCausalLM", read_nemotron),
     "gptj": Family("GPTJForCausalLM", read_gptj),
     "codegen": Family("CodeGenForCausalLM", read_gptj),
+    "qwen3_vl_text": Family("Qwen3VLTextModel", read_qwen3_vl),
     "qwen2_5_vl_text": Family("Qwen2_5_VLTextModel", read_qwen2_5_vl),
     "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox),
     "falcon": Family("FalconForCausalLM", read_falcon),
@@ -181,6 +183,7 @@ TEXT_PARTS: dict[str, str] = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }

@@ -106,7 +106,11 @@ def with_axes(fields: ConfigFields, rope: RopeConfig) -> RopeConfig:
     is_list = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
     if not is_list or min(sections) < 0 or sum(sections) != num_pairs:
         raise fields.error("rope parameter mrope_section", sections, f"expected three numbers whose sum is {num_pairs}")
-    return replace(rope, axes=tuple(axis for axis, size in enumerate(sections) for _ in range(size)))
+    if not fields["rope_parameters"].get("mrope_interleaved"):
+        return replace(rope, axes=tuple(axis for axis, size in enumerate(sections) for _ in range(size)))
+    # Pairs take turns, time first; when a section is used up, time has its turns.
+    turns = ((pair, pair % 3) for pair in range(num_pairs))
+    return replace(rope, axes=tuple(axis if pair < 3 * sections[axis] else 0 for pair, axis in turns))
 
 
 def _rotary_dim(fields: ConfigFields, factor: Any, head_dim: int, allows_partial: bool) -> int:

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: pictures of any size, in patches, four of which become a token; windows in most layers of the tower."""
+"""Qwen2.5-VL and Qwen3-VL: pictures of any size, in patches, four of which become a token."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ class QwenTower:
     patch_size: int
     num_frames: int  # that a patch has; a picture is repeated
     merge_size: int  # of the squares of patches that become a token
-    window_size: int  # of squares of patches that see each other, in tokens
-    full_layers: tuple[int, ...]  # whose patches all see each other
+    window_size: int  # of squares of patches that see each other, in tokens; 0: all do in all layers
+    full_layers: tuple[int, ...]  # in spite of a window their patches all see each other
     out_hidden_size: int  # of the model of text
     activation: str
     norm_eps: float = 1e-6
+    num_position_columns: int = 0  # of a square table of learned positions; 0: there is none
+    deep_layers: tuple[int, ...] = ()  # whose output becomes rows, too, that are added after the first text layers
 
     @property
     def width(self) -> int:
-        """Numbers in a row of the output."""
-        return self.out_hidden_size
+        """Numbers in a row of the output, with those of its deep layers."""
+        return self.out_hidden_size * (1 + len(self.deep_layers))
 
     @property
     def patch_dim(self) -> int:
@@ -108,6 +110,33 @@ def read_qwen2_5_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:
         full_layers=tuple(fields.tower["fullatt_block_indexes"]),
         out_hidden_size=fields.size("out_hidden_size"),
         activation=fields.tower["hidden_act"],
+    )
+    return tower, read_qwen_layout(fields, patch * merge)
+
+
+def read_qwen3_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:
+    """The tower and the layout of a model's files."""
+    patch, merge = fields.size("patch_size"), fields.size("spatial_merge_size")
+    num_positions, deep = fields.size("num_position_embeddings"), tuple(fields.tower["deepstack_visual_indexes"])
+    num_text_layers = fields.outer["text_config"]["num_hidden_layers"]
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise fields.error("num_position_embeddings", num_positions, "expected a square")
+    if sorted(set(deep)) != list(deep) or len(deep) >= num_text_layers:
+        raise fields.error("deepstack_visual_indexes", deep, f"expected fewer than {num_text_layers}, ascending")
+    tower = QwenTower(
+        num_layers=fields.size("depth"),
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=fields.size("num_heads"),
+        patch_size=patch,
+        num_frames=fields.size("temporal_patch_size"),
+        merge_size=merge,
+        window_size=0,
+        full_layers=(),
+        out_hidden_size=fields.size("out_hidden_size"),
+        activation=fields.tower["hidden_act"],
+        num_position_columns=math.isqrt(num_positions),
+        deep_layers=deep,
     )
     return tower, read_qwen_layout(fields, patch * merge)
 

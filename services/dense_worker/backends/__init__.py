@@ -15,13 +15,23 @@ class InputEmbeds(NamedTuple):
 
     rows: torch.Tensor  # int64 [e], all different
     vectors: torch.Tensor  # [e, hidden]
+    deep: torch.Tensor | None = None  # [num_layers, e, hidden]: added to the residual after the first layers
 
     def upload(self, device: torch.device) -> InputEmbeds:
         """The same on a GPU. Enqueues copies from the host of what is not there."""
         # torch keeps pinned memory until the copy is done.
         return InputEmbeds(
-            *(each if each.is_cuda else each.pin_memory().to(device, non_blocking=True) for each in self)
+            *(
+                each if each is None or each.is_cuda else each.pin_memory().to(device, non_blocking=True)
+                for each in self
+            )
         )
+
+    def after_layer(self, layer: int) -> InputEmbeds | None:
+        """What is added to rows after a layer, counted from 0; None: nothing."""
+        if self.deep is None or layer >= len(self.deep):
+            return None
+        return InputEmbeds(self.rows, self.deep[layer])
 
     @classmethod
     def join(cls, given: Sequence[InputEmbeds]) -> InputEmbeds | None:
@@ -30,7 +40,11 @@ class InputEmbeds(NamedTuple):
             return given[0] if given else None
         device = next((each.vectors.device for each in given if each.vectors.is_cuda), given[0].vectors.device)
         vectors = [each.vectors.to(device) for each in given]
-        return cls(torch.cat([each.rows for each in given]), torch.cat(vectors))
+        deep = next((each.deep for each in given if each.deep is not None), None)
+        if deep is not None:
+            absent = [deep.new_zeros(len(deep), len(each.rows), deep.shape[2]) for each in given]
+            deep = torch.cat([zeros if e.deep is None else e.deep for e, zeros in zip(given, absent, strict=True)], 1)
+        return cls(torch.cat([each.rows for each in given]), torch.cat(vectors), deep)
 
 
 class DenseBackend(Protocol):
@@ -67,9 +81,17 @@ class DenseBackend(Protocol):
         """
 
     def middle(
-        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+        self,
+        layer: int,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        qkv_out: torch.Tensor,
+        added: InputEmbeds | None = None,
     ) -> torch.Tensor:
-        """Finishes `layer` from attn_out [n, attn_size]; writes the qkv of `layer + 1` -> the residual [n, hidden]."""
+        """Finishes `layer` from attn_out [n, attn_size]; writes the qkv of `layer + 1` -> the residual [n, hidden].
+
+        `added`: vectors that are added to rows between the two layers, only if `first` may be given some.
+        """
 
     def last(
         self,

@@ -107,9 +107,16 @@ class CudaBackend:
         """Enqueues the first segment -> a new residual."""
         return self._segments.first.forward(self._operations, token_ids, qkv_out, input_embeds)[1]
 
-    def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+    def middle(
+        self,
+        layer: int,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        qkv_out: torch.Tensor,
+        added: InputEmbeds | None = None,
+    ) -> torch.Tensor:
         """Enqueues a middle segment -> the very residual it was given, overwritten."""
-        return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out)[1]
+        return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out, added)[1]
 
     def last(
         self,

@@ -44,10 +44,15 @@ class TorchBackend:
         return self._segments.first.forward(self._operations, token_ids, qkv_out, input_embeds)[1]
 
     def middle(
-        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+        self,
+        layer: int,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        qkv_out: torch.Tensor,
+        added: InputEmbeds | None = None,
     ) -> torch.Tensor:
         """Writes qkv in place -> a new residual; the given one stays as it is."""
-        return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out)[1]
+        return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out, added)[1]
 
     def last(
         self,

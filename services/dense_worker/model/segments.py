@@ -59,13 +59,16 @@ class Middle:
         attn_out: torch.Tensor,
         residual: torch.Tensor,
         qkv_out: torch.Tensor | None = None,
+        added: InputEmbeds | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """attn_out [n, attn_size], residual [n, hidden] -> qkv [n, qkv_size], residual [n, hidden].
 
-        If `qkv_out` is given, qkv is that tensor, written in place.
+        If `qkv_out` is given, qkv is that tensor, written in place. `added`: to the residual between the layers.
         """
         attn_out = rows_of_layer(attn_out, self.after.attn_size)
         stream = self.after.forward(operations, attn_out, Residual(residual))
+        if added is not None:
+            stream.hidden.index_add_(0, *added[:2])
         qkv, stream = self.before.forward(operations, stream, qkv_out)
         return qkv, operations.settle(stream)
 

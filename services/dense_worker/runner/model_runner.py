@@ -349,6 +349,7 @@ class LayerRun:
         self._num_layers = num_layers
         self._residuals_out = residuals_out
         self._num_tokens = 0
+        self._input_embeds: InputEmbeds | None = None
         self._residual: torch.Tensor | None = None
         self._layer = 0  # the attention worker computes it, or will next
 
@@ -357,7 +358,7 @@ class LayerRun:
 
         token_ids: int64 [num_tokens]
         """
-        self._num_tokens = len(token_ids)
+        self._num_tokens, self._input_embeds = len(token_ids), input_embeds
         self._channel.begin_layers(self._num_tokens)
         self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], input_embeds))
         self._channel.signal(qkv_flag(self._num_tokens))
@@ -390,7 +391,11 @@ class LayerRun:
         channel.wait(Flag.ATTENTION_READY)
         assert self._residual is not None, "the step has begun"
         attn_out, qkv = channel.fetch_attn_out(num_tokens), channel.qkv[:num_tokens]
-        residual = self._backend.middle(self._layer, attn_out, self._residual, qkv)
+        added = None if self._input_embeds is None else self._input_embeds.after_layer(self._layer)
+        if added is None:
+            residual = self._backend.middle(self._layer, attn_out, self._residual, qkv)
+        else:
+            residual = self._backend.middle(self._layer, attn_out, self._residual, qkv, added)
         self._layer += 1
         self._keep(self._layer, residual)
 

@@ -7,10 +7,13 @@ started after a picture has ended it. The first one starts with the first pictur
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +29,7 @@ from services.gateway.images.picture import Picture
 
 log = structlog.get_logger()
 
-NUM_PROCESSES = 2
+MOST_PROCESSES = 8
 TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine; with it a process starts
 MAX_HEAD_BYTES = 2**16
 # Signals from outside, at any moment. A picture ends the process by others.
@@ -49,43 +52,63 @@ class _KilledError(Exception):
 class Decoder:
     """Used in the event loop. `close` ends the processes."""
 
-    def __init__(self, layout: Layout, max_pixels: int) -> None:
-        """max_pixels: of a picture, before it is made smaller"""
+    def __init__(self, layout: Layout, max_pixels: int, max_kept_bytes: int = 0) -> None:
+        """max_pixels: of a picture, before it is made smaller. max_kept_bytes: of results, for files that come again"""
+        self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # by the file's hash, least recently used first
+        self._num_kept_bytes, self._max_kept_bytes = 0, max_kept_bytes
+        num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._layout = describe(layout)
         self._max_pixels = max_pixels
-        self._turns = ClientTurns(NUM_PROCESSES)
+        self._turns = ClientTurns(num_processes)
         self._idle: list[subprocess.Popen[bytes]] = []
         self._busy: set[subprocess.Popen[bytes]] = set()
-        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="pictures")
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="pictures")
 
     async def decode(self, encoded: Encoding, client: Client) -> Picture:
         """The pixels for the tower.
 
         Raises `InvalidRequest` for what is no picture, or too large, and `CapacityError` if it takes too long here.
         """
+        key = await asyncio.to_thread(_hash_of, encoded)
+        if (kept := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return kept
         async with self._turns.turn(client):
-            for _ in range(_MAX_KILLS):
-                process = self._idle.pop() if self._idle else self._start()
-                self._busy.add(process)
-                try:
-                    async with asyncio.timeout(TIMEOUT_S):
-                        loop = asyncio.get_running_loop()
-                        picture = await loop.run_in_executor(self._threads, self._exchange, process, encoded)
+            picture = await self._decode(encoded)
+        self._keep(key, picture)
+        return picture
+
+    async def _decode(self, encoded: Encoding) -> Picture:
+        for _ in range(_MAX_KILLS):
+            process = self._idle.pop() if self._idle else self._start()
+            self._busy.add(process)
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    loop = asyncio.get_running_loop()
+                    picture = await loop.run_in_executor(self._threads, self._exchange, process, encoded)
+                self._idle.append(process)
+                return picture
+            except TimeoutError:
+                raise CapacityError(f"a picture has not been decoded within {TIMEOUT_S:g} s") from None
+            except InvalidRequest:
+                if process.poll() is None:
                     self._idle.append(process)
-                    return picture
-                except TimeoutError:
-                    raise CapacityError(f"a picture has not been decoded within {TIMEOUT_S:g} s") from None
-                except InvalidRequest:
-                    if process.poll() is None:
-                        self._idle.append(process)
-                    raise
-                except _KilledError:
-                    continue
-                finally:
-                    self._busy.discard(process)
-                    if process not in self._idle:
-                        process.kill()  # its thread then ends
-            raise CapacityError(f"the process that decodes pictures was killed {_MAX_KILLS} times")
+                raise
+            except _KilledError:
+                continue
+            finally:
+                self._busy.discard(process)
+                if process not in self._idle:
+                    process.kill()  # its thread then ends
+        raise CapacityError(f"the process that decodes pictures was killed {_MAX_KILLS} times")
+
+    def _keep(self, key: bytes, picture: Picture) -> None:
+        if key in self._kept:  # it has come twice at the same time
+            return
+        self._kept[key] = picture
+        self._num_kept_bytes += len(picture.tiles)
+        while self._num_kept_bytes > self._max_kept_bytes:
+            self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].tiles)
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -133,6 +156,10 @@ class Decoder:
         # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then.
         command = [sys.executable, "-m", _MODULE, json.dumps(self._layout)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT)
+
+
+def _hash_of(encoded: Encoding) -> bytes:
+    return hashlib.blake2b(encoded.data, digest_size=32, key=b"low" if encoded.is_low else b"").digest()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -28,7 +28,7 @@ class PictureReader:
         self._vision = vision
         self._section = section
         self._sources = PictureSources(section)
-        self._decoder = Decoder(vision.layout, section.max_image_pixels)
+        self._decoder = Decoder(vision.layout, section.max_image_pixels, section.image_cache_bytes)
         self._token = picture_token(vision, tokenizer)
         self._ids = {name: _token_id(name, tokenizer) for name in (self._token, *vision.layout.other_tokens)}
 

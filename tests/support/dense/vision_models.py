@@ -119,6 +119,27 @@ VARIANTS: dict[str, Variant] = {
         _QWEN,
         _QWEN_PROCESSOR,
     ),
+    "qwen3_vl": Variant(
+        "Qwen3VLForConditionalGeneration",
+        {
+            **_SPECIAL,
+            "text_config": {
+                **_TEXT,
+                "num_hidden_layers": 3,
+                "head_dim": 12,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [3, 2, 1],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {**_QWEN_TOWER, "num_position_embeddings": 49, "deepstack_visual_indexes": [0, 2]},
+        },
+        "Qwen2VLImageProcessorPil",
+        _QWEN,
+        {**_QWEN_PROCESSOR, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
+    ),
 }
 
 

@@ -183,7 +183,7 @@ class WholeModel:
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
         token_ids: list[int] = []
-        given, of_pictures = EmbedRows(), ImageRows(self.image_token_id)
+        given, of_pictures = EmbedRows(), ImageRows(self.image_token_id, self.config.hidden_size)
         for seq_id, num_tokens, position in entries:
             known = self._token_ids[seq_id][position : position + num_tokens]
             if seq_id in self._tables:
@@ -223,5 +223,7 @@ class WholeModel:
         for layer in range(self.config.num_layers):
             self.attention.forward(layer, qkv, attn_out)
             if layer + 1 < self.config.num_layers:
-                residual = self.dense.middle(layer, attn_out, residual, qkv)
+                added = None if input_embeds is None else input_embeds.after_layer(layer)
+                further = () if added is None else (added,)
+                residual = self.dense.middle(layer, attn_out, residual, qkv, *further)
         return self.dense.last(attn_out, residual, torch.arange(num_rows, device=device))

@@ -1,11 +1,13 @@
-"""The tower of Qwen2.5-VL (arXiv:2502.13923, section 2.1.1): windows in most layers, and angles by row and column.
+"""The towers of Qwen2.5-VL (arXiv:2502.13923, section 2.1.1) and Qwen3-VL: angles by row and column.
 
-Patches lie in the order of squares of 2 x 2, each of which becomes a row of the output. Between the embedding and the
-last layer these squares are ordered by window.
+Patches lie in the order of squares of 2 x 2, each of which becomes a row of the output. Qwen2.5-VL has windows in most
+layers: between the embedding and the last layer its squares are ordered by window. Qwen3-VL has a table of positions,
+and rows of some layers besides the last, which are added after the first layers of text.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Conversion, Parameter, Source, StoredTensor
 
 _ROPE_THETA = 1e4
+_ALL = 2**30  # as the side of a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +41,68 @@ class _Grids:
 
 
 @dataclass(frozen=True, slots=True)
+class Merger:
+    """Makes a row of the output of each square of patches."""
+
+    norm: Norm  # of a patch, or of a square
+    first: Linear
+    second: Linear
+    square: int  # patches in a square
+    normalizes_squares: bool = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_patches, hidden], square by square -> [num_squares, out_hidden]"""
+        shape = (len(x) // self.square, -1)
+        merged = self.norm.normalize(x.view(shape)) if self.normalizes_squares else self.norm.normalize(x).view(shape)
+        return multiply(self.second, F.gelu(multiply(self.first, merged)))
+
+
+@dataclass(frozen=True, slots=True)
 class QwenVisionTower:
     """Computes rows of the prompt from pictures of any size."""
 
     config: QwenTower
     patch_embedding: Parameter  # [hidden, patch_dim]
+    patch_bias: Parameter | None  # [hidden]
+    positions: Parameter | None  # [num_position_columns ** 2, hidden]
     layers: tuple[VisionLayer, ...]
-    merge_norm: Norm
-    merge_in: Linear
-    merge_out: Linear
+    merger: Merger
+    deep_mergers: tuple[Merger, ...]  # for each of the deep layers
 
     def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> list[torch.Tensor]:
-        """Rows [num_tokens, out_hidden] of each picture."""
-        table, square = self.patch_embedding.data, self.config.merge_size**2
-        x = F.linear(torch.cat([self._patches(each, pixels) for each in pictures]), table)
+        """Rows [num_tokens, width] of each picture: those of the last layer, then those of each deep layer."""
+        config, table = self.config, self.patch_embedding.data
+        bias = None if self.patch_bias is None else self.patch_bias.data
+        x = F.linear(torch.cat([self._patches(each, pixels) for each in pictures]), table, bias)
+        if self.positions is not None:
+            x = x + torch.cat([self._positions_of(each) for each in pictures])
         grids = self._lay_out(pictures, table.device)
-        x = x.unflatten(0, (-1, square))[grids.order].flatten(0, 1)
+        x = x.unflatten(0, (-1, config.merge_size**2))[grids.order].flatten(0, 1)
+        deep = []
         for index, layer in enumerate(self.layers):
-            sequences = grids.pictures if index in self.config.full_layers else grids.windows
-            x = layer.forward(x, sequences, grids.rotation)
-        merged = self.merge_norm.normalize(x).view(len(x) // square, -1)
-        rows = multiply(self.merge_out, F.gelu(multiply(self.merge_in, merged)))
+            sees_all = not config.window_size or index in config.full_layers
+            x = layer.forward(x, grids.pictures if sees_all else grids.windows, grids.rotation)
+            if index in config.deep_layers:
+                deep.append(self.deep_mergers[len(deep)].forward(x))
+        rows = torch.cat((self.merger.forward(x), *deep), dim=-1)
         in_place = torch.empty_like(rows)
         in_place[grids.order] = rows
         return list(in_place.split([each.shape.num_tokens for each in pictures]))
+
+    def _positions_of(self, picture: Picture) -> torch.Tensor:
+        """[num_patches, hidden], square by square: the table, stretched over the picture by bilinear interpolation."""
+        assert self.positions is not None, "there is a table"
+        config, table = self.config, self.positions.data
+        count, merge = config.num_position_columns, config.merge_size
+        sides = [side * merge for side in (picture.shape.grid_rows, picture.shape.grid_columns)]
+        near, weights = zip(*(_interpolate(side, count, table.device) for side in sides), strict=True)
+        found = 0
+        for row, column in itertools.product(range(2), range(2)):
+            rows = table[near[0][row][:, None] * count + near[1][column]]
+            weight = weights[0][row][:, None] * weights[1][column]
+            found = found + rows * weight[..., None]
+        squares = found.to(table.dtype).unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2)
+        return squares.flatten(0, 3)
 
     def _patches(self, picture: Picture, pixels: PixelScale) -> torch.Tensor:
         """[num_patches, patch_dim], square by square; each patch is a film of equal frames."""
@@ -74,7 +115,7 @@ class QwenVisionTower:
 
     def _lay_out(self, pictures: Sequence[Picture], device: torch.device) -> _Grids:
         config = self.config
-        merge, side = config.merge_size, config.window_size
+        merge, side = config.merge_size, config.window_size or _ALL
         orders, windows, lengths, positions, first = [], [], [], [], 0
         for picture in pictures:
             rows, columns = picture.shape.grid_rows, picture.shape.grid_columns
@@ -104,6 +145,17 @@ def axial_angles(positions: torch.Tensor, head_dim: int, theta: float = _ROPE_TH
     return (positions[..., None].float() / theta**exponents).flatten(-2)
 
 
+def _interpolate(size: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `size` places, spread evenly over `count` rows of a table: the two rows at each, and their weights.
+
+    int64 [2, size], float32 [2, size]
+    """
+    places = torch.linspace(0, count - 1, size, device=device)
+    first = places.floor().long()
+    part = places - first
+    return torch.stack((first, (first + 1).clamp(max=count - 1))), torch.stack((1 - part, part))
+
+
 def build_qwen2_5_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVisionTower:
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
     hidden, square = config.hidden_size, config.merge_size**2
@@ -126,13 +178,60 @@ def build_qwen2_5_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVi
         )
 
     merged = square * hidden
-    return QwenVisionTower(
-        config,
-        patch_embedding(config, allocator),
-        tuple(map(layer, range(config.num_layers))),
+    merger = Merger(
         allocator.norm("merge_norm", "visual.merger.ln_q", hidden, config.norm_eps, NormKind.RMS),
         linear("merge_in", merged, Projection("visual.merger.mlp.0", merged)),
         linear("merge_out", merged, Projection("visual.merger.mlp.2", config.out_hidden_size)),
+        square,
+    )
+    layers = tuple(map(layer, range(config.num_layers)))
+    return QwenVisionTower(config, patch_embedding(config, allocator), None, None, layers, merger, ())
+
+
+def build_qwen3_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVisionTower:
+    """The tower, uninitialised, with the names of its tensors in checkpoints."""
+    hidden, merged = config.hidden_size, config.merge_size**2 * config.hidden_size
+
+    def norm(name: str, stored: str, size: int = hidden) -> Norm:
+        return allocator.norm(name, f"visual.{stored}", size, config.norm_eps, NormKind.LAYER)
+
+    def linear(name: str, in_features: int, stored: str, out_features: int) -> Linear:
+        projection = Projection(f"visual.{stored}", out_features)
+        return allocator.linear(name, in_features, (projection,), Cut.OUT, has_bias=True)
+
+    def layer(index: int) -> VisionLayer:
+        block, inner = f"blocks.{index}", config.intermediate_size
+        return VisionLayer(
+            norm("norm1", f"{block}.norm1"),
+            linear("qkv", hidden, f"{block}.attn.qkv", 3 * hidden),
+            linear("o", hidden, f"{block}.attn.proj", hidden),
+            norm("norm2", f"{block}.norm2"),
+            linear("mlp_in", hidden, f"{block}.mlp.linear_fc1", inner),
+            linear("down", inner, f"{block}.mlp.linear_fc2", hidden),
+            config.num_heads,
+            config.activation,
+            is_gated=False,
+        )
+
+    def merger(stored: str, *, normalizes_squares: bool) -> Merger:
+        return Merger(
+            norm("merge_norm", f"{stored}.norm", merged if normalizes_squares else hidden),
+            linear("merge_in", merged, f"{stored}.linear_fc1", merged),
+            linear("merge_out", merged, f"{stored}.linear_fc2", config.out_hidden_size),
+            config.merge_size**2,
+            normalizes_squares,
+        )
+
+    num_positions = config.num_position_columns**2
+    positions = (Source("visual.pos_embed.weight", num_positions),)
+    return QwenVisionTower(
+        config,
+        patch_embedding(config, allocator),
+        allocator.parameter("patch_bias", hidden, sources=(Source("visual.patch_embed.proj.bias", hidden),)),
+        allocator.parameter("positions", num_positions, hidden, sources=positions),
+        tuple(map(layer, range(config.num_layers))),
+        merger("merger", normalizes_squares=False),
+        tuple(merger(f"deepstack_merger_list.{i}", normalizes_squares=True) for i in range(len(config.deep_layers))),
     )
 
 

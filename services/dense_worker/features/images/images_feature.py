@@ -71,8 +71,10 @@ class ImagesPart(StepPart):
 class ImageRows:
     """The rows of a step that belong to pictures. Takes the entries of one sequence after the other."""
 
-    def __init__(self, image_token_id: int) -> None:
+    def __init__(self, image_token_id: int, hidden_size: int) -> None:
+        """hidden_size: of the model of text; wider outputs have further vectors for its first layers"""
         self._image_token_id = image_token_id
+        self._hidden_size = hidden_size
         self._rows: list[torch.Tensor] = []
         self._vectors: list[torch.Tensor] = []
 
@@ -102,7 +104,11 @@ class ImageRows:
         """All rows with their vectors; None if there are none."""
         if not self._rows:
             return None
-        return InputEmbeds(torch.cat(self._rows), torch.cat(self._vectors))
+        rows, vectors = torch.cat(self._rows), torch.cat(self._vectors)
+        if vectors.shape[1] == self._hidden_size:
+            return InputEmbeds(rows, vectors)
+        by_layer = vectors.unflatten(1, (-1, self._hidden_size)).transpose(0, 1)
+        return InputEmbeds(rows, by_layer[0], by_layer[1:])
 
 
 class ImagesFeature(Feature):
@@ -116,16 +122,18 @@ class ImagesFeature(Feature):
         self,
         runs: EncoderRuns[Picture] | None,
         image_token_id: int = 0,
+        hidden_size: int = 0,
         *,
         are_whole: bool = False,
         max_tokens: int | None = None,
         reason: str = "",
     ) -> None:
-        """runs: of the tower; None: there is none, for this `reason`. are_whole: a step computes all tokens of a
-        picture or none, and there is always room for `max_tokens` of one.
+        """runs: of the tower; None: there is none, for this `reason`. hidden_size: of the model of text.
+
+        are_whole: a step computes all tokens of a picture or none, and there is always room for `max_tokens` of one.
         """
         self.runs = runs
-        self._image_token_id = image_token_id
+        self._image_token_id, self._hidden_size = image_token_id, hidden_size
         self._are_whole, self._max_tokens = are_whole, max_tokens
         self._reason = reason
         self._received = ReceivedPictures()
@@ -166,7 +174,7 @@ class ImagesFeature(Feature):
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> ImagesPart | None:
         """Finds the rows that belong to pictures."""
-        found, entries = ImageRows(self._image_token_id), step.entries
+        found, entries = ImageRows(self._image_token_id, self._hidden_size), step.entries
         for index, images in zip(rows.indexes.tolist(), rows.features, strict=True):
             position, num_tokens = entries.positions.item(index), entries.num_tokens.item(index)
             if images.pin is None:

@@ -47,6 +47,7 @@ class PreparedImages:
         return ImagesFeature(
             runs,
             vision.image_token_id,
+            model.config.hidden_size,
             are_whole=model.config.attention.sees_spans,
             max_tokens=scheduler.max_num_batched_tokens - scheduler.max_num_seqs,
         )

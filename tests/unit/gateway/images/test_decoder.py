@@ -32,9 +32,9 @@ def encode(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 
 
 class Runner:
-    def __init__(self) -> None:
+    def __init__(self, max_kept_bytes: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
-        self.decoder = Decoder(LAYOUT, max_pixels=10_000)
+        self.decoder = Decoder(LAYOUT, 10_000, max_kept_bytes)
 
     def decode(self, data: bytes, *, is_low: bool = False) -> Picture:
         return self.loop.run_until_complete(self.decoder.decode(Encoding(data, is_low), CLIENT))
@@ -131,6 +131,19 @@ def test_little_detail(runner: Runner) -> None:
     layout = QwenLayout(unit=8, min_pixels=64, max_pixels=2**22, resample=3)
     assert layout.shape_of(2000, 1000, is_low=True).num_bytes <= 3 * 512 * 512
     assert layout.shape_of(2000, 1000, is_low=False).num_bytes > 3 * 10**6
+
+
+def test_a_file_that_comes_again_is_not_decoded_again(runner: Runner) -> None:
+    files = [encode(noise(24, 24, seed)) for seed in range(3)]
+    kept = Runner(max_kept_bytes=2 * 3 * 24 * 24)
+    first = [kept.decode(data) for data in files[:2]]
+    assert [kept.decode(data) for data in files[:2]] == first
+    assert all(kept.decode(data) is picture for data, picture in zip(files, first, strict=False))
+    kept.decode(files[2])
+    assert kept.decode(files[1]) is first[1] and kept.decode(files[0]) is not first[0], "the oldest made room"
+    assert kept.decode(files[0], is_low=True).tiles == first[0].tiles
+    kept.loop.run_until_complete(kept.decoder.close())
+    kept.loop.close()
 
 
 def test_a_killed_process_is_replaced_and_clients_see_nothing(runner: Runner) -> None:
