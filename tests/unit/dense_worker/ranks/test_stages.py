@@ -9,17 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.common.config import load_config
 from services.common.errors import ModelError
 from services.common.model_config import load_model_config
 from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.build import load_model, resolve_dense_model
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.ranks.shard_backend import stage_backend
+from services.dense_worker.ranks.shard_service import load_shard
 from services.dense_worker.ranks.stage_links import StageLinks
 from services.dense_worker.ranks.stage_weights import linked_weights
+from services.dense_worker.service import attach_options
 from tests.support.dense.bytes_read import bytes_read
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
@@ -152,6 +156,19 @@ def test_an_untied_head_of_the_last_stage_is_found(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits_of_stages(path, 2), logits_of(WholeModel(path)))
+
+
+def test_the_workers_load_their_stages(tmp_path: Path) -> None:
+    """All that a dense worker and a shard make of a stage: features, sampler and runner."""
+    path = make_model_dir(tmp_path / "model", "llama", num_hidden_layers=3, vocab_size=96)
+    settings = ["dense.pipeline_parallel_size=2", "dense.device=cpu", "dense.num_threads=1", "model.load_format=dummy"]
+    config = load_config(None, [*settings, f"model.path={path}"])
+    leading = load_model(config, resolve_dense_model(config, Rank.of(config.dense, 0)), print)
+    assert not leading.gives_hidden_states, "the last stage has them"
+    sizes = [attach_options(config, leading, rank).model_fingerprint for rank in range(2)]
+    assert sizes[0] != sizes[1], "their attention workers have other numbers of layers"
+    _, digest = load_shard(config, resolve_dense_model(config, Rank.of(config.dense, 1)), None)
+    assert digest == leading.weights_hash
 
 
 def test_random_weights_differ_between_stages(tmp_path: Path) -> None:
