@@ -378,4 +378,12 @@ def make_lora(config: Config, model: ResolvedModel, weights: ModelWeights) -> Lo
 
     max_num_tokens = config.scheduler.max_num_batched_tokens
     with naming_what_needs_memory("dense.max_loras adapters of dense.max_lora_rank"):
-        return CudaLora(linears, section.max_loras, section.max_lora_rank, max_num_tokens, model.dtype, model.device)
+        return CudaLora(
+            linears,
+            section.max_loras,
+            section.max_lora_rank,
+            max_num_tokens,
+            model.dtype,
+            model.device,
+            is_deterministic=section.deterministic,
+        )

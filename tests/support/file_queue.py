@@ -161,8 +161,8 @@ def take_files(session: pytest.Session, connection: Connection, number: int) -> 
     capture.start_global_capturing()
     capture.suspend_global_capture()
     config.pluginmanager.unregister(name="terminalreporter")
-    stacks = SimpleNamespace(_tw=TerminalWriter(sys.__stderr__))  # pytest-timeout writes those of a test that hangs
-    config.pluginmanager.register(stacks, "terminalreporter")
+    writer = TerminalWriter(sys.__stderr__)  # for the stacks of a test that hangs, by pytest-timeout
+    config.pluginmanager.register(SimpleNamespace(_tw=writer, write_line=writer.line), "terminalreporter")
     reports = _Reports(config, connection, number)
     config.pluginmanager.register(reports, "file_taker")
     tests = reports.next_file()

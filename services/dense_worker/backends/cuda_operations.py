@@ -50,7 +50,7 @@ class CudaOperations:
         *,
         is_deterministic: bool = False,
     ) -> None:
-        """`is_deterministic`: products have one order of additions; there are no adapters then."""
+        """`is_deterministic`: products have one order of additions, and so must the deltas of `lora`."""
 
         def workspace(width: int) -> torch.Tensor:
             return torch.empty(max_num_tokens, width, dtype=dtype, device=device)
@@ -74,12 +74,14 @@ class CudaOperations:
         if is_deterministic:
             from services.dense_worker.batch_invariant.cuda_linear import BatchInvariantLinear
 
-            self.products = BatchInvariantLinear(self.launcher, device, dtype)
+            self.products = BatchInvariantLinear(self.launcher, device, dtype, lora)
         else:
             self.products = CudaLinear(self.launcher, device, dtype, lora)
         self.experts = None  # None: the model has none
         if experts is not None:
-            self.experts = CudaExperts(self.launcher, config, experts, max_num_tokens, dtype, device)
+            self.experts = CudaExperts(
+                self.launcher, config, experts, max_num_tokens, dtype, device, is_deterministic=is_deterministic
+            )
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """Copies a row of the table for each token into a new tensor. The first operation of a step."""

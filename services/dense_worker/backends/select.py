@@ -123,7 +123,7 @@ def prepare_backend(
     ConfigError if the profiles are malformed or end below the limits, or if a GPU cannot run the model's experts.
     """
     if section.deterministic:
-        check_batch_invariance(section, model)
+        check_batch_invariance(model)
     if model.device.type != "cpu":
         _check_experts(model)
     tensorrt = None

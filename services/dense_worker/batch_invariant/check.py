@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from services.common.config import DenseSection
 from services.common.errors import ConfigError
 from services.common.quantization.schemes import Activations, Element
 from services.common.resolve import ResolvedModel
+from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
@@ -20,12 +20,12 @@ _SHARED_BYTES = 192 << 10  # of the largest tiles; GPUs that have them also have
 _MAX_IN_FEATURES = 32768  # a row is quantized in registers
 
 
-def check_batch_invariance(section: DenseSection, model: ResolvedModel) -> None:
+def check_batch_invariance(model: ResolvedModel) -> None:
     """Raises ConfigError, which names the reason, if the bits of a row would depend on the other rows of a step."""
     weights = empty_weights(model.config, model.dtype, torch.device("meta"))
     reason = _why_not(model, weights)
     if reason is None and model.device.type != "cpu":
-        reason = _why_not_on_gpu(section, model, weights)
+        reason = _why_not_on_gpu(model, weights)
     if reason is not None:
         raise ConfigError(f"dense.deterministic is true, but {reason}")
 
@@ -38,12 +38,12 @@ def _why_not(model: ResolvedModel, weights: ModelWeights) -> str | None:
     return None
 
 
-def _why_not_on_gpu(section: DenseSection, model: ResolvedModel, weights: ModelWeights) -> str | None:
+def _why_not_on_gpu(model: ResolvedModel, weights: ModelWeights) -> str | None:
     instead = "dense.device cpu and attention.device cpu have it"
-    if section.max_loras:
-        return f"dense.max_loras is {section.max_loras}, and kernels for adapters depend on the step: {instead}"
-    if model.config.parts.experts is not None:
-        return f"{model.config.family!r} has experts, whose kernels depend on how many tokens each gets: {instead}"
+    for experts in parts_of_type(ExpertLinear, weights.layers):
+        if not isinstance(experts.weight, PlainWeight):
+            format_name = type(experts.weight).__name__
+            return f"{experts.name} is a {format_name}, the products of experts are those of 16 bits: {instead}"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"the model's dtype is {model.dtype}, its products need bfloat16 or float16: {instead}"
     found = torch.cuda.get_device_properties(model.device).shared_memory_per_block_optin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from services.dense_worker.batch_invariant.triton_products import MOST_SPLIT_SUMS, ROW_BUCKETS, multiply_rows
@@ -15,19 +17,26 @@ from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitW
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
+if TYPE_CHECKING:
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora
+
 
 class BatchInvariantLinear:
     """Stands in for `CudaLinear`. Every layer has the kernel that `CudaLinear` calls streamed, for any number of rows.
 
     For one stream, on which the kernels share a workspace. `check_batch_invariance` has refused other formats.
+
+    With adapters no product is fused with the norm before it or the activation after it, in no step: a row without an
+    adapter must not depend on whether another row has one.
     """
 
-    adds_deltas = False  # adapters are refused
     compiled_rows = ROW_BUCKETS  # numbers of rows that together have all kernels
 
-    def __init__(self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype, lora: CudaLora | None = None
+    ) -> None:
         self.choice = LinearChoice()  # of nothing
-        self._launcher, self._dtype = launcher, dtype
+        self._launcher, self._dtype, self._lora = launcher, dtype, lora
         self._splits = SplitWorkspace(device, launcher.num_sms * MOST_SPLIT_SUMS // SPLIT_AREA)
 
     def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
@@ -47,12 +56,12 @@ class BatchInvariantLinear:
         return {"any_rows": "batch-invariant"}
 
     def fuses_activation_after(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
-        """Always."""
-        return True
+        """Always, but with adapters, whose deltas come before the activation."""
+        return self._lora is None
 
     def fuses_norm(self, kernel: LinearKernel, linear: Linear, norm: Norm, num_rows: int, *, has_delta: bool) -> bool:
-        """What quantizes the input takes the norm before it."""
-        return isinstance(linear.weight, ScaledWeight) and isinstance(norm, RmsNorm)
+        """What quantizes the input takes the norm before it, but with adapters, which read what is normalised."""
+        return self._lora is None and isinstance(linear.weight, ScaledWeight) and isinstance(norm, RmsNorm)
 
     def fuses_activation(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
         """Never: activations are computed after the product before."""
@@ -71,7 +80,7 @@ class BatchInvariantLinear:
         activation: MlpActivation | None = None,
         residual: torch.Tensor | None = None,
     ) -> None:
-        """Like `CudaLinear.multiply`."""
+        """Like `CudaLinear.multiply`. With a `residual` the rows' deltas are added to the sum."""
         assert activation_before is None, "activations are computed after the product before"
         weight = linear.weight
         fused = {"activation": activation, "residual": residual}
@@ -80,9 +89,12 @@ class BatchInvariantLinear:
             form = codes_form(weight, torch.float8_e4m3fn)
             prepared = prepare_input(self._launcher, x, form, norm, delta=delta)
             assert prepared.scale is not None, "inputs are quantized"
-            x, x_scale, w_scale = prepared.values[0], prepared.scale[0].flatten(), weight.scale.data
+            codes, x_scale, w_scale = prepared.values[0], prepared.scale[0].flatten(), weight.scale.data
         else:
             assert norm is None and delta is None, "the norm has a kernel of its own"
-            x_scale = w_scale = None
+            codes, x_scale, w_scale = x, None, None
         matrix, bias = weight.matrix.data, linear.bias_data
-        multiply_rows(self._launcher, x, x_scale, matrix, w_scale, bias, out, self._dtype, self._splits, **fused)
+        multiply_rows(self._launcher, codes, x_scale, matrix, w_scale, bias, out, self._dtype, self._splits, **fused)
+        if self._lora is not None and self._lora.is_active:
+            assert norm is None and activation is None, "an adapter's delta is of the plain product"
+            self._lora.add(linear, x, out)

@@ -18,7 +18,7 @@ from tests.support.dense.fake_quantized_kernels import dequantized
 
 Tensor = torch.Tensor
 Own = Callable[..., AbstractContextManager[None]]
-BLOCK_ROWS = 16
+BLOCK_ROWS, SAME_BLOCK_ROWS = 16, 64  # the second one of all steps, with `dense.deterministic`
 
 
 class PairBlocks:
@@ -59,7 +59,14 @@ class _Kernels:
         self._own = own
 
     def router_logits(
-        self, launcher: object, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, is_rounded: bool
+        self,
+        launcher: object,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        tiles: tuple[int, int],
+        is_rounded: bool,
     ) -> None:
         with self._own("router_logits", out, rounded=is_rounded):
             out.copy_(F.linear(x, weight, bias) if is_rounded else F.linear(x.float(), weight.float()))
@@ -110,7 +117,7 @@ class _Kernels:
         clamped: ClampedSwiglu | None = None,
     ) -> None:
         with self._own("grouped_linear", out, gated=is_gated):
-            assert block_rows == BLOCK_ROWS
+            assert block_rows in (BLOCK_ROWS, SAME_BLOCK_ROWS)
             rows = x.repeat_interleave(pairs_per_row, dim=0)
             experts, gate = blocks.choices.flatten(), (is_gated, activation, clamped)
             out.copy_(_products(rows, experts, weight, bias, out.shape[1], *gate))

@@ -36,6 +36,7 @@ USERS = (
     "services.dense_worker.backends.cuda_backend",
     "services.dense_worker.backends.cuda_linear",
     "services.dense_worker.backends.cuda_operations",
+    "services.dense_worker.batch_invariant.cuda_linear",
     "services.dense_worker.ranks.sharded_cuda_operations",
     "services.dense_worker.kernels.experts.cuda_experts",
     "services.dense_worker.kernels.linear.quantized.scaled_matmul",
@@ -154,6 +155,11 @@ class _Kernels:
                 "SplitWorkspace": _SplitWorkspace,
                 "SPLIT_AREA": 4096,
             },
+            "services.dense_worker.batch_invariant.triton_products": {
+                "multiply_rows": self.multiply_rows,
+                "MOST_SPLIT_SUMS": 4096,
+                "ROW_BUCKETS": (16, 64),
+            },
             **expert_kernels(self._own),
             "services.dense_worker.kernels.linear.quantized.triton_prepare": {
                 "prepare_input": prepare_input,
@@ -196,6 +202,27 @@ class _Kernels:
                 residual += change * multiplier
             if out is not None:
                 out.copy_(norm.normalize(residual))
+
+    def multiply_rows(
+        self,
+        launcher: _Launcher,
+        x: Tensor,
+        x_scale: Tensor | None,
+        weight: Tensor,
+        weight_scale: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        dtype: torch.dtype,
+        workspace: _SplitWorkspace,
+        *,
+        activation: MlpActivation | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        with self._own("multiply_rows", out, activation=activation, residual=residual):
+            assert x_scale is None and weight_scale is None, "codes have no reference here"
+            y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            y = y if activation is None else activation.apply(y)
+            out.copy_(y if residual is None else y + residual)
 
     def normalize_heads(self, launcher: _Launcher, qkv: Tensor, norms: HeadNorms) -> None:
         with self._own("normalize_heads", qkv):

@@ -33,6 +33,9 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.sampling.upload import upload
 
 _SHARED_BYTES = 192 << 10  # as in `plain_gemv`: what the tiles of `few_gate_up` are sized for
+# Of all steps, if their tiles may not differ: what a step of few pairs has time for while it loads weights, and half of
+# what long prompts have otherwise.
+_SAME_BLOCK_ROWS = 64
 _FEW_SHARE = 4  # pairs are few if they are at most this part of the experts: one pair in eight shares its expert
 
 
@@ -47,7 +50,11 @@ class CudaExperts:
         max_num_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
+        """`is_deterministic`: kernels and tiles are the same for every number of tokens; weights must have 16 bits."""
+        self._is_deterministic = is_deterministic
         self._launcher, self._options, self._max_num_tokens = launcher, options, max_num_tokens
         num_experts, num_per_token = options.num_experts, options.num_per_token
         max_num_pairs = max_num_tokens * num_per_token
@@ -73,10 +80,9 @@ class CudaExperts:
     def variant_sizes(self) -> list[int]:
         """Numbers of tokens whose steps together run every variant of the kernels."""
         sizes: dict[tuple[bool, int, tuple[int, int]], int] = {}
-        num_experts = self._options.num_experts
         for num_tokens in range(1, self._max_num_tokens + 1):
-            block_rows = choose_block_rows(num_tokens * self._options.num_per_token, num_experts)
-            variant = self._is_few(num_tokens), block_rows, router_tiles(num_tokens)
+            block_rows = self._block_rows(num_tokens * self._options.num_per_token)
+            variant = self._is_few(num_tokens), block_rows, self._router_tiles(num_tokens)
             sizes.setdefault(variant, num_tokens)
         return list(sizes.values())
 
@@ -98,7 +104,7 @@ class CudaExperts:
         gate_up, down = experts.gate_up, experts.down
         is_plain = isinstance(gate_up.weight, PlainWeight) and isinstance(down.weight, PlainWeight)
         is_few = is_plain and self._is_few(num_tokens)
-        block_rows = choose_block_rows(num_pairs, self._options.num_experts)
+        block_rows = self._block_rows(num_pairs)
         if not is_plain:
             block_rows = min(block_rows, MAX_QUANTIZED_BLOCK_ROWS)
         read = self._scaled(x if routed_by is None else routed_by, experts.router)
@@ -163,14 +169,23 @@ class CudaExperts:
         routing = Routing(router.num_per_token, router.renormalizes, grouped)
         factors = router.expert_scale.data if isinstance(router, ScaledRouter) else None
         logits, chosen, weights = out
-        router_logits(self._launcher, x, router.weight.data, logit_bias, logits, is_rounded=grouped is None)
+        tiles = self._router_tiles(len(x))
+        router_logits(self._launcher, x, router.weight.data, logit_bias, logits, tiles, is_rounded=grouped is None)
         sorting = (None, 0) if block_rows is None else (self._blocks, block_rows)
         choose_experts(
             self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, *sorting, factors
         )
 
+    def _block_rows(self, num_pairs: int) -> int:
+        return _SAME_BLOCK_ROWS if self._is_deterministic else choose_block_rows(num_pairs, self._options.num_experts)
+
+    def _router_tiles(self, num_rows: int) -> tuple[int, int]:
+        return router_tiles(1 if self._is_deterministic else num_rows)
+
     def _is_few(self, num_tokens: int) -> bool:
         """Whether each pair gets programs of its own: as long as few pairs share an expert."""
+        if self._is_deterministic:
+            return False
         num_pairs = num_tokens * self._options.num_per_token
         has_room = self._launcher.shared_memory_bytes >= _SHARED_BYTES
         return has_room and (num_tokens == 1 or num_pairs * _FEW_SHARE <= self._options.num_experts)

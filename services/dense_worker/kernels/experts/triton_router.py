@@ -66,12 +66,13 @@ def router_logits(
     weight: torch.Tensor,  # [num_experts, hidden], x's dtype
     bias: torch.Tensor | None,  # [num_experts]
     out: torch.Tensor,  # float32 [n, num_experts]
+    tiles: tuple[int, int],  # of `router_tiles`
     is_rounded: bool,  # to x's dtype
 ) -> None:
     """Writes x W^T + bias to `out`."""
     num_rows, in_features = x.shape
     num_experts = len(weight)
-    block_rows, block_out = tiles = router_tiles(num_rows)
+    block_rows, block_out = tiles
     launcher(
         _logits_kernel,
         (triton.cdiv(num_experts, block_out), triton.cdiv(num_rows, block_rows)),

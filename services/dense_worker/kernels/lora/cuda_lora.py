@@ -25,6 +25,7 @@ from services.dense_worker.kernels.lora.triton_lora import (
     FEW_ROWS_SPLITS,
     RANK_STEP,
     Blocks,
+    block_rows_for,
     expand,
     num_splits_for,
     plan_blocks,
@@ -59,7 +60,11 @@ class CudaLora:
         max_num_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
+        """`is_deterministic`: the order of additions does not depend on the number of rows, nor do the tiles."""
+        self._is_deterministic = is_deterministic
         self.is_active = False  # whether a row of the step has an adapter; set before a capture, too
         self._dtype, self._device, self._num_slots = dtype, device, num_slots
         self._max_rank = -(-max_rank // RANK_STEP) * RANK_STEP
@@ -71,7 +76,8 @@ class CudaLora:
         self._stages = [torch.empty(max_num_tokens, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGES)]
         self._num_steps = 0
         num_projections = max(layer.a.shape[1] for layer in self._layers.values())
-        num_partial_rows = max(FEW_ROWS_SPLITS * min(FEW_ROWS, max_num_tokens), max_num_tokens)
+        few_rows = max_num_tokens if is_deterministic else min(FEW_ROWS, max_num_tokens)
+        num_partial_rows = max(FEW_ROWS_SPLITS * few_rows, max_num_tokens)
         self._hidden = torch.empty(
             num_partial_rows * num_projections * self._max_rank, dtype=torch.float32, device=device
         )
@@ -129,7 +135,7 @@ class CudaLora:
 
     def fuses(self, linear: Linear, num_rows: int) -> bool:
         """Whether `multiply` computes the whole product of a layer; if not, `add` adds the deltas."""
-        is_known = linear.merged_from[0].name in self._layers
+        is_known = linear.merged_from[0].name in self._layers and not self._is_deterministic
         are_few = num_rows <= MAX_ROWS and self._num_slots * self._max_rank <= MAX_RANKS
         return is_known and are_few and can_stream_plain(self._launcher, linear)
 
@@ -166,7 +172,8 @@ class CudaLora:
             return
         assert self._blocks is not None and len(self._slots) == len(x), "`start` or `select` comes first"
         num_projections = layer.a.shape[1]
-        shape = (num_splits_for(len(x)), len(x), num_projections, self._max_rank)
+        num_splits = FEW_ROWS_SPLITS if self._is_deterministic else num_splits_for(len(x))
+        shape = (num_splits, len(x), num_projections, self._max_rank)
         hidden = self._hidden[: int(np.prod(shape))].view(shape)
         shrink(self._launcher, x, layer.a, layer.ranks, self._blocks, hidden)
         expand(self._launcher, hidden, layer.b, layer.ranks, layer.column_starts, layer.widest, self._blocks, out)
@@ -174,7 +181,8 @@ class CudaLora:
     def _set_slots(self, slots: torch.Tensor) -> None:
         self._slots = slots
         is_all_fused = all(self.fuses(layer.linear, len(slots)) for layer in self._layers.values())
-        self._blocks = None if is_all_fused else plan_blocks(slots, self._num_slots)
+        block_rows = block_rows_for(1 if self._is_deterministic else len(slots))
+        self._blocks = None if is_all_fused else plan_blocks(slots, self._num_slots, block_rows)
 
     def _allocate(self, linear: Linear) -> _Layer:
         sizes = [projection.out_features for projection in linear.merged_from]

@@ -43,12 +43,12 @@ def num_splits_for(num_rows: int) -> int:
     return FEW_ROWS_SPLITS if num_rows <= FEW_ROWS else 1
 
 
-def plan_blocks(row_slots: torch.Tensor, num_slots: int) -> Blocks:
+def plan_blocks(row_slots: torch.Tensor, num_slots: int, block_rows: int) -> Blocks:
     """Groups rows by slot: int32 [n], -1 for rows without an adapter. The shapes of the result depend only on n.
 
     Never waits for the device, and can be captured.
     """
-    device, block_rows = row_slots.device, block_rows_for(len(row_slots))
+    device = row_slots.device
     num_blocks = len(row_slots) // block_rows + num_slots  # each slot has at most one block that is not full
     keys = torch.where(row_slots < 0, num_slots, row_slots)
     order = torch.argsort(keys, stable=True)

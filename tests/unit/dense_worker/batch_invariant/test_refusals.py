@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from services.attn_worker.layers.select import select_backend
 from services.common.config import AttentionSection, DenseSection, ModelSection
 from services.common.errors import ConfigError
+from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel, resolve_model
 from services.dense_worker.backends.select import prepare_backend
 from services.dense_worker.batch_invariant.check import check_batch_invariance
@@ -57,20 +59,21 @@ def test_the_attention_worker_names_options_that_depend_on_the_step(tmp_path: Pa
 def test_the_dense_worker_names_parts_that_depend_on_the_step(tmp_path: Path, variant: str, reason: str) -> None:
     path = make_family_model(tmp_path, variant)
     with pytest.raises(ConfigError, match=rf"^dense\.deterministic is true, but .*{reason}"):
-        check_batch_invariance(DenseSection(deterministic=True), resolve(path))
+        check_batch_invariance(resolve(path))
 
 
-def test_the_dense_worker_names_what_a_gpu_lacks(tmp_path: Path) -> None:
-    section = DenseSection(deterministic=True, max_loras=2)
+def test_the_dense_worker_names_what_a_gpu_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = MagicMock(shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     model = resolve(write_config(tmp_path / "plain", "llama"), device=GPU)
-    with pytest.raises(ConfigError, match=r"dense\.max_loras is 2, and kernels for adapters depend on the step"):
-        check_batch_invariance(section, model)
-    section = DenseSection(deterministic=True)
+    check_batch_invariance(model)
     with pytest.raises(ConfigError, match=r"the model's dtype is torch\.float32, its products need bfloat16"):
-        check_batch_invariance(section, replace(model, dtype=torch.float32))
+        check_batch_invariance(replace(model, dtype=torch.float32))
     experts = resolve(write_config(tmp_path / "experts", "mixtral"), device=GPU)
-    with pytest.raises(ConfigError, match=r"'mixtral' has experts, whose kernels depend on how many tokens each gets"):
-        check_batch_invariance(section, experts)
+    check_batch_invariance(experts)
+    quantized = replace(experts, config=replace(experts.config, quantization=on_the_fly_fp8()))
+    with pytest.raises(ConfigError, match=r"is a ScaledWeight, the products of experts are those of 16 bits: dense"):
+        check_batch_invariance(quantized)
 
 
 def test_tensorrt_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -100,6 +100,25 @@ def test_few_tokens_are_not_sorted_and_no_kernel_depends_on_the_choices(
         assert launches_of_experts(recorder, lambda: backend.middle(0, attn_out, residual, qkv)) == expected
 
 
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_with_deterministic_every_number_of_tokens_has_the_same_kernels(tmp_path: Path, variant: str) -> None:
+    config = make(tmp_path, variant)
+    weights = load_weights(tmp_path, config, torch.float32, CPU)
+    experts = next(parts_of_type(RoutedExperts, weights.layers))
+    names = []
+    with fake_triton_kernels() as recorder:
+        from services.dense_worker.backends.cuda_operations import CudaOperations
+
+        operations = CudaOperations(config, MAX_NUM_TOKENS, torch.float32, CPU, is_deterministic=True)
+        assert operations.experts.variant_sizes() == [1]
+        for num_tokens in (1, 2, 20, MAX_NUM_TOKENS):
+            x = torch.randn(num_tokens, config.hidden_size, generator=torch.Generator().manual_seed(1))
+            launches = launches_of_experts(recorder, lambda x=x: operations.mix_experts(x, experts, None))
+            names.append([launch.rpartition(" ")[0] for launch in launches])
+            assert relative_error(operations.mix_experts(x, experts, None), experts.mix(x)) < 1e-5
+    assert names == [names[0]] * 4 and any("grouped_linear" in name for name in names[0])
+
+
 def launches_of_experts(recorder: LaunchRecorder, run: object) -> list[str]:
     recorder.launches.clear()
     with recorder:

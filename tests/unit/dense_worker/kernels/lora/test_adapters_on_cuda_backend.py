@@ -105,3 +105,37 @@ def test_logits_are_those_of_merged_weights(
         assert relative_error(found[own], expected[own]) < tolerance if own.any() else True
         if slot == -1:
             assert relative_error(alone, expected) < tolerance
+
+
+class UnfusedRows(RowsInTorch):
+    """As `CudaLora` with `dense.deterministic`."""
+
+    def fuses(self, linear: Linear, num_rows: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6, 70])
+def test_with_deterministic_rows_keep_their_bits_beside_adapters(tmp_path: Path, num_tokens: int) -> None:
+    """What a row without an adapter goes through does not depend on whether another one has an adapter."""
+    model = make_model_dir(tmp_path / "model", "llama")
+    adapter = make_adapter(tmp_path / "adapter", model, std=0.1)
+    config, merged = load_model_config(model), merge_adapter(tmp_path / "merged", model, adapter)
+    weights = load_weights(model, config, torch.float16, CPU)
+    lora: Any = UnfusedRows(parts_of_type(Linear, weights.layers), 2, torch.float16, CPU, row_by_row=True)
+    lora.store(1, read_adapter(adapter, adapted_shapes(config), 64))
+    slots, token_ids = np.array([1, -1] * num_tokens)[:num_tokens], list(range(num_tokens))
+    rows = list(range(num_tokens))
+    with fake_triton_kernels():
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend = CudaBackend(weights, config, 100, lora, is_deterministic=True)
+        results = []
+        for row_slots in (slots, None, np.full(num_tokens, 1)):
+            lora.begin_step(row_slots)
+            results.append(run_step(backend, config, torch.float16, token_ids, rows))
+    beside, without, adapted = results
+    assert torch.equal(beside[slots == -1], without[slots == -1])
+    assert torch.equal(beside[slots == 1], adapted[slots == 1])
+    reference = TorchBackend(load_weights(merged, config, torch.float16, CPU))
+    expected = run_step(reference, config, torch.float16, token_ids, rows)
+    assert relative_error(adapted, expected) < 2e-2
