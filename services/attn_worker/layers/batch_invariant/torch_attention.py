@@ -110,7 +110,8 @@ class BatchInvariantTorchAttention(TorchAttention):
         keys, values = gathered.view(shape).transpose(1, 2).float().split(heads.num_kv_heads, dim=1)
         return keys.contiguous(), values.contiguous()
 
-    def _prepare_part(self, group: int, step: StepMetadata) -> _TiledPart:
+    def _prepare_part(self, group: int, step: StepMetadata, num_later: np.ndarray | None) -> _TiledPart:
+        assert num_later is None or not num_later.any(), "pictures are refused"
         windows, kinds = self._group_options[group]
         sizes = {_tokens_of_tile(self._kinds[kind].num_heads // self._kinds[kind].num_kv_heads) for kind in kinds}
         tiles = {
