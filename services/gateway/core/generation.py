@@ -212,7 +212,7 @@ class _Answer:
                 reason=reason,
                 stop_string=stop_string,
                 stop_token_id=stop_token_id,
-                num_prompt_tokens=len(request.spec.prompt_token_ids),
+                num_prompt_tokens=request.num_source_tokens + len(request.spec.prompt_token_ids),
                 num_cached_tokens=entry.num_cached_tokens,
                 num_output_tokens=self.num_output_tokens,
                 seed=entry.spec.sampling.seed,

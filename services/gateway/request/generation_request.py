@@ -94,6 +94,7 @@ class GenerationRequest:
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
     prompt_embeds: PromptEmbeds | None = None  # the vectors of `spec.prompt_embeds`
     pictures: Sequence[Picture] = ()  # one for each of `spec.spans`
+    num_source_tokens: int = 0  # of the prompt that an encoder reads; 0 also for sound, which has none
     is_stepwise: bool = False  # whether each chunk has one token; see services/gateway/link/stepwise.py
 
     def spec_of(self, index: int) -> SequenceSpec:
@@ -296,6 +297,7 @@ async def read_request(
         user=message.user,
         parsing=parsing,
         prompt_embeds=table,
+        num_source_tokens=0 if source is None or message.HasField("sound") else source.ref.num_rows,
         pictures=pictures,
     )
 

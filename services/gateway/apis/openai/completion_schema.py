@@ -14,7 +14,7 @@ from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.shared.generation_fields import Echo, NumLogprobs, Suffix
 from services.gateway.apis.shared.other_servers import OF_CHATS
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
-from services.gateway.apis.shared.request_model import at_most
+from services.gateway.apis.shared.request_model import TokenIdList, at_most
 from services.gateway.apis.shared.timings import TimingsObject
 
 PromptEmbedsText = str | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS)]
@@ -34,6 +34,9 @@ class CompletionRequest(OpenAIFields):
         None,
         description="A prompt of embeddings, or a list of them, answered before `prompt`: tensors [tokens, hidden] as "
         "torch.save writes them, in base64. Only with gateway.enable_prompt_embeds",
+    )
+    decoder_prompt: str | TokenIdList | None = Field(
+        None, description="Where an encoder reads the prompt: what the decoder begins with, as text or token ids"
     )
     suffix: Suffix = None
     echo: Echo = None

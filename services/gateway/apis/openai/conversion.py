@@ -21,7 +21,7 @@ from services.gateway.apis.shared.to_message import (
     messages_of,
     sampling_message,
 )
-from services.gateway.request.generation_request import ModelLimits
+from services.gateway.request.generation_request import ModelLimits, check_token_ids
 from services.pb import gateway_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
@@ -41,6 +41,11 @@ def completion_messages(
         common.max_tokens = body.max_tokens
     if body.suffix:
         common.suffix = body.suffix
+    if isinstance(body.decoder_prompt, str):
+        common.decoder_prompt = body.decoder_prompt
+    elif body.decoder_prompt is not None:
+        check_token_ids("decoder_prompt", body.decoder_prompt, limits.vocab_size)
+        common.decoder_prompt_token_ids.ids.extend(body.decoder_prompt)
     if body.logprobs is not None:
         common.logprobs = _count(body.logprobs, body, limits)
     if body.echo:
