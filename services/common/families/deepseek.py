@@ -35,6 +35,21 @@ def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
     return with_grouped_experts(fields, config, renormalizes=fields.flag("norm_topk_prob"), is_sigmoid=True)
 
 
+def read_glm4_moe_lite(fields: ConfigFields) -> ModelConfig:
+    """GLM-4.7-Flash: DeepSeek-V3's layers, of which `mlp_layer_types` says which have experts."""
+    fields.only("topk_method", "noaux_tc")
+    kinds = list(fields["mlp_layer_types"])
+    num_plain = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    config = _read_latent(fields, rotates_pairs=fields.flag("rope_interleave"))
+    if kinds != ["dense"] * num_plain + ["sparse"] * (config.num_layers - num_plain):
+        wanted = f"expected dense, then sparse, for each of its {config.num_layers} layers"
+        raise fields.error("mlp_layer_types", kinds, wanted)
+    fields.only("first_k_dense_replace", num_plain)
+    fields.ignore("num_nextn_predict_layers")  # layers after the last one, which draft tokens
+    has_renormalized = fields.flag("norm_topk_prob")
+    return with_grouped_experts(fields, config, renormalizes=has_renormalized, is_sigmoid=True, num_plain=num_plain)
+
+
 def _read_latent(fields: ConfigFields, *, rotates_pairs: bool) -> ModelConfig:
     """The sizes, with the geometry that the attention worker sees: see `LatentAttention`."""
     num_heads, num_kv_heads = fields.size("num_attention_heads"), fields.get("num_key_value_heads")

@@ -56,6 +56,28 @@ def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     return with_qwen_experts(fields, replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True))
 
 
+def read_olmoe(fields: ConfigFields) -> ModelConfig:
+    """OLMoE: experts in all layers, norms of q and k over all heads."""
+    fields.only("clip_qkv")
+    config, has_bias = read_base(fields), fields.flag("attention_bias")
+    parts = replace(config.parts, qk_norm=QkNormKind.ALL_HEADS)
+    return _with_experts(
+        fields,
+        replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, parts=parts),
+        intermediate_size=config.intermediate_size,
+        renormalizes=fields.flag("norm_topk_prob"),
+        layers=tuple(range(config.num_layers)),
+    )
+
+
+def read_dots1(fields: ConfigFields) -> ModelConfig:
+    """dots.llm1: a Qwen3 with DeepSeek-V3's routing, plain layers first, windows in some layers."""
+    config, has_bias = read_base(fields), fields.flag("attention_bias")
+    windows = windows_of_layers(fields, read_window(fields))
+    config = replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, sliding_windows=windows)
+    return with_grouped_experts(fields, config, renormalizes=fields.flag("norm_topk_prob"), is_sigmoid=True)
+
+
 def read_glm4_moe(fields: ConfigFields) -> ModelConfig:
     """GLM-4.5 and 4.6: DeepSeek's routing, plain layers first, partial rotation, in some norms of heads."""
     fields.ignore("num_mtp_layers", "num_nextn_predict_layers")  # layers after the last one, which draft tokens
@@ -94,6 +116,14 @@ def read_granitemoe(fields: ConfigFields) -> ModelConfig:
     """Granite 3's mixtures: a Granite with experts in all layers."""
     config = read_granite(fields)
     return with_granite_experts(fields, config, config.intermediate_size)
+
+
+def read_granitemoeshared(fields: ConfigFields) -> ModelConfig:
+    """Granite 3's mixtures with one more expert for all tokens, or none."""
+    config, shared_size = read_granite(fields), fields["shared_intermediate_size"]
+    if shared_size == 0:
+        return with_granite_experts(fields, config, config.intermediate_size)
+    return with_granite_experts(fields, config, config.intermediate_size, fields.size("shared_intermediate_size"))
 
 
 def with_granite_experts(
@@ -140,15 +170,22 @@ def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
 
 
 def with_grouped_experts(
-    fields: ConfigFields, config: ModelConfig, *, renormalizes: bool, is_sigmoid: bool, has_groups: bool = True
+    fields: ConfigFields,
+    config: ModelConfig,
+    *,
+    renormalizes: bool,
+    is_sigmoid: bool,
+    has_groups: bool = True,
+    num_plain: int | None = None,
 ) -> ModelConfig:
     """DeepSeek's experts, and one more for all tokens; the first layers have none. `has_groups`: see `GroupedRouting`.
 
-    Without groups, all experts are one.
+    Without groups, all experts are one. `num_plain` None: `first_k_dense_replace` says how many layers have none.
     """
     fields.only("scoring_func", "sigmoid" if is_sigmoid else "softmax")
     fields.only("moe_layer_freq", 1)
-    num_plain, size = fields["first_k_dense_replace"], fields.size("moe_intermediate_size")
+    size = fields.size("moe_intermediate_size")
+    num_plain = fields["first_k_dense_replace"] if num_plain is None else num_plain
     if type(num_plain) is not int or num_plain < 0:
         raise fields.error("first_k_dense_replace", num_plain, "expected a number of layers")
     multiplier = fields.number("routed_scaling_factor", 1.0)
@@ -176,6 +213,20 @@ def _read_groups(fields: ConfigFields, least_size: int) -> tuple[int, int]:
         wanted = f"expected at most {num_groups}, and enough for num_experts_per_tok {fields['num_experts_per_tok']}"
         raise fields.error("topk_group", num_per_token, wanted)
     return num_groups, num_per_token
+
+
+def with_biased_experts(
+    fields: ConfigFields, config: ModelConfig, *, num_plain: int, renormalizes: bool, multiplier: float
+) -> ModelConfig:
+    """DeepSeek-V3's experts in one group, without one for all tokens."""
+    return _with_experts(
+        fields,
+        config,
+        intermediate_size=fields.size("moe_intermediate_size"),
+        renormalizes=renormalizes,
+        layers=tuple(range(num_plain, config.num_layers)),
+        grouped=GroupedRouting(num_groups=1, num_groups_per_token=1, multiplier=multiplier, is_sigmoid=True),
+    )
 
 
 def with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:

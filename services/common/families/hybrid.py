@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.families.base import read_base
-from services.common.families.experts import with_granite_experts
+from services.common.families.experts import with_biased_experts, with_granite_experts
 from services.common.families.fields import ConfigFields
 from services.common.families.llama import with_granite_multipliers
 from services.common.families.rope import no_rope
@@ -123,6 +123,27 @@ def read_lfm2(fields: ConfigFields) -> ModelConfig:
     fields.ignore("block_multiple_of", "block_ffn_dim_multiplier", "full_attn_idxs", "block_ff_dim", "tie_embedding")
     config = read_base(fields, eps="norm_eps", activation=Activation.SILU, intermediate_size=size)
     config = replace(config, qk_norm=True)
+    has_bias = fields.flag("conv_bias")
+    convolution = ShortConvolution(config.hidden_size, fields.size("conv_L_cache"), has_bias)
+    kinds = ["linear_attention" if kind == "conv" else kind for kind in fields["layer_types"]]
+    return _with_recurrences(fields, config, kinds, convolution, has_bias=has_bias)
+
+
+def read_lfm2_moe(fields: ConfigFields) -> ModelConfig:
+    """LFM2 8B-A1B: LFM2 with experts after the first layers, chosen by a sigmoid with a bias."""
+    fields.only("use_expert_bias", True)
+    config = replace(read_base(fields, eps="norm_eps", activation=Activation.SILU), qk_norm=True)
+    num_plain = fields["num_dense_layers"]
+    if type(num_plain) is not int or not 0 <= num_plain < config.num_layers:
+        raise fields.error("num_dense_layers", num_plain, f"expected less than its {config.num_layers} layers")
+    config = with_biased_experts(
+        fields,
+        config,
+        num_plain=num_plain,
+        renormalizes=fields.flag("norm_topk_prob"),
+        multiplier=fields.number("routed_scaling_factor", 1.0),
+    )
+    fields.ignore("tie_embedding")
     has_bias = fields.flag("conv_bias")
     convolution = ShortConvolution(config.hidden_size, fields.size("conv_L_cache"), has_bias)
     kinds = ["linear_attention" if kind == "conv" else kind for kind in fields["layer_types"]]

@@ -87,6 +87,19 @@ def read_stablelm(fields: ConfigFields) -> ModelConfig:
     return replace(config, parts=parts, qkv_bias=fields.flag("use_qkv_bias"))
 
 
+def read_jais2(fields: ConfigFields) -> ModelConfig:
+    """Jais 2: LayerNorm, a squared ReLU, biases."""
+    config = read_base(fields, eps="layer_norm_eps")
+    has_bias = fields.flag("attention_bias")
+    return replace(
+        config,
+        parts=replace(config.parts, norm=NormKind.LAYER, is_gated=False),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias"),
+    )
+
+
 def read_nemotron(fields: ConfigFields) -> ModelConfig:
     """Nemotron-3 and 4, Minitron (NeMo's GPT): norms with 1 + weight, a squared ReLU, half of each head rotated."""
     config = read_base(fields, eps="norm_eps", allows_partial_rope=True)

@@ -60,6 +60,18 @@ def read_smollm3(fields: ConfigFields) -> ModelConfig:
     return replace(config, sliding_windows=windows, attention=AttentionOptions(layer_ropes=ropes))
 
 
+def read_helium(fields: ConfigFields) -> ModelConfig:
+    """Helium: rotation of neighbouring pairs; o has no bias."""
+    config = replace(read_llama(fields), o_bias=False)
+    return replace(config, attention=AttentionOptions(rotates_pairs=True))
+
+
+def read_ministral(fields: ConfigFields) -> ModelConfig:
+    """Ministral 8B, and CWM: a Llama with windows in some layers."""
+    config = replace(read_base(fields), mlp_bias=fields.flag("mlp_bias"))
+    return replace(config, sliding_windows=windows_of_layers(fields, read_window(fields)))
+
+
 def read_seed_oss(fields: ConfigFields) -> ModelConfig:
     """Seed-OSS: biases of q, k and v, and a field of its own for that of o."""
     config = read_llama(fields)

@@ -291,6 +291,22 @@ _MIXER = StateSpaceNames(
     o="mixer.out_proj",
 )
 
+_GRANITE_SHARED = CheckpointNames(
+    mlp_in=("shared_mlp.input_linear",),
+    down="shared_mlp.output_linear",
+    of_experts=replace(_GRANITE_EXPERTS, shared="shared_mlp", shared_gate_up="input_linear"),
+)
+_LFM2 = CheckpointNames(
+    attention_norm="operator_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    o="self_attn.out_proj",
+    mlp_norm="ffn_norm",
+    mlp_in=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    final_norm="model.embedding_norm",
+)
+
 NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -405,21 +421,28 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
         down="feed_forward.down_proj",
         final_norm="model.final_layernorm",
     ),
-    "granitemoehybrid": CheckpointNames(
-        mlp_in=("shared_mlp.input_linear",),
-        down="shared_mlp.output_linear",
-        of_experts=replace(_GRANITE_EXPERTS, shared="shared_mlp", shared_gate_up="input_linear"),
+    "granitemoehybrid": _GRANITE_SHARED,
+    "granitemoeshared": _GRANITE_SHARED,
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        of_experts=ExpertNames(
+            router="feed_forward.gate",
+            router_bias="feed_forward.expert_bias",
+            experts="feed_forward.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
     ),
-    "lfm2": CheckpointNames(
-        attention_norm="operator_norm",
-        q_norm="self_attn.q_layernorm",
-        k_norm="self_attn.k_layernorm",
-        o="self_attn.out_proj",
-        mlp_norm="ffn_norm",
-        mlp_in=("feed_forward.w1", "feed_forward.w3"),
-        down="feed_forward.w2",
-        final_norm="model.embedding_norm",
-    ),
+    "olmoe": _LLAMA,
+    "dots1": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "internlm3": _LLAMA,
+    "helium": _LLAMA,
+    "ministral": _LLAMA,
+    "cwm": _LLAMA,
+    "jais2": _WITHOUT_GATE,
     "nemotron_h": CheckpointNames(
         base="backbone",
         embedding="backbone.embeddings",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
-from services.common.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from services.common.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from services.common.families.encoder_decoder import (
     read_bart,
     read_fsmt,
@@ -16,11 +16,14 @@ from services.common.families.encoder_decoder import (
     read_whisper,
 )
 from services.common.families.experts import (
+    read_dots1,
     read_glm4_moe,
     read_gpt_oss,
     read_granitemoe,
+    read_granitemoeshared,
     read_minimax_m2,
     read_mixtral,
+    read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
 )
@@ -28,11 +31,18 @@ from services.common.families.fields import ConfigFields
 from services.common.families.gated_delta import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
 from services.common.families.gemma4 import read_gemma4
-from services.common.families.hybrid import read_bamba, read_granitemoehybrid, read_lfm2, read_nemotron_h
+from services.common.families.hybrid import (
+    read_bamba,
+    read_granitemoehybrid,
+    read_lfm2,
+    read_lfm2_moe,
+    read_nemotron_h,
+)
 from services.common.families.layer_norm import (
     read_falcon,
     read_gpt_neox,
     read_gptj,
+    read_jais2,
     read_nemotron,
     read_phi,
     read_stablelm,
@@ -45,7 +55,9 @@ from services.common.families.llama import (
     read_glm,
     read_glm4,
     read_granite,
+    read_helium,
     read_llama,
+    read_ministral,
     read_mistral,
     read_olmo2,
     read_olmo3,
@@ -152,6 +164,16 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "bamba": Family("BambaForCausalLM", read_bamba),
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", read_granitemoehybrid),
     "nemotron_h": Family("NemotronHForCausalLM", read_nemotron_h),
+    "olmoe": Family("OlmoeForCausalLM", read_olmoe),
+    "dots1": Family("Dots1ForCausalLM", read_dots1),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", read_granitemoeshared),
+    "internlm3": Family("InternLM3ForCausalLM", read_llama, other_architectures=("LlamaForCausalLM",)),
+    "helium": Family("HeliumForCausalLM", read_helium),
+    "ministral": Family("MinistralForCausalLM", read_ministral),
+    "cwm": Family("CwmForCausalLM", read_ministral),
+    "jais2": Family("Jais2ForCausalLM", read_jais2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", read_lfm2_moe),
     "lfm2": Family("Lfm2ForCausalLM", read_lfm2),
     "arcee": Family("ArceeForCausalLM", read_arcee),
     "nemotron": Family("NemotronForCausalLM", read_nemotron),

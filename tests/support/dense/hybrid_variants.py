@@ -47,6 +47,18 @@ HYBRID_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
         },
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "lfm2": (
         "lfm2",
         {

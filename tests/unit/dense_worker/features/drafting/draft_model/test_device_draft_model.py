@@ -213,7 +213,7 @@ def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeyp
     drafting.check(drafts, sequences)
 
 
-OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "kimi", "gemma4", "qwen3_next", "qwen3_5", *RECURRENT)
+OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "kimi", "dots1", "gemma4", "qwen3_", *RECURRENT)
 SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(OTHERS)]
 
 
