@@ -415,3 +415,39 @@ def test_nothing_moves_for_users_who_prefer_reduced_motion(page: Page) -> None:
     assert page.run("return document.getAnimations().length") == 0
     stop(page, "button")
     page.wait_answered()
+
+
+# Pastes or drops a file of these bytes on the page, as a browser does.
+GIVE_FILE = """
+const [kind, type, base64] = arguments;
+const bytes = Uint8Array.from(atob(base64), (each) => each.charCodeAt(0));
+const data = new DataTransfer();
+data.items.add(new File([bytes], 'a', {type}));
+const event = kind === 'paste'
+  ? new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true})
+  : new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true});
+document.getElementById('prompt').dispatchEvent(event);
+"""
+
+
+def test_pictures_are_pasted_and_dropped_and_sent(page: Page, browser: webdriver.Chrome) -> None:
+    """With a server inside the page, whose model sees pictures."""
+    png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+    done = 'data: {"choices": [{"delta": {"content": "Seen"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    browser.execute_script(FAKE_SERVER, [done], 200, {})
+    browser.execute_script(GIVE_FILE, "paste", "image/png", png)
+    browser.execute_script(GIVE_FILE, "drop", "image/png", png)
+    browser.execute_script(GIVE_FILE, "drop", "text/plain", png)
+    page.wait(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#pictures img")) == 2, "two pictures")
+    browser.find_element(By.CSS_SELECTOR, "#pictures button").click()
+    page.wait(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#pictures img")) == 1, "one picture")
+    browser.find_element(By.ID, "prompt").send_keys("What is it?", Keys.ENTER)
+    page.wait(lambda: "Seen" in browser.find_element(By.CSS_SELECTOR, ".answer .text").text, "an answer")
+    sent = [each for each in browser.execute_script("return window.requests") if each["path"] == "/v1/chat/completions"]
+    [message] = json.loads(sent[-1]["body"])["messages"]
+    assert message["content"] == [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    shown = browser.find_element(By.CSS_SELECTOR, "#turns .pictures img")
+    assert shown.is_displayed() and not browser.find_element(By.ID, "pictures").is_displayed()

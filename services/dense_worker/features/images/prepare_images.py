@@ -76,8 +76,9 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
     """Why the dense worker takes no pictures; None: it does."""
     if not config.model.images:
         return "model.images is false"
-    if model.rank.count > 1:
-        return f"dense.tensor_parallel_size is {model.rank.count}, and the tower is not cut"
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (count := getattr(config.dense, key)) > 1:
+            return f"dense.{key} is {count}, and only the first of them would have the tower"
     if config.dense.deterministic:
         return "dense.deterministic is true, and a tower computes pictures of several requests together"
     if model.config.attention.sees_spans and model.device.type != "cpu":

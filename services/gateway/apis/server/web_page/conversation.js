@@ -16,7 +16,7 @@ const TOOLS_EXAMPLE = [{
 }];
 
 const element = (id) => document.getElementById(id);
-const turns = []; // { question, reply, results: messages with what its calls returned, or null, view }, oldest first
+const turns = []; // { question, pictures, reply, results: messages with what its calls returned, or null, view }, oldest first
 let current = null; // AbortController of the answer that streams
 
 // ---- the conversation ------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ function messages(turn) {
   for (const each of turns) {
     const { question, reply, results } = each;
     if (each !== turn && !reply.content && !results) continue;
-    if (question !== null) list.push({ role: "user", content: question });
+    if (question !== null) list.push({ role: "user", content: contentOf(each) });
     if (each === turn) break;
     const message = { role: "assistant", content: reply.content };
     if (reply.reasoning) message.reasoning_content = reply.reasoning;

@@ -2,10 +2,13 @@
 
 // ---- what is shown ---------------------------------------------------------------------------------------
 
-function addTurn(question, shown = question) {
+function addTurn(question, shown = question, pictures = []) {
   const view = element("turn").content.cloneNode(true).firstElementChild;
-  const turn = { question, reply: new Reply(), results: null, view };
+  const turn = { question, pictures, reply: new Reply(), results: null, view };
   view.querySelector(".question").textContent = shown;
+  view.querySelector(".question").hidden = !shown;
+  view.querySelector(".pictures").replaceChildren(...pictures.map((url, i) => imageOf(url, `Picture ${i + 1}`)));
+  view.querySelector(".pictures").hidden = !pictures.length;
   view.querySelector(".copy").addEventListener("click", (event) => copy(event.currentTarget, turn.reply.content));
   view.querySelector(".again").addEventListener("click", () => { if (!current) answer(turn); });
   view.querySelector(".results").addEventListener("submit", (event) => { event.preventDefault(); sendResults(turn); });
@@ -174,7 +177,7 @@ function fitPrompt() {
   const prompt = element("prompt");
   prompt.style.height = "auto";
   prompt.style.height = `${prompt.scrollHeight}px`;
-  element("send").disabled = !prompt.value.trim();
+  element("send").disabled = !prompt.value.trim() && !pictures.length;
 }
 
 function labelOf(input) { return document.querySelector(`label[for="${input.id}"]`).firstChild.textContent.trim(); }
@@ -261,10 +264,10 @@ function count(value) { return value.toLocaleString("en"); }
 // ---- events ----------------------------------------------------------------------------------------------
 
 function ask(question) {
-  if (current || !question.trim()) return;
+  if (current || !(question.trim() || pictures.length)) return;
   element("prompt").value = "";
-  fitPrompt();
-  answer(addTurn(question.trim()));
+  const shown = question.trim();
+  answer(addTurn(shown, shown, takePictures()));
 }
 
 element("ask").addEventListener("submit", (event) => { event.preventDefault(); ask(element("prompt").value); });
@@ -279,6 +282,7 @@ element("stop").addEventListener("click", () => { current?.abort(); element("pro
 element("new-chat").addEventListener("click", () => {
   current?.abort();
   turns.length = 0;
+  takePictures();
   element("turns").replaceChildren();
   element("welcome").hidden = false;
   element("prompt").focus();
