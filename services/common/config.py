@@ -255,7 +255,8 @@ class AttentionSection(Section):
     workers: Annotated[int, Field(ge=1, le=32)] = 1
     elastic: bool = False  # whether more may be added while clients are served; with several workers they may anyway
     # where several attention workers are that others than this launcher have started; in the dense worker's config.
-    # Empty: there is one, at address, or there are those that the launcher starts
+    # With a *, such as unix:/run/twostroke/attention-*.sock: those that are there, and those that come later. Empty:
+    # there is one, at address, or there are those that the launcher starts
     addresses: tuple[Address, ...] = ()
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one

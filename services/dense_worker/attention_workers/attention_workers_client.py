@@ -1,6 +1,7 @@
 """`AttentionWorkersClient`: an `AttentionClient` of several attention workers, each with some of the sequences.
 
-At first it waits for all of them. From then on each has a link of its own: one that breaks takes its own sequences
+At first it waits for all of them. An address with a `*` names sockets: those that are there at first, one at least, and
+whatever comes later. From then on each has a link of its own: one that breaks takes its own sequences
 only, and is sought again at its address as long as others are left. When the last one has gone, the attachment ends, as
 that of a single attention worker does.
 """
@@ -8,9 +9,12 @@ that of a single attention worker does.
 from __future__ import annotations
 
 import asyncio
+import glob
+import itertools
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -49,6 +53,7 @@ log = structlog.get_logger()
 
 _RETRY_S = 0.1  # between two attempts to reach a worker whose sequences others have taken over
 _RETRY_REFUSED_S = 5.0  # the same if it has another model or other sizes
+_FIND_S = 1.0  # between two looks for new sockets
 _POLL_S = 0.02
 _LANE = 0
 _ALIKE = ("block_size", "window", "num_sink_tokens", "layer_window")  # what the caches must have in common
@@ -57,11 +62,13 @@ _ALIKE = ("block_size", "window", "num_sink_tokens", "layer_window")  # what the
 class _Worker:
     """An attention worker at an address, attached or not."""
 
-    def __init__(self, address: str, peers: PeerSection) -> None:
+    def __init__(self, address: str, peers: PeerSection, *, is_found: bool = False) -> None:
+        """`is_found`: by a pattern"""
         self.address = address
         self.grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
         self.stub = attn_pb2_grpc.AttentionWorkerStub(self.grpc)
         self.health = health_pb2_grpc.HealthStub(self.grpc)
+        self.socket = Path(address.removeprefix("unix:")) if is_found else None  # gone: the worker is, too
         self.last_error = ""  # of attempts to attach
         self.refusal: ConfigError | None = None  # of the last attempt, which another one will not change
 
@@ -104,7 +111,8 @@ class AttentionWorkersClient(AttentionClient):
         self._address = ", ".join(addresses)  # for messages
         self._peers = peers
         self._layers = layers
-        self._workers = {address: _Worker(address, peers) for address in addresses}
+        self._patterns = [each.removeprefix("unix:") for each in addresses if "*" in each]
+        self._workers = {address: _Worker(address, peers) for address in addresses if "*" not in address}
         self._has_attached = False
         self._links: dict[int, _Link] = {}  # by cache_id
         self._next_cache_id = 0
@@ -217,9 +225,12 @@ class AttentionWorkersClient(AttentionClient):
         self._leaving.clear()
         links = list[_Link]()
         try:
+            self._find()
             await self._check_health()
-            for worker in self._workers.values():  # in turn, so that each sees what memory the others have left it
+            for worker in list(self._workers.values()):  # in turn, so that each sees what memory the others leave
                 try:
+                    if worker.socket is not None and not await self._is_ready(worker):
+                        continue  # it may be one of a container that has ended
                     links.append(await self._link(worker, links))
                 except (PeerError, ConfigError) as error:
                     if not self._has_attached or isinstance(error, ConfigError):
@@ -259,11 +270,27 @@ class AttentionWorkersClient(AttentionClient):
         """Raises `PeerError`, which names the worker, if one is not ready, before anything is asked of the others."""
         if not self._has_attached:
             for worker in self._workers.values():
-                if not await self._is_ready(worker):
+                if worker.socket is None and not await self._is_ready(worker):
                     raise PeerError(
                         f"the attention worker at {worker.address} is not ready: {worker.last_error} (attention.workers"
                         f" or attention.addresses name {len(self._workers)}, which must all run at start)"
                     )
+
+    def _find(self) -> list[_Worker]:
+        """Workers at sockets that patterns name and that are new."""
+        found = []
+        for path in itertools.chain.from_iterable(map(glob.iglob, self._patterns)):
+            if (address := f"unix:{path}") not in self._workers:
+                found.append(_Worker(address, self._peers, is_found=True))
+                self._workers[address] = found[-1]
+        return found
+
+    async def _find_later(self, attachment: Attachment) -> None:
+        """Attaches to workers that come, while it serves."""
+        while True:
+            await asyncio.sleep(_FIND_S)
+            for worker in self._find():
+                self._start(self._seek(attachment, worker))
 
     async def _is_ready(self, worker: _Worker) -> bool:
         try:
@@ -341,6 +368,8 @@ class AttentionWorkersClient(AttentionClient):
             self._start(self._serve_link(attachment, link))
         for worker in set(self._workers.values()) - {link.worker for link in self._links.values()}:
             self._start(self._seek(attachment, worker))
+        if self._patterns:
+            self._start(self._find_later(attachment))
         try:
             await run_together(self._wait_ended(), self._handle_inbox(attachment, self._send, watcher))
         except Ended as ended:
@@ -434,6 +463,10 @@ class AttentionWorkersClient(AttentionClient):
     async def _seek(self, attachment: Attachment, worker: _Worker) -> None:
         """Attaches to a worker, for the first time or again, as long as others are left, and serves it."""
         while True:
+            if worker.socket is not None and not worker.socket.exists():
+                self._workers.pop(worker.address, None)
+                await worker.grpc.close()
+                return
             try:
                 worker.refusal = None
                 if await self._is_ready(worker):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from services.pb import gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, ctl, request, running_cluster
 from tests.support.rank_processes import pid_of
+from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
@@ -106,3 +110,49 @@ def test_a_worker_that_hangs_is_found(
             collected.assert_equals(expected)
         assert pid_of(cluster, stopped) != pid
         cluster.wait_idle()
+
+
+@contextlib.contextmanager
+def attention_worker(directory: Path, name: str) -> Iterator[WarmProcess]:
+    """A worker without a launcher, as in a container of its own."""
+    command = [sys.executable, "-m", "services.attn_worker", "--set", f"attention.address=unix:{directory}/{name}.sock"]
+    with (directory / f"{name}.log").open("w") as log:
+        process = WarmProcess(warm_server(), command, stderr=log.fileno())
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(30.0)
+
+
+def test_workers_at_sockets_of_a_pattern_are_found_as_they_come(
+    tmp_path: Path, cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected]
+) -> None:
+    services = 'launch.services=["dense_worker", "gateway"]'
+    pattern = f'attention.addresses=["unix:{tmp_path}/attention-*.sock"]'
+
+    def wait_for(found: Cluster, count: int) -> None:
+        deadline = time.monotonic() + 30.0
+        while len(found.dense_status().attention_workers) != count:
+            assert time.monotonic() < deadline, found.log_file.read_text()
+            time.sleep(0.05)
+
+    with attention_worker(tmp_path, "attention-a") as first, running_cluster(tmp_path, services, pattern) as found:
+        collect_all(found.gateway, messages[:1])[0].assert_equals(of_one_worker[0])
+        with attention_worker(tmp_path, "attention-b"):
+            wait_for(found, 2)
+            disturbed = collect_all(found.gateway, messages, lambda: first.send_signal(signal.SIGTERM))
+            for collected, expected in zip(disturbed, of_one_worker, strict=True):
+                collected.assert_equals(expected)
+            wait_for(found, 1)
+
+
+def test_a_worker_that_is_missing_at_start_is_named(tmp_path: Path) -> None:
+    missing = f"unix:{tmp_path}/nobody.sock"
+    settings = ('launch.services=["dense_worker"]', f'attention.addresses=["{missing}"]', "peers.connect_timeout_s=0.5")
+    arguments = [word for each in settings for word in ("--set", each)]
+    result = run_warm("services.launch", *arguments, "--set", f"dense.address=unix:{tmp_path}/d.sock", timeout_s=60.0)
+    assert result.returncode != 0
+    assert f"the attention worker at {missing} is not ready" in result.stderr
+    assert "attention.addresses name 1, which must all run at start" in result.stderr
