@@ -15,7 +15,7 @@ import pytest
 
 from services.pb import gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
-from tests.support.cluster import Cluster, ctl, request, running_cluster
+from tests.support.cluster import Cluster, ctl, request, running_cluster, wait_for_log
 from tests.support.rank_processes import pid_of
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
@@ -139,6 +139,7 @@ def test_workers_at_sockets_of_a_pattern_are_found_as_they_come(
             time.sleep(0.05)
 
     with attention_worker(tmp_path, "attention-a") as first, running_cluster(tmp_path, services, pattern) as found:
+        wait_for_log(found.process, found.log_file, "service=gateway event=serving")
         collect_all(found.gateway, messages[:1])[0].assert_equals(of_one_worker[0])
         with attention_worker(tmp_path, "attention-b"):
             wait_for(found, 2)
