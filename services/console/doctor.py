@@ -68,7 +68,11 @@ def main(argv: list[str], program: str = "twostroke doctor") -> int:
         print(finding)
         states.append(finding.state)
     num_failures, num_warnings = states.count("failure"), states.count("warning")
-    print(f"{len(states)} checks, {num_failures} failures, {num_warnings} warnings")
+    failures, warnings = (
+        f"{number} {word}{'' if number == 1 else 's'}"
+        for number, word in ((num_failures, "failure"), (num_warnings, "warning"))
+    )
+    print(f"{len(states)} checks, {failures}, {warnings}")
     return 1 if num_failures else 0
 
 

@@ -28,6 +28,7 @@ from services.rpc.tls_arguments import add_tls_arguments, open_sync_channel, rea
 
 INFO_TIMEOUT_S = 5.0
 MAX_STOP_AFTER_MS = 1e9
+NOBODY_LISTENS = "failed to connect to all addresses"  # gRPC's words
 BROKEN_PIPE_STATUS = 141  # as shells report SIGPIPE
 
 
@@ -201,6 +202,10 @@ def _request(arguments: argparse.Namespace) -> gateway_pb2.GenerateRequest:
 
 def _print_error(address: str, error: grpc.RpcError) -> None:
     details = " ".join(error.details().split())
+    if error.code() is grpc.StatusCode.UNAVAILABLE and details.startswith(NOBODY_LISTENS):
+        mend = "start a server, as `twostroke serve` does, or name its gRPC address by --address"
+        print(f"chat_client: nobody answers at {address}: {mend}", file=sys.stderr)
+        return
     print(f"chat_client: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
 
 

@@ -120,7 +120,7 @@ def test_the_error_names_a_missing_gateway(capsys: pytest.CaptureFixture[str]) -
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1
-        assert "127.0.0.1:1: UNAVAILABLE" in captured.err
+        assert "nobody answers at 127.0.0.1:1: start a server, as `twostroke serve` does, or name" in captured.err
 
 
 def test_ctrl_c_ends_the_wait_for_a_gateway_that_does_not_answer() -> None:
