@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,12 +77,13 @@ class Sampler:
         # Edits need float32. Other steps choose from logits as they are: to convert those of a large step takes longer.
         edited_shape = (0 if logits_dtype == torch.float32 else max_num_seqs, vocab_size)
         self._edited = torch.empty(edited_shape, dtype=torch.float32, device=self._device)
-        self._draw_tokens = gumbel.draw
+        self._draw_tokens, self._find_greatest = gumbel.draw, partial(torch.argmax, dim=-1)
         if self._device.type == "cuda":
-            from services.dense_worker.sampling import triton_gumbel
+            from services.dense_worker.sampling import triton_greedy, triton_gumbel
 
-            self._draw_tokens = triton_gumbel.draw
-            triton_gumbel.compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
+            self._draw_tokens, self._find_greatest = triton_gumbel.draw, triton_greedy.find_greatest
+            for kernels in (triton_gumbel, triton_greedy):
+                kernels.compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
 
     def add(
         self,
@@ -202,7 +204,7 @@ class Sampler:
         drawn = np.flatnonzero(~options["is_greedy"])
         if drawn.size == len(options):
             return self._draw(logits, options, positions)
-        token_ids = logits.argmax(-1)
+        token_ids = self._find_greatest(logits)
         if drawn.size:
             rows = self._upload(drawn)
             of_drawn = positions[drawn] if isinstance(positions, np.ndarray) else positions[rows]
