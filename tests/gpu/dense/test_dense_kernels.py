@@ -121,8 +121,14 @@ def test_skinny_linear_fuses_each_activation(
 
 @pytest.mark.parametrize("num_rows", [3, 64])
 @pytest.mark.parametrize("shape", [(256, 1024), (137, 272)])
-def test_skinny_linear_multiplies_codes_of_fp8(
-    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int], num_rows: int
+@pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_skinny_linear_multiplies_codes(
+    launcher: KernelLauncher,
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    num_rows: int,
+    element: torch.dtype,
 ) -> None:
     """Of random bytes but NaN; the scales are applied to the sums."""
     case = Case(kernel_device, dtype, num_rows, shape)
@@ -130,7 +136,7 @@ def test_skinny_linear_multiplies_codes_of_fp8(
 
     def codes(*size: int) -> torch.Tensor:
         octets = torch.randint(0, 0x7F, size) + 0x80 * torch.randint(0, 2, size)
-        return octets.to(torch.uint8).to(kernel_device).view(torch.float8_e4m3fn)
+        return octets.to(torch.uint8).to(kernel_device).view(element)
 
     x, gate_up, bias = codes(num_rows, shape[1]), codes(2 * shape[0], shape[1]), case.gate_up_bias
     of_rows, of_weights = torch.rand(num_rows) * 1e-4, torch.rand(2 * shape[0])

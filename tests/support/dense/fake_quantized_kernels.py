@@ -65,7 +65,8 @@ def skinny_quantized(
     residual: Tensor | None = None,
 ) -> None:
     """All rows of the matrix by each version of the input, of which every projection takes its own."""
-    assert len(x.values[0]) <= 64 and x.values.dtype in (torch.float16, torch.bfloat16)
+    is_of_codes = x.values.dtype == torch.float8_e4m3fn and matrix.group_size is not None
+    assert len(x.values[0]) <= 64 and (is_of_codes or x.values.dtype in (torch.float16, torch.bfloat16))
     product = _product(x, matrix, bias).to(dtype)
     if activation is not None:
         product = activation.apply(product)

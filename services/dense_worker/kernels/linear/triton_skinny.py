@@ -4,7 +4,7 @@ The weights are the tall operand of the matrix product, so that few tokens waste
 weights to occupy the GPU are also split along in_features. Of the programs of a tile, the one that ends last adds their
 partial sums in a fixed order.
 
-Weights and rows have 16 bits, or are both codes of FP8, which the tensor cores multiply as such.
+Weights and rows have 16 bits, or are both codes of FP8 or INT8, which the tensor cores multiply as such: INT8 exactly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def choose_skinny_tiles(
 
 def skinny_linear(
     launcher: KernelLauncher,
-    x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, rows contiguous: 16 bits, or codes of e4m3
+    x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, rows contiguous: 16 bits, or codes of e4m3 or int8
     weight: torch.Tensor,  # x's dtype [out_features, in_features]; with a gated activation [2 * out_features, ...]
     bias: torch.Tensor | None,  # [weight's rows]
     out: torch.Tensor,  # [n, out_features], the model's dtype or float32; values are rounded to the former
@@ -154,6 +154,8 @@ def _skinny_kernel(
         IS_GATED, IS_PADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
 
+    if weight_scale is not None:
+        sums, up_sums = sums.to(tl.float32), up_sums.to(tl.float32)
     is_last = True
     if NUM_SPLITS > 1:
         sums, is_last = add_splits(sums, partial_sums, num_done, tile, split, BLOCK_ROWS, BLOCK_OUT, NUM_SPLITS)

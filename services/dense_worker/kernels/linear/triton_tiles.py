@@ -52,18 +52,22 @@ def sum_products(
     BLOCK_IN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Sums over the columns from start to end: float32 [BLOCK_OUT, BLOCK_ROWS], and those of the second half."""
-    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    """Sums over the columns from start to end: float32 [BLOCK_OUT, BLOCK_ROWS], and those of the second half.
+
+    Those of INT8 are int32.
+    """
+    sums_dtype: tl.constexpr = tl.int32 if tl.int8 == w_rows.dtype.element_ty else tl.float32
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], sums_dtype)
+    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], sums_dtype)
     for first_column in tl.range(start, end, BLOCK_IN, num_stages=NUM_STAGES):
         columns = first_column + tl.arange(0, BLOCK_IN)
         is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
         w = tl.load(w_rows + columns[None, :], mask=is_column[None, :], other=0.0)
         x_tile = tl.load(x_rows + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-        sums = tl.dot(w, tl.trans(x_tile), sums, input_precision="ieee")
+        sums = tl.dot(w, tl.trans(x_tile), sums, input_precision="ieee", out_dtype=sums_dtype)
         if IS_GATED:
             w_up = tl.load(w_rows + up_offset + columns[None, :], mask=is_column[None, :], other=0.0)
-            up_sums = tl.dot(w_up, tl.trans(x_tile), up_sums, input_precision="ieee")
+            up_sums = tl.dot(w_up, tl.trans(x_tile), up_sums, input_precision="ieee", out_dtype=sums_dtype)
     return sums, up_sums
 
 

@@ -96,17 +96,17 @@ class QuantizedGemv:
                 x, norm = self._in_order(x, form, norm), None
             gemv_quantized(self._launcher, x, form, matrix, linear.bias_data, out, self._dtype, norm=norm, **fused)
             return
-        if (of_codes := self._operands.codes_form(linear.weight)) is not None:
-            prepared = prepare_input(self._launcher, x, of_codes, norm)
+        of_codes = self._operands.codes_form(linear.weight)
+        if of_codes is None and norm is None and form.is_any:
+            prepared = PreparedInput(x[None], None)
+        else:
+            prepared = prepare_input(self._launcher, x, of_codes or form, norm)
+        if of_codes is not None and of_codes.group_size is None:
             assert prepared.scale is not None, "codes have scales"
             scales = CodeScales(prepared.scale.flatten(), matrix.scale, self._dtype)
             codes, weights = prepared.values[0], linear.weight.matrix.data
             skinny_linear(self._launcher, codes, weights, linear.bias_data, out, self._splits, scales=scales, **fused)
             return
-        if norm is None and form.is_any:
-            prepared = PreparedInput(x[None], None)
-        else:
-            prepared = prepare_input(self._launcher, x, form, norm)
         skinny_quantized(self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits, **fused)
 
     def _in_order(self, x: torch.Tensor, form: InputForm, norm: RmsNorm | None) -> torch.Tensor:
@@ -138,10 +138,10 @@ class ScaledOperands:
         return InputForm(dtype) if weight.activations is Activations.NONE else codes_form(weight, torch.float16)
 
     def codes_form(self, weight: ScaledWeight) -> InputForm | None:
-        """Of FP8 with one input: sums are rounded to about 14 bits on the way, as for many rows."""
-        if weight.element is not Element.FP8 or weight.activations is Activations.NONE:
+        """Of one input. Sums of FP8 are rounded to about 14 bits on the way, as for many rows."""
+        if weight.activations is Activations.NONE:
             return None
-        form = codes_form(weight, torch.float8_e4m3fn)
+        form = codes_form(weight, getattr(torch, weight.element))
         return form if form.num_versions == 1 else None
 
     def matrix(self, weight: ScaledWeight) -> QuantizedMatrix:
@@ -169,8 +169,8 @@ class BlockFp8Operands:
         return InputForm(torch.float16, element=Element.FP8, group_size=weight.block_size[1])
 
     def codes_form(self, weight: BlockFp8Weight) -> InputForm | None:
-        """None: blocks have scales of their own."""
-        return None
+        """Quantized by groups as wide as a block."""
+        return InputForm(torch.float8_e4m3fn, element=Element.FP8, group_size=weight.block_size[1])
 
     def matrix(self, weight: BlockFp8Weight) -> QuantizedMatrix:
         """A scale for each block."""

@@ -1,7 +1,8 @@
 """The product of a quantized layer for 1 to 64 rows. Its time is that of reading the codes of the weights.
 
 Like `triton_skinny`, with codes that become numbers in registers: exactly, in 16 bits. Scales are applied in float32 to
-the sums, of a group of features or of all, so nothing is rounded before the end.
+the sums, of a group of features or of all, so nothing is rounded before the end. Where the input has groups of codes of
+FP8, too, the tensor cores multiply codes, and round the sum of a group to about 14 bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _FEW_PROGRAMS = 8  # the same for the fewest rows of two codes in a byte
 
 def skinny_quantized(
     launcher: KernelLauncher,
-    x: PreparedInput,  # n <= MAX_ROWS rows of 16 bits
+    x: PreparedInput,  # n <= MAX_ROWS rows of 16 bits, or of codes of e4m3 for a matrix of such in groups
     matrix: QuantizedMatrix,
     bias: torch.Tensor | None,  # [matrix's rows]
     out: torch.Tensor,  # [n, out_features], `dtype` or float32; values are rounded to `dtype` in both cases
@@ -59,6 +60,7 @@ def skinny_quantized(
     num_splits = 1
     while not is_gated and num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= num_programs:
         num_splits *= 2
+    is_of_codes = x.values.dtype == torch.float8_e4m3fn
     ends = matrix.part_sizes[0], sum(matrix.part_sizes[:2])
     launcher(
         _skinny_quantized_kernel,
@@ -66,7 +68,7 @@ def skinny_quantized(
         out,
         x.values,
         x.scale,
-        matrix.matrix,
+        matrix.matrix.view(torch.float8_e4m3fn) if is_of_codes else matrix.matrix,
         matrix.scale,
         matrix.zero_point,
         bias,
@@ -103,20 +105,24 @@ def _load_codes(tile, mask, zero, CODES: tl.constexpr, DTYPE: tl.constexpr):
 
     `zero` is subtracted from unsigned codes; None: half of their range.
     """
-    octets = tl.load(tile, mask=mask, other=0)
-    if CODES == 3:
-        low, high = uint4_in_16_bits(octets, DTYPE, zero is None)
-        if zero is not None:
-            low, high = low - zero, high - zero
-    elif CODES == 4:
-        low, high = e2m1_in_16_bits(octets, DTYPE)
-    else:
-        if CODES == 0:
-            octets = octets.to(tl.float8e4nv, bitcast=True)
-        low = octets.to(DTYPE)
-        if CODES == 2:
-            low -= 128.0 if zero is None else zero
+    if tl.float8e4nv == DTYPE:  # of codes
+        low = tl.load(tile, mask=mask, other=0.0)
         high = low
+    else:
+        octets = tl.load(tile, mask=mask, other=0)
+        if CODES == 3:
+            low, high = uint4_in_16_bits(octets, DTYPE, zero is None)
+            if zero is not None:
+                low, high = low - zero, high - zero
+        elif CODES == 4:
+            low, high = e2m1_in_16_bits(octets, DTYPE)
+        else:
+            if CODES == 0:
+                octets = octets.to(tl.float8e4nv, bitcast=True)
+            low = octets.to(DTYPE)
+            if CODES == 2:
+                low -= 128.0 if zero is None else zero
+            high = low
     return low, high
 
 

@@ -35,19 +35,19 @@ def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "many_rows"),
+    ("name", "many_rows", "num_of_codes"),  # products of a layer that multiply few rows as codes of whole rows
     [
-        ("fp8 tensor, static", CODES),
-        ("fp8 channel, token", CODES),
-        ("fp8 blocks", NO_CODES),
-        ("int8 channel, token", CODES),
-        ("gptq g32, act-order", NO_CODES),
-        ("awq g128", NO_CODES),
-        ("mxfp4", NO_CODES),
+        ("fp8 tensor, static", CODES, 2),  # the projections of the other two have inputs of their own
+        ("fp8 channel, token", CODES, 4),
+        ("fp8 blocks", NO_CODES, 0),
+        ("int8 channel, token", CODES, 4),
+        ("gptq g32, act-order", NO_CODES, 0),
+        ("awq g128", NO_CODES, 0),
+        ("mxfp4", NO_CODES, 0),
     ],
 )
 def test_every_format_runs_by_its_kernels(
-    plain_dir: Path, tmp_path: Path, name: str, many_rows: str, monkeypatch: pytest.MonkeyPatch
+    plain_dir: Path, tmp_path: Path, name: str, many_rows: str, num_of_codes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = shutil.copytree(plain_dir, tmp_path / "model")
     quantize_model_dir(path, FORMATS[name])
@@ -72,6 +72,8 @@ def test_every_format_runs_by_its_kernels(
             found = run_step(backend, config, torch.bfloat16, tokens, rows)
             num_tiled = sum(launch.startswith("tiles ") for launch in recorder.launches)
             assert num_tiled == (4 * config.num_layers if num_tokens == 80 and many_rows == NO_CODES else 0)
+            found_codes = sum(launch.startswith("skinny_linear ") and "codes" in launch for launch in recorder.launches)
+            assert found_codes == (num_of_codes * config.num_layers if num_tokens == 5 else 0)
             assert relative_error(found, expected) < allowed < 0.5, num_tokens
     entries = [entry for entry in logs if entry["event"] == "kernels of a quantized layer"]
     assert {entry["layer"] for entry in entries} == {"qkv", "o", "gate_up", "down"}
