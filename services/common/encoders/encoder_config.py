@@ -53,6 +53,7 @@ class TextEncoderConfig:
     checkpoint_dtype: str
     position_offset: int | None = 0  # row of the table of the first token's position; None: there is no table
     num_positions: int = 0  # rows of this table
+    padding_id: int | None = None  # a token that has no position of its own, but the row before `position_offset`
     num_token_types: int = 0  # rows of the table of types of tokens; 0: there is none
     num_distance_buckets: int = 0  # of a bias of attention by distance; 0: there is none
     has_norms_before: bool = False
@@ -155,7 +156,8 @@ def _read_roberta(fields: _EncoderFields) -> TextEncoderConfig:
     offset = int(fields.get("pad_token_id", 0)) + 1
     if offset >= config.num_positions:
         raise fields.error("max_position_embeddings", config.num_positions, f"expected more than {offset}")
-    return replace(config, position_offset=offset, max_input_tokens=config.num_positions - offset)
+    most = config.num_positions - offset
+    return replace(config, position_offset=offset, max_input_tokens=most, padding_id=offset - 1)
 
 
 def _read_mpnet(fields: _EncoderFields) -> TextEncoderConfig:

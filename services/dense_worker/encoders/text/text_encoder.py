@@ -122,8 +122,8 @@ class EncoderRun:
             hidden = hidden + F.embedding(_upload(types, device), encoder.token_types)
         on_device = _upload(places, device)
         if encoder.positions is not None:
-            offset = encoder.config.position_offset or 0
-            hidden = hidden + F.embedding(on_device + offset, encoder.positions)
+            rows = _upload(self._position_rows(token_ids, places), device)
+            hidden = hidden + F.embedding(rows, encoder.positions)
         self._hidden = encoder.embedding_norm.forward(hidden)
         thetas = {layer.rope_theta for layer in encoder.config.layers if layer.rope_theta is not None}
         self._rotations = {theta: _rotation(on_device, theta, encoder.config.head_dim) for theta in thetas}
@@ -164,6 +164,15 @@ class EncoderRun:
         for layer in self._encoder.head:
             pooled = layer.forward(pooled)
         return pooled
+
+    def _position_rows(self, token_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The row of the table of positions for each token: int64 [n], on the host."""
+        offset, padding_id = self._encoder.config.position_offset or 0, self._encoder.config.padding_id
+        if padding_id is None or not (token_ids == padding_id).any():
+            return places + offset
+        counts = (token_ids != padding_id).long()
+        parts = [each.cumsum(0) * each + padding_id for each in counts.split(self._lengths)]
+        return torch.cat(parts)
 
     def _attention(self, x: torch.Tensor, weights: LayerWeights, layer: EncoderLayer) -> torch.Tensor:
         qkv = weights.qkv.forward(x).unflatten(1, (3, self._encoder.config.num_heads, -1))

@@ -75,6 +75,16 @@ def test_classifiers_equal_those_of_transformers(name: str, tmp_path: Path) -> N
     torch.testing.assert_close(run(tmp_path, inputs, second=second), torch.stack(wanted), rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize("name", ["roberta", "mpnet"])
+@torch.inference_mode()
+def test_padding_within_an_input_has_no_position_of_its_own(name: str, tmp_path: Path) -> None:
+    """As in transformers, which counts the other tokens only. Clients may write it."""
+    model, inputs = make_encoder(tmp_path, *VARIANTS[name]), [[5, 1, 7, 1, 1, 9], [1], [8, 9]]
+    wanted = [model(torch.tensor([each])).last_hidden_state[0].mean(0) for each in inputs]
+    found = run(tmp_path, inputs, PoolingMethod.MEAN)
+    torch.testing.assert_close(found, torch.stack(wanted), rtol=0, atol=2e-5)
+
+
 def test_positions_end_where_the_table_ends(tmp_path: Path) -> None:
     make_encoder(tmp_path, *VARIANTS["roberta"])
     assert read_encoder_config(tmp_path).max_input_tokens == 94
