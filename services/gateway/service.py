@@ -134,7 +134,7 @@ class Gateway:
         service = self._make_request_service(tokenizer, model_config, tracer, peers)
         self._speech = self._make_speech(service)
         self._vectors = Vectors(service, read_pooling(config.model), section.max_inputs)
-        triton = Triton(service, section.max_prompts, peers)
+        triton = Triton(service, section.max_prompts, peers, self._vectors)
         resumption = self._resumption = self._make_resumption() if section.resume else None
         if options.peer_address is not None:
             await self._listen_to_peers(options.peer_address, PeerServicer(service, triton, resumption))

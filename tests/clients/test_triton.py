@@ -26,7 +26,7 @@ from tests.support.reference import VOCAB_SIZE
 PROMPT = "San Francisco is a"
 PROMPT_IDS = REFERENCE(PROMPT)["input_ids"]
 NUM_TOKENS = 12
-EXPECTED_MODELS = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"]
+EXPECTED_MODELS = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls", "embedding"]
 pytestmark = needs("triton")
 
 

@@ -118,6 +118,18 @@ def test_grpc_gives_the_same(cluster: Cluster) -> None:
             ask(gateway_pb2.GenerateRequest(prompt="a", return_pooled=True), timeout=REQUEST_TIMEOUT_S)
 
 
+def test_clients_of_triton_get_the_same(cluster: Cluster) -> None:
+    texts = ["San Francisco is a", "a"]
+    lists = post(cluster, {"prompt": texts}, path="/tokenize")["tokens"]
+    vectors = [wanted(each) for each in lists]
+    found = post(cluster, {"text_input": texts[0]}, path="/v2/models/embedding/generate")
+    np.testing.assert_allclose(found["embedding"], vectors[0], atol=TOLERANCE)
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": [2, 1], "data": texts}
+    [output] = post(cluster, {"inputs": [tensor]}, path="/v2/models/embedding/infer")["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("embedding", "FP32", [2, len(vectors[0])])
+    np.testing.assert_allclose(np.reshape(output["data"], output["shape"]), vectors, atol=TOLERANCE)
+
+
 def test_many_inputs_of_one_request(cluster: Cluster) -> None:
     """More than may be under way at once; they come back in order."""
     prompts = [random_prompt(1 + i % 7, seed=i) for i in range(300)]

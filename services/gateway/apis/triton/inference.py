@@ -15,11 +15,11 @@ from services.gateway import __version__
 from services.gateway.access.access import Caller
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.triton.answers import Answers
-from services.gateway.apis.triton.models import MODELS, POSTPROCESSING, PREPROCESSING, VERSION, ModelSpec
+from services.gateway.apis.triton.models import EMBEDDING, MODELS, POSTPROCESSING, PREPROCESSING, VERSION, ModelSpec
 from services.gateway.apis.triton.rows import Row
 from services.gateway.apis.triton.statistics import Statistics
 from services.gateway.apis.triton.tensors import Tensor
-from services.gateway.apis.triton.texts import postprocess, preprocess
+from services.gateway.apis.triton.texts import embed, postprocess, preprocess
 from services.gateway.apis.triton.to_message import generate_message
 from services.gateway.core.chunks import is_large
 from services.gateway.core.request_service import RequestService
@@ -28,6 +28,7 @@ from services.gateway.features.returned_logits import num_logits
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.generation_request import Owner
+from services.gateway.vectors.vectors import Vectors
 
 SERVER_NAME = "twostroke"
 EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters", "statistics")
@@ -118,10 +119,11 @@ def server_metadata() -> dict[str, Any]:
 class Triton:
     """Runs requests, knows which of them run, and counts them."""
 
-    def __init__(self, service: RequestService, max_batch_size: int, peers: GatewayPeers) -> None:
+    def __init__(self, service: RequestService, max_batch_size: int, peers: GatewayPeers, vectors: Vectors) -> None:
         """`peers`: the other gateways at the same port, which may run the requests of a stop."""
         self.service = service
         self.peers = peers
+        self.vectors = vectors
         self.max_batch_size = max_batch_size
         self.statistics = {name: Statistics() for name in MODELS}
         self._running: dict[tuple[Owner, str], list[_Running]] = {}  # by the client's id
@@ -144,6 +146,8 @@ class Triton:
                     outputs = await preprocess(self.service, request.rows, caller)
                 elif request.model is POSTPROCESSING:
                     outputs = await postprocess(self.service, request.rows, caller)
+                elif request.model is EMBEDDING:
+                    outputs = await embed(self.vectors, request.rows, caller, stack)
                 else:
                     generations, answers = await stack.enter_async_context(self._generating(request, caller))
                     completions = await generations.completions()
@@ -158,7 +162,7 @@ class Triton:
 
         Close the iterator (`contextlib.aclosing`) to end the request.
         """
-        if request.model in (PREPROCESSING, POSTPROCESSING):
+        if request.model in (PREPROCESSING, POSTPROCESSING, EMBEDDING):
             async with self.infer(request, caller) as outputs:
                 yield InferResponse(outputs, True)
             return

@@ -1,7 +1,7 @@
-"""The five models, by the names and types of their tensors in TensorRT-LLM's model repository.
+"""The models, by the names and types of their tensors: five of TensorRT-LLM's model repository, and one for vectors.
 
 `ensemble` and `tensorrt_llm_bls` turn text into text. `preprocessing`, `tensorrt_llm` and `postprocessing` are its
-three steps: text to token ids, token ids to token ids, and token ids to text.
+three steps: text to token ids, token ids to token ids, and token ids to text. `embedding` makes vectors of texts.
 """
 
 from __future__ import annotations
@@ -282,6 +282,13 @@ POSTPROCESSING = ModelSpec(
     False,
     frozenset({"BATCH_INDEX", "CONTEXT_LOGITS", "GENERATION_LOGITS", "SEQUENCE_INDEX"}),
 )
+EMBEDDING = ModelSpec(
+    "embedding",
+    (InputSpec("text_input", TEXT, is_required=True),),
+    (OutputSpec("embedding", "FP32", (-1,)),),
+    "python",
+    False,
+)
 MODELS: Mapping[str, ModelSpec] = {
-    each.name: each for each in (ENSEMBLE, PREPROCESSING, TENSORRT_LLM, POSTPROCESSING, TENSORRT_LLM_BLS)
+    each.name: each for each in (ENSEMBLE, PREPROCESSING, TENSORRT_LLM, POSTPROCESSING, TENSORRT_LLM_BLS, EMBEDDING)
 }

@@ -1,7 +1,9 @@
-"""The models `preprocessing` (text to token ids) and `postprocessing` (token ids to text)."""
+"""Models: `preprocessing` (text to token ids), `postprocessing` (token ids to text) and `embedding` (text to vector).
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +15,8 @@ from services.gateway.apis.triton.tensors import Tensor, text_tensor
 from services.gateway.apis.triton.to_message import word_list
 from services.gateway.core.request_service import RequestService
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STRING_CHARACTERS
+from services.gateway.resources.memory_budget import HeldMemory
+from services.gateway.vectors.vectors import InputOptions, VectorInput, Vectors, shaped
 from services.pb import gateway_pb2
 
 WORDS = {"bad_words": "BAD_WORDS_IDS", "stop_words": "STOP_WORDS_IDS"}
@@ -72,6 +76,18 @@ async def postprocess(service: RequestService, rows: Sequence[Row], caller: Call
         if name in rows[0]:
             outputs.append(Tensor(f"OUT_{name}", "FP32", np.array([row[name] for row in rows], dtype=np.float32)))
     return outputs
+
+
+async def embed(
+    vectors: Vectors, rows: Sequence[Row], caller: Caller, opened: contextlib.AsyncExitStack
+) -> list[Tensor]:
+    """The vector of each text; its memory is counted until `opened` is closed."""
+    held = HeldMemory(vectors.service.memory, caller.number)
+    opened.callback(held.release)
+    normalizes = vectors.embeds.normalizes
+    inputs = [VectorInput("text_input", row["text_input"]) for row in rows]
+    pooled = await vectors.pool(inputs, InputOptions(), caller, held, "text_input")
+    return [Tensor("embedding", "FP32", np.stack([shaped(each.values, None, normalizes) for each in pooled]))]
 
 
 async def _word_token_ids(service: RequestService, option: str, row: Row) -> list[tuple[int, ...]]:
