@@ -44,6 +44,7 @@ log = structlog.get_logger()
 # step leaves, and the one that the next step leaves. With the state before the committed one they are four; two more
 # hold checkpoints, those at the ends of a prompt and of its answer.
 _FEWEST_STATES, _MOST_STATES = 3, 6
+_MOST_EMPTY_BLOCKS = 2**18  # of a model without attention
 _STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # by format; "model": in the model's dtype
 
 
@@ -164,7 +165,12 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: Ste
     num_left = room - spec.num_state_slots * spec.state_bytes
     if spec.source_slots is not None:
         num_left -= spec.source_slots.num_slots * spec.source_bytes
-    spec = replace(spec, num_blocks=section.num_blocks or num_left // spec.block_bytes)
+    if spec.storing_layers:
+        num_blocks = num_left // spec.block_bytes
+    else:  # blocks of nothing, which count tokens
+        assert limits is not None, "no other backend has such layers"
+        num_blocks = min(_MOST_EMPTY_BLOCKS, limits.max_num_seqs * -(-model.max_model_len // spec.block_size))
+    spec = replace(spec, num_blocks=section.num_blocks or num_blocks)
     if limits is not None and model.config.attention.value_dim is None and not section.host_kv_bytes:
         spec = _with_window_group(spec, limits, None if section.num_blocks else room)
     if spec.num_blocks < 1:

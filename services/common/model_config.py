@@ -62,8 +62,6 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
         config = replace(config, attention=replace(config.attention, sees_spans=True))
     if num_layers is not None:
         config = _first_layers(config, num_layers, path)
-    if len(config.recurrent_layers) == config.num_layers:
-        raise ModelError(f"{path} has no attention in its first {config.num_layers} layers, supported: in one at least")
     return config
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from services.common.errors import ModelError
+from services.common.json_files.read_json import read_json
 from services.grammar.byte_tokenizer import TOKENIZER_FILES, byte_tokenizer
 
 
@@ -14,13 +15,22 @@ def load_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedTokeni
     """The tokenizer of a Hugging Face directory, without network access.
 
     `is_optional`: a directory without tokenizer files gets one token per UTF-8 byte (for dummy weights).
-    Raises `ModelError` if there is none, or if it cannot be read or is not a fast one.
+    Code that comes with a model is never run: a tokenizer.json takes its place. Raises `ModelError` if there is none,
+    or if it cannot be read or is not a fast one.
     """
+    needs_code = _needs_code(path)
+    if needs_code and not (path / "tokenizer.json").exists():
+        raise ModelError(
+            f"the tokenizer in {path} is code that comes with the model, which is never run: put a tokenizer.json with"
+            " the same vocabulary there"
+        )
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         if is_optional:
             return PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
         raise ModelError(f"model directory {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     try:
+        if needs_code:  # `AutoTokenizer` would refuse the code rather than read tokenizer.json
+            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         hf_tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
@@ -29,3 +39,9 @@ def load_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedTokeni
     if not isinstance(hf_tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"the tokenizer in {path} is a {type(hf_tokenizer).__name__}, a fast one is needed")
     return hf_tokenizer
+
+
+def _needs_code(path: Path) -> bool:
+    """Whether the tokenizer's class is in a Python file of the directory or of its repository."""
+    config = read_json(path / "tokenizer_config.json") or {}
+    return isinstance(config.get("auto_map"), dict) and "AutoTokenizer" in config["auto_map"]

@@ -1,9 +1,13 @@
-"""Families whose layers have attention, Mamba 2 recurrences (Bamba, Granite 4, Nemotron-H) or convolutions (LFM2)."""
+"""Families whose layers have attention, Mamba 2 recurrences (Bamba, Granite 4, Nemotron-H) or convolutions (LFM2).
+
+Mamba 2 has nothing but recurrences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from services.common.families.base import read_base
 from services.common.families.experts import with_biased_experts, with_granite_experts
@@ -19,6 +23,8 @@ from services.common.families.shape import (
     ShortConvolution,
     StateSpace,
 )
+
+_MAMBA_POSITIONS = 2**20  # a state has no limit; this many tokens of a text are counted
 
 
 def read_bamba(fields: ConfigFields) -> ModelConfig:
@@ -148,6 +154,44 @@ def read_lfm2_moe(fields: ConfigFields) -> ModelConfig:
     convolution = ShortConvolution(config.hidden_size, fields.size("conv_L_cache"), has_bias)
     kinds = ["linear_attention" if kind == "conv" else kind for kind in fields["layer_types"]]
     return _with_recurrences(fields, config, kinds, convolution, has_bias=has_bias)
+
+
+def translate_mamba2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with fields that other families have: the heads of the recurrence, and a number of positions."""
+    return {"max_position_embeddings": _MAMBA_POSITIONS} | dict(raw) | {"num_attention_heads": raw.get("num_heads")}
+
+
+def read_mamba2(fields: ConfigFields) -> ModelConfig:
+    """Mamba 2 and Codestral Mamba: nothing but the recurrence. Texts may be as long as positions are counted."""
+    fields.only("hidden_act", "silu")
+    num_heads, head_dim = fields.size("num_heads"), fields.size("head_dim")
+    config = read_base(
+        fields,
+        eps="layer_norm_epsilon",
+        intermediate_size=num_heads * head_dim,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        rope=no_rope(head_dim, fields.size("max_position_embeddings")),
+    )
+    fields.ignore("expand", "chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "num_attention_heads")
+    fields.ignore("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")
+    layers, limits = tuple(range(config.num_layers)), fields["time_step_limit"]
+    config = replace(
+        config,
+        parts=replace(config.parts, layers_without_mlp=layers),
+        attention=AttentionOptions(layer_ropes=(None,) * config.num_layers),
+    )
+    mamba = StateSpace(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=fields.size("state_size"),
+        num_groups=fields.size("n_groups"),
+        conv_size=fields.size("conv_kernel"),
+        has_conv_bias=fields.flag("use_conv_bias"),
+        time_step_limits=(float(limits[0]), float(limits[1])),
+    )
+    kinds = ["linear_attention"] * config.num_layers
+    return _with_recurrences(fields, config, kinds, mamba, has_bias=fields.flag("use_bias"))
 
 
 def _read_mamba(fields: ConfigFields) -> StateSpace:

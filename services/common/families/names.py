@@ -443,6 +443,14 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "ministral": _LLAMA,
     "cwm": _LLAMA,
     "jais2": _WITHOUT_GATE,
+    "mamba2": CheckpointNames(
+        base="backbone",
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+        attention_norm="norm",
+        of_state_space=_MIXER,
+        final_norm="backbone.norm_f",
+    ),
     "nemotron_h": CheckpointNames(
         base="backbone",
         embedding="backbone.embeddings",

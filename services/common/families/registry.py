@@ -36,7 +36,9 @@ from services.common.families.hybrid import (
     read_granitemoehybrid,
     read_lfm2,
     read_lfm2_moe,
+    read_mamba2,
     read_nemotron_h,
+    translate_mamba2,
 )
 from services.common.families.layer_norm import (
     read_falcon,
@@ -174,6 +176,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "cwm": Family("CwmForCausalLM", read_ministral),
     "jais2": Family("Jais2ForCausalLM", read_jais2),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", read_lfm2_moe),
+    "mamba2": Family("Mamba2ForCausalLM", read_mamba2, translate_mamba2),
     "lfm2": Family("Lfm2ForCausalLM", read_lfm2),
     "arcee": Family("ArceeForCausalLM", read_arcee),
     "nemotron": Family("NemotronForCausalLM", read_nemotron),

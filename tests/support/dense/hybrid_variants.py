@@ -47,6 +47,10 @@ HYBRID_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
         },
     ),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 8, "head_dim": 8, "state_size": 12, "n_groups": 2, "tie_word_embeddings": True},
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         {

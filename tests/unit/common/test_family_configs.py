@@ -85,6 +85,8 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types .*expected dense, then"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace 2, supported: 1"),
         ("granitemoeshared", {"shared_intermediate_size": -1}, "shared_intermediate_size -1, expected a whole number"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu', supported: silu"),
+        ("mamba2", {"conv_kernel": 0}, "conv_kernel 0, expected a whole number"),
         ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias False, supported: True"),
         ("lfm2_moe", {"num_dense_layers": 3}, "num_dense_layers 3, expected less than its 3 layers"),
         ("ministral", {"sliding_window": None}, "layer_types 'sliding_attention'"),

@@ -164,17 +164,6 @@ def test_what_no_worker_computes_is_refused_by_name(fields: dict[str, Any], word
         load_model_config(write_config(tmp_path, PUBLISHED_NEXT, **fields))
 
 
-def test_layers_without_any_attention_are_refused(tmp_path: Path) -> None:
-    """The KV cache needs blocks."""
-    path = write_config(tmp_path, PUBLISHED_NEXT)
-    assert load_model_config(path, num_layers=4).num_layers == 4
-    with pytest.raises(ModelError, match="no attention in its first 3 layers"):
-        load_model_config(path, num_layers=3)
-    path = write_config(tmp_path, PUBLISHED_NEXT, layer_types=["linear_attention"] * 48)
-    with pytest.raises(ModelError, match="no attention in its first 48 layers"):
-        load_model_config(path)
-
-
 def test_stacked_experts_are_those_of_single_tensors(tmp_path: Path) -> None:
     """As the published files of Qwen3.5 have them, with the names of a model of text and images."""
     path = make_family_model(tmp_path / "single", "qwen3_5_moe")

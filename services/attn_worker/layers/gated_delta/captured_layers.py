@@ -7,6 +7,7 @@ import torch
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention, attention_layers
+from services.attn_worker.layers.gated_delta.no_attention import NoAttention
 from services.attn_worker.layers.gated_delta.triton_layers import TritonRecurrences
 from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -16,7 +17,9 @@ from services.common.model_config import ModelConfig
 class CapturableLayeredAttention(LayeredAttention):
     """A CapturableAttention of two backends that can be captured."""
 
-    def __init__(self, attention: CapturableAttention, gated_delta: TritonRecurrences, spec: KVCacheSpec) -> None:
+    def __init__(
+        self, attention: CapturableAttention | NoAttention, gated_delta: TritonRecurrences, spec: KVCacheSpec
+    ) -> None:
         super().__init__(attention, gated_delta, spec)
         self._capturable, self._captured_states = attention, gated_delta
         layers = list(self._places)
@@ -49,15 +52,11 @@ def layered_triton_attention(
     max_num_tokens: int = 8192,
 ) -> CapturableLayeredAttention:
     """Both kinds of layers by Triton kernels; see `TritonRecurrences`. Raises CapacityError if memory is too small."""
-    attention = TritonAttention(
-        attention_layers(config),
-        spec.attention_layers(),
-        dtype,
-        device,
-        max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_tokens=max_num_tokens,
-    )
-    limits = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
+    of_attention, limits = spec.attention_layers(), {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
+    attention: CapturableAttention | NoAttention = NoAttention(of_attention, device)
+    if of_attention.num_layers:
+        attention = TritonAttention(
+            attention_layers(config), of_attention, dtype, device, max_model_len, **limits
+        )
     gated_delta = TritonRecurrences(spec, dtype, device, **limits)
     return CapturableLayeredAttention(attention, gated_delta, spec)

@@ -14,6 +14,7 @@ import torch
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers.gated_delta.no_attention import NoAttention
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -89,7 +90,10 @@ def layered_torch_attention(
     config: ModelConfig, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> LayeredAttention:
     """Both kinds of layers in torch operations. Raises CapacityError if memory is too small."""
-    attention = TorchAttention(attention_layers(config), spec.attention_layers(), dtype, device, max_model_len)
+    of_attention = spec.attention_layers()
+    attention: AttentionBackend = NoAttention(of_attention, device)
+    if of_attention.num_layers:
+        attention = TorchAttention(attention_layers(config), of_attention, dtype, device, max_model_len)
     return LayeredAttention(attention, TorchRecurrences(spec, device), spec)
 
 

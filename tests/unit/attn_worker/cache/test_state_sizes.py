@@ -56,6 +56,17 @@ def test_states_take_as_much_as_sequences_need_and_half_of_the_room_for_checkpoi
     assert (event["num_state_slots"], event["bytes_per_state"]) == (num_slots, STATE_BYTES)
 
 
+def test_blocks_of_a_model_without_attention_count_the_tokens_of_all_sequences() -> None:
+    """They hold nothing, and are as many as sequences of any length need, up to a number."""
+    model = model_of(NEXT, 3)
+    assert len(model.config.recurrent_layers) == 3
+    for max_model_len, num_blocks in ((1000, 64 * 63), (10**6, 2**18)):
+        limits, section = StepLimits(64, 8192), AttentionSection(kv_cache_bytes=64 * GIB)
+        spec = make_cache_spec(section, replace(model, max_model_len=max_model_len), limits)
+        assert (spec.num_blocks, spec.block_bytes) == (num_blocks, 0)
+        assert spec.num_bytes == spec.num_state_slots * spec.state_bytes
+
+
 def test_too_little_room_for_the_states_of_all_sequences_says_what_to_change() -> None:
     section, model = AttentionSection(kv_cache_bytes=GIB), model_of(NEXT, 32)
     message = rf"the states of 64 sequences take {3 * 64 * STATE_BYTES} bytes.*kv_cache_bytes is {GIB}.*max_num_seqs"

@@ -37,7 +37,8 @@ class Attending:
         return self.attn_out[:num_tokens]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# transformers keeps what is behind a layer of Mamba 2, where no step has drafts.
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "mamba2"])
 @torch.inference_mode()
 def test_residuals_are_the_hidden_states_of_transformers(tmp_path: Path, variant: str) -> None:
     path = make_family_model(tmp_path, variant)
