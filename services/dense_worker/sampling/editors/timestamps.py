@@ -23,15 +23,18 @@ class Timestamps:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._table = torch.full((num_slots, 6), _NONE, dtype=torch.int64, device=device)
-        self._token_ids = torch.arange(vocab_size, device=device)
+        self._vocab_size = vocab_size
+        self._token_ids: torch.Tensor | None = None  # int64 [vocab_size], once a sequence has rules
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the rules, and what the output so far says."""
         rules, tokens = sequence.params.timestamps, list(sequence.output_token_ids)
         if rules is None:
             return False
+        if self._token_ids is None:
+            self._token_ids = torch.arange(self._vocab_size, device=self._table.device)
         times = [each for each in tokens if each >= rules.first_token_id]
-        last_initial = len(self._token_ids) if rules.last_initial_token_id is None else rules.last_initial_token_id
+        last_initial = self._vocab_size if rules.last_initial_token_id is None else rules.last_initial_token_id
         newest, second = ([_NONE, _NONE, *tokens])[:-3:-1]
         row = [rules.first_token_id, rules.end_token_id, last_initial, newest, second, times[-1] if times else _NONE]
         self._table[slot].copy_(upload(np.array(row, np.int64), self._table.device))
@@ -42,6 +45,7 @@ class Timestamps:
         device_rows, slots = rows.on_device
         first, end, last_initial, newest, second, latest = self._table[slots].T[..., None]  # [n, 1] each
         ids = self._token_ids
+        assert ids is not None, "rows of the step have rules"
         is_time, begins = ids >= first, newest == _NONE
         was_time = newest >= first
         is_paired = was_time & ((second >= first) | (second == _NONE))  # text comes next
