@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.families.base import read_base, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
-from services.common.families.llama import read_granite, read_mistral
+from services.common.families.llama import read_ernie4_5, read_granite, read_mistral
 from services.common.families.shape import (
     AttentionOptions,
     ClampedSwiglu,
@@ -84,6 +84,24 @@ def read_glm4_moe(fields: ConfigFields) -> ModelConfig:
     config = read_base(fields, allows_partial_rope=True)
     config = replace(config, qkv_bias=fields.flag("attention_bias"), qk_norm=fields.flag("use_qk_norm"))
     return with_grouped_experts(fields, config, renormalizes=fields.flag("norm_topk_prob"), is_sigmoid=True)
+
+
+def read_ernie4_5_moe(fields: ConfigFields) -> ModelConfig:
+    """ERNIE 4.5's mixtures: scores of experts by a softmax, with a bias for the choice; more experts for all tokens."""
+    fields.only("use_bias", False)
+    config, size = read_ernie4_5(fields), fields.size("moe_intermediate_size")
+    first, last, step = (fields[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
+    fields.ignore("moe_norm_min")  # the weights of chosen experts never add up to so little
+    num_shared = fields["moe_num_shared_experts"]
+    return _with_experts(
+        fields,
+        config,
+        intermediate_size=size,
+        renormalizes=True,
+        layers=tuple(i for i in range(config.num_layers) if first <= i <= last and (i + 1) % step == 0),
+        shared_intermediate_size=size * num_shared or None,
+        grouped=GroupedRouting(1, 1, multiplier=1.0, is_sigmoid=False, has_softmax_bias=True),
+    )
 
 
 def read_minimax_m2(fields: ConfigFields) -> ModelConfig:

@@ -435,6 +435,11 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
             down="w2",
         ),
     ),
+    "ernie4_5_moe": CheckpointNames(
+        of_experts=ExpertNames(
+            shared="mlp.shared_experts", router_bias="mlp.moe_statics.e_score_correction_bias"
+        )
+    ),
     "olmoe": _LLAMA,
     "dots1": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,

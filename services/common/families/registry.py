@@ -17,6 +17,7 @@ from services.common.families.encoder_decoder import (
 )
 from services.common.families.experts import (
     read_dots1,
+    read_ernie4_5_moe,
     read_glm4_moe,
     read_gpt_oss,
     read_granitemoe,
@@ -166,6 +167,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "bamba": Family("BambaForCausalLM", read_bamba),
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", read_granitemoehybrid),
     "nemotron_h": Family("NemotronHForCausalLM", read_nemotron_h),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", read_ernie4_5_moe),
     "olmoe": Family("OlmoeForCausalLM", read_olmoe),
     "dots1": Family("Dots1ForCausalLM", read_dots1),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", read_glm4_moe_lite),

@@ -292,6 +292,7 @@ class GroupedRouting:
     num_groups_per_token: int
     multiplier: float  # of the weights, at the end
     is_sigmoid: bool
+    has_softmax_bias: bool = False  # a learned bias is added to the softmax for the choice, too (ERNIE 4.5)
 
 
 @dataclass(frozen=True, slots=True)

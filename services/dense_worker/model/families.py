@@ -28,6 +28,7 @@ from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
 from services.dense_worker.model.allocator import WeightAllocator, optional_zeros
 from services.dense_worker.model.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
@@ -49,7 +50,7 @@ from services.dense_worker.model.layer import (
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed, UnitRows
-from services.dense_worker.parameters import Parameter, Source, StoredLayout
+from services.dense_worker.parameters import Conversion, Parameter, Source, StoredLayout, StoredTensor
 
 
 def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
@@ -322,8 +323,10 @@ def build_experts(
         bias = allocator.parameter("router_bias", options.num_experts, sources=sources)
     router: Router = SoftmaxRouter(weight, options.num_per_token, options.renormalizes, bias)
     if options.grouped is not None:
-        if options.grouped.is_sigmoid:
-            sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
+        if options.grouped.is_sigmoid or options.grouped.has_softmax_bias:
+            name, shapes = f"{layer}.{of_experts.router_bias}", ((num_experts,), (1, num_experts))  # one row in some
+            conversion = Conversion((StoredTensor((name,), FLOATS, shapes),), lambda loaded: loaded.tensor.flatten())
+            sources = (Source(name, num_experts, conversion),)
             bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
         router = GroupedRouter(weight, bias, options.num_per_token, options.renormalizes, options.grouped)
     elif options.is_beside_mlp:

@@ -353,6 +353,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm2": ("internlm2", {}),
     "qwen": ("qwen", {"num_key_value_heads": 4}),
     "skywork": ("skywork", {}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
     "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "dots1": (
         "dots1",
@@ -460,6 +471,8 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # states that last for a few dozens of tokens
                 torch.nn.init.normal_(parameter, mean=-2.5, std=0.5)
+            elif name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
             elif parameter.dim() == 1 or name.endswith("_bias"):  # stacked experts have biases in two dimensions
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
         for name, buffer in model.named_buffers():

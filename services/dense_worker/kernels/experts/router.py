@@ -67,7 +67,7 @@ class GroupedRouter:
     """Chooses experts in groups, by the sigmoid or softmax of their logits: see `GroupedRouting`. All in float32."""
 
     weight: Parameter  # [num_experts, hidden], in the model's dtype in every checkpoint
-    bias: Parameter | None  # float32 [num_experts], for the choice alone; only with the sigmoid
+    bias: Parameter | None  # float32 [num_experts], for the choice alone
     num_per_token: int
     renormalizes: bool
     routing: GroupedRouting
