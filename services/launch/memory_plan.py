@@ -95,22 +95,23 @@ def plan_memory(config: Config) -> list[Place]:
     drafts = list(_drafts(config, on_gpu=is_dense_on_gpu)) if has_dense else []
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
+    tier = _of_each(config, tier)
     has_tier = has_attention and tier_bytes > 0
     tiers = [tier] if has_tier and is_tier_in_memory else []
     host, num_ranks = [*tiers], config.dense.num_ranks
     if has_attention and not is_attention_on_gpu:
         num_bytes = config.attention.kv_cache_bytes * num_ranks
         mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)
-        host.append(_blocks(config, on_gpu=False) or Need("the KV cache", num_bytes, mend))
+        host.append(_of_each(config, _blocks(config, on_gpu=False) or Need("the KV cache", num_bytes, mend)))
     if not is_dense_on_gpu:
         host += weights + drafts
         host += [_workspaces(config, rank=0, num_parts=1)] if has_dense else []
-    num_processes = (has_dense + has_attention) * num_ranks + num_gateways(config)
+    num_processes = (has_dense + has_attention * config.attention.workers) * num_ranks + num_gateways(config)
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
     host += _standbys(config)
     places = [Place("host memory", available_bytes(), tuple(host), MORE)]
     if has_attention and SHM_DIR.is_dir():
-        shared = [*tiers] if is_dense_on_gpu else [*tiers, _region(config)]
+        shared = [*tiers] if is_dense_on_gpu else [*tiers, _of_each(config, _region(config))]
         last = "in a container raise --shm-size by {excess} bytes"
         places.append(Place(f"shared memory {SHM_DIR}", shutil.disk_usage(SHM_DIR).free, tuple(shared), last))
     if has_tier and not is_tier_in_memory:
@@ -143,10 +144,11 @@ def _gpus(config: Config, rank: int, weights: list[Need] | None) -> list[Place]:
         if is_shared:
             later += [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
         needs = [*of_dense, *(of_attention if is_shared else [])]
-        places.append(_gpu(config, dense_device, needs, later, 1 + is_shared, has_cache=is_shared))
+        num_workers = 1 + is_shared * config.attention.workers
+        places.append(_gpu(config, dense_device, needs, later, num_workers, has_cache=is_shared))
     if has_attention and not is_shared:
         later = [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
-        places.append(_gpu(config, attention_device, of_attention, later, 1, has_cache=True))
+        places.append(_gpu(config, attention_device, of_attention, later, config.attention.workers, has_cache=True))
     return [place for place in places if place is not None]
 
 
@@ -161,7 +163,7 @@ def _gpu(
     fraction = config.attention.kv_cache_memory_fraction
     left = gpu.free_bytes - sum(need.num_bytes for need in needs)
     if has_cache and (of_blocks := _blocks(config, on_gpu=True)) is not None:
-        needs.append(of_blocks)
+        needs.append(_of_each(config, of_blocks))
     elif has_cache and left > 0:
         num_bytes = int(left * fraction)
 
@@ -439,6 +441,15 @@ def _lower(key: str, value: int, least: int, count: int = 1) -> Mend:
         return f"{key} to {fitting} or less" if fitting >= least else None
 
     return mend
+
+
+def _of_each(config: Config, need: Need) -> Need:
+    """The same for each attention worker."""
+    count = config.attention.workers
+    if count == 1:
+        return need
+    what = f"{need.what} of {count} workers"
+    return Need(what, need.num_bytes * count, lambda excess: need.mend(-(-excess // count)))
 
 
 def _off(key: str, num_bytes: int) -> Mend:

@@ -38,7 +38,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("workers")
-    with running_cluster(directory, "attention.workers=2", is_warm=True) as cluster:
+    tier = f"attention.host_kv_bytes={2**25}"  # of each worker, which may read its blocks from there after a death
+    with running_cluster(directory, "attention.workers=2", tier, is_warm=True) as cluster:
         yield cluster
 
 

@@ -73,6 +73,8 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, host: int, shared: int = GIB) -
     ("settings", "host", "shared", "named"),
     [
         ((f"attention.kv_cache_bytes={GIB}",), GIB, GIB, "attention.kv_cache_bytes"),
+        (("attention.workers=3", f"attention.kv_cache_bytes={GIB}"), 2 * GIB, GIB, "attention.kv_cache_bytes"),
+        (("attention.workers=3", "attention.num_blocks=100000"), 2 * GIB, GIB, "attention.num_blocks"),
         ((f"attention.host_kv_bytes={GIB}", f"attention.kv_cache_bytes={2**20}"), GIB, GIB, "attention.host_kv_bytes"),
         ((f"attention.host_kv_bytes={2 * GIB}",), 2 * GIB, GIB, "attention.host_kv_bytes"),
         ((f"attention.host_kv_bytes={2 * GIB}",), GIB, 2 * GIB, "attention.host_kv_bytes"),
@@ -95,6 +97,19 @@ def test_the_proposed_value_is_the_greatest_that_fits(
     if value.isdecimal():
         with pytest.raises(CapacityError):
             check_memory(load_config(None, [*CPU, *settings, f"{named}={int(value) + 1}"]))
+
+
+def test_each_attention_worker_has_its_own_cache_and_region() -> None:
+    one, three = (
+        {
+            place.name: {need.what: need.num_bytes for need in place.needs}
+            for place in plan_memory(load_config(None, [*CPU, each]))
+        }
+        for each in ("attention.workers=1", "attention.workers=3")
+    )
+    for name, what in (("host memory", "the KV cache"), (f"shared memory {SHM_DIR}", "what the workers exchange")):
+        assert three[name][f"{what} of 3 workers"] == 3 * one[name][what] > 0
+    assert "3 processes" in one["host memory"] and "5 processes" in three["host memory"]
 
 
 def test_smaller_weights_are_proposed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
