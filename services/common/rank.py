@@ -106,6 +106,8 @@ def _with_layers(config: ModelConfig, layers: range) -> ModelConfig:
         parts,
         experts=parts.experts and replace(parts.experts, layers=renumbered(parts.experts.layers)),
         key_value_layers=renumbered(parts.key_value_layers),
+        layers_without_mlp=renumbered(parts.layers_without_mlp),
+        blocks=parts.blocks[first:end],
         layer_intermediate_sizes=parts.layer_intermediate_sizes[first:end],
     )
     windows = config.sliding_windows[first:end]

@@ -37,8 +37,20 @@ CPU = torch.device("cpu")
 BOUND = 2e-5  # as for one rank
 PROMPT = torch.randint(3, 96, (21,), generator=torch.Generator().manual_seed(5)).tolist()
 REFUSED = ("gemma4-shared",)  # `check_ranks` refuses inputs for each layer
-GATED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}  # each stage has some keys
-CHANGES = {"qwen3_next": GATED, "qwen3_5_moe": GATED}
+# Each stage has some keys.
+GATED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+MAMBA = {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2}
+CONVOLUTION = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+CHANGES = {
+    "qwen3_next": GATED,
+    "qwen3_5_moe": GATED,
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 2]},
+    "granitemoehybrid": MAMBA,
+    "granitemoehybrid-plain": MAMBA,
+    "nemotron_h": {"hybrid_override_pattern": "M*-M*-"},
+    "lfm2": CONVOLUTION,
+    "lfm2_moe": CONVOLUTION,
+}
 # Gated delta layers and latent attention, which tensor ranks do not have; positions and a norm of the embedding, a tied
 # head, logits that are capped, experts, sinks, and layers that differ.
 FEW = ("qwen3_next", "deepseek_v2", "gpt2", "bloom", "gemma2", "gpt_oss")
