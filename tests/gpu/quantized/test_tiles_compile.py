@@ -21,7 +21,9 @@ from triton.compiler import ASTSource
 from services.dense_worker.kernels.linear.quantized.operands import Codes
 from services.dense_worker.kernels.linear.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
 from services.dense_worker.kernels.linear.quantized.triton_block_tiles import _block_tiles_kernel
+from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import _skinny_quantized_kernel
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import _value_tiles_kernel
+from services.dense_worker.kernels.linear.triton_skinny import _skinny_kernel, choose_skinny_tiles
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -104,3 +106,24 @@ def test_tiles_of_codes_stay_in_registers(tiles: Tiles, tmp_path: Path) -> None:
     programs_per_sm = 2 if tiles == CODE_TILES[0] else 1
     ptx = check(_block_tiles_kernel, types, {"GROUP_SIZE": 128}, tiles, tmp_path, programs_per_sm)
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("num_rows", [16, 64])
+@pytest.mark.parametrize(("element", "sums"), [("*fp8e4nv", "f32.e4m3.e4m3"), ("*i8", "s32.s8.s8")])
+def test_few_rows_are_multiplied_as_codes(
+    element: str, sums: str, num_rows: int, is_gated: bool, tmp_path: Path
+) -> None:
+    chosen = choose_skinny_tiles(num_rows, 4096, is_gated, num_sms=132, itemsize=1)
+    tiles = Tiles(num_rows, 64, chosen.block_in, chosen.num_stages, 4, max_splits=8, num_splits=chosen.num_splits)
+    types: dict[str, str | None] = {"x": element, "weight": element, "x_scale": "*fp32", "weight_scale": "*fp32"}
+    constants = {"IS_GATED": is_gated, "ACTIVATION": "silu" if is_gated else None}
+    assert f"{num_rows}k32.{sums}" in check(_skinny_kernel, types, constants, tiles, tmp_path, 1)
+
+
+@pytest.mark.parametrize("num_rows", [16, 64])
+def test_few_rows_of_blocks_are_multiplied_as_codes(num_rows: int, tmp_path: Path) -> None:
+    tiles = Tiles(num_rows, 64, block_in=128, num_stages=4, num_warps=4, max_splits=8)
+    types: dict[str, str | None] = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scale": "*fp32", "scale": "*fp32"}
+    constants = {"CODES": int(Codes.E4M3), "GROUP_SIZE": 128, "DOT_SIZE": 128, "NUM_VERSIONS": 1, "IS_GATED": False}
+    assert f"{num_rows}k32.f32.e4m3.e4m3" in check(_skinny_quantized_kernel, types, constants, tiles, tmp_path, 2)
