@@ -72,6 +72,11 @@ class ModelLimits:
     sources: SourceReader | None = None  # None: the model has no encoder
     pictures: PictureReader | None = None  # None: pictures are refused
 
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of a prompt at most, and of its answer if both are read by the same layers."""
+        return self.max_model_len if self.sources is None else self.sources.encoder.max_source_len
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -406,10 +411,10 @@ def check_size(
         num_characters += len(message.suffix) + len(message.middle)
     for each in chat.messages:
         num_characters += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
-    most = limits.max_model_len * tokenizer.max_token_characters
+    most = limits.max_prompt_len * tokenizer.max_token_characters
     if num_characters > most:
         raise too_long(
-            limits.max_model_len,
+            limits.max_prompt_len,
             f"the text has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
             "messages" if message.WhichOneof("input") == "chat" else "prompt",
         )

@@ -53,11 +53,12 @@ class SourceReader:
             )
         if len(token_ids) > encoder.max_source_len:
             raise too_long(encoder.max_source_len, f"the encoder's prompt has {len(token_ids)}", "prompt")
-        if max(token_ids) >= encoder.vocab_size:
-            index = next(i for i, each in enumerate(token_ids) if each >= encoder.vocab_size)
-            raise InvalidRequest(
-                f"prompt[{index}] is {token_ids[index]}, must be below the encoder's {encoder.vocab_size}", "prompt"
-            )
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < encoder.vocab_size:
+                last = encoder.vocab_size - 1
+                raise InvalidRequest(
+                    f"prompt[{index}] is {token_id}, the encoder's vocabulary has 0 to {last}", "prompt"
+                )
         return Source.of(source_pb2.Source(tokens=source_pb2.SourceTokens(ids=token_ids)), len(token_ids))
 
     def read_sound(self, message: source_pb2.Source) -> Source:

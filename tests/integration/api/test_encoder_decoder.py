@@ -30,7 +30,14 @@ LENGTHS = (3, 40, 17, 64, 9, 30)
 @pytest.fixture(scope="module", params=["t5-gated", "bart"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     path = make_encoder_decoder(tmp_path_factory.mktemp("model"), request.param, seed=3)
-    settings = (f"model.path={path}", "scheduler.max_num_seqs=4", "scheduler.max_num_batched_tokens=50")
+    settings = (
+        f"model.path={path}",
+        "scheduler.max_num_seqs=12",
+        "scheduler.max_num_batched_tokens=50",
+        "attention.block_size=4",
+        "attention.num_blocks=56",  # so that twelve sequences have not enough, and some are preempted
+        "scheduler.policy=max_utilization",
+    )
     with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
         yield path, cluster
 
@@ -72,11 +79,13 @@ def test_streams_equal_transformers_over_the_death_of_each_worker(
     served: tuple[Path, Cluster], truth: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     cluster = served[1]
-    expected = [true_tokens(truth, prompt) for prompt in prompts]
-    assert [each.token_ids[0] for each in collect_all(cluster.gateway, messages(prompts))] == expected
+    expected = 2 * [true_tokens(truth, prompt) for prompt in prompts]
+    num_preemptions = cluster.dense_status().num_preemptions
+    assert [each.token_ids[0] for each in collect_all(cluster.gateway, messages(2 * prompts))] == expected
+    assert cluster.dense_status().num_preemptions > num_preemptions
     for role in ("dense_worker", "attn_worker"):
         pid = cluster.pid_of(role)
-        found = collect_all(cluster.gateway, messages(prompts), lambda pid=pid: os.kill(pid, signal.SIGKILL))
+        found = collect_all(cluster.gateway, messages(2 * prompts), lambda pid=pid: os.kill(pid, signal.SIGKILL))
         assert [each.token_ids[0] for each in found] == expected
         cluster.wait_idle()
         assert cluster.pid_of(role) != pid

@@ -20,7 +20,7 @@ async def llama_cpp_messages(
 ) -> list[gateway_pb2.GenerateRequest]:
     """One message per prompt. Raises `InvalidRequest`."""
     prompts = [await _read_prompt(each, tokenizer, limits) for each in body.prompts_given]
-    messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits.max_model_len)
+    messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits.max_prompt_len)
     bias, banned = await _read_biases(body, tokenizer, limits.vocab_size)
     for message in messages:
         if isinstance(body, InfillBody):
@@ -59,10 +59,10 @@ async def _read_prompt(
     if isinstance(given, str) or str not in map(type, given):
         return given  # type: ignore[return-value]
     texts = [each for each in given if isinstance(each, str)]
-    num_characters, most = sum(map(len, texts)), limits.max_model_len * tokenizer.max_token_characters
+    num_characters, most = sum(map(len, texts)), limits.max_prompt_len * tokenizer.max_token_characters
     if num_characters > most:
         limit = f"and a token at most {tokenizer.max_token_characters}"
-        raise too_long(limits.max_model_len, f"the texts have {num_characters} characters, {limit}", "prompt")
+        raise too_long(limits.max_prompt_len, f"the texts have {num_characters} characters, {limit}", "prompt")
     token_ids: list[int] = []
     for i, each in enumerate(given):
         if isinstance(each, str):

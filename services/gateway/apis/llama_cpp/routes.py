@@ -60,7 +60,7 @@ def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRou
             check_prompts(
                 body.prompts_given,
                 section.max_prompts,
-                limits.max_model_len,
+                limits.max_prompt_len,
                 are_cut=body.truncate_prompt_tokens is not None,
             )
             messages = await llama_cpp_messages(body, request_id, service.tokenizer, limits)

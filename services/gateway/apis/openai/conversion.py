@@ -50,7 +50,7 @@ def completion_messages(
         common.logprobs = _count(body.logprobs, body, limits)
     if body.echo:
         add_echo(common)
-    return messages_of(common, [*embeds, *body.prompts], request_id, limits.max_model_len)
+    return messages_of(common, [*embeds, *body.prompts], request_id, limits.max_prompt_len)
 
 
 def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gateway_pb2.GenerateRequest:

@@ -56,7 +56,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         check_prompts(
             body.prompts,
             section.max_prompts,
-            limits.max_model_len,
+            limits.max_prompt_len,
             are_cut=body.truncate_prompt_tokens is not None,
             num_embeds=len(body.embeds),
         )

@@ -47,7 +47,7 @@ def generate_messages(
     if params.echo:
         add_echo(common)
     add_features(common, body)
-    messages = messages_of(common, body.prompts, request_id, limits.max_model_len)
+    messages = messages_of(common, body.prompts, request_id, limits.max_prompt_len)
     for prompt_index, message in enumerate(messages):
         message.sampling.logprob_token_ids.extend(body.named_tokens(prompt_index))
     return messages

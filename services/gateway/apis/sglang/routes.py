@@ -46,7 +46,7 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
             check_prompts(
                 body.prompts,
                 section.max_prompts,
-                limits.max_model_len,
+                limits.max_prompt_len,
                 are_cut=body.sampling_params.truncate_prompt_tokens is not None,
             )
         messages = generate_messages(body, request_id, limits)
