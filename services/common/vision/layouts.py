@@ -8,9 +8,10 @@ from typing import Any
 from services.common.vision.gemma3 import SquareLayout
 from services.common.vision.layout import Layout
 from services.common.vision.llava import CropLayout
+from services.common.vision.pixtral import PixtralLayout
 from services.common.vision.qwen_vl import QwenLayout
 
-LAYOUTS: dict[str, type] = {each.__name__: each for each in (CropLayout, QwenLayout, SquareLayout)}
+LAYOUTS: dict[str, type] = {each.__name__: each for each in (CropLayout, PixtralLayout, QwenLayout, SquareLayout)}
 
 
 def describe(layout: Layout) -> dict[str, Any]:

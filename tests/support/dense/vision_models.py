@@ -105,6 +105,28 @@ VARIANTS: dict[str, Variant] = {
         "clip.image_processing_pil_clip",
         _CLIP_PROCESSOR,
     ),
+    "mistral3": Variant(
+        "Mistral3ForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+            "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "head_dim": 16,
+                "image_size": 64,
+                "patch_size": 4,
+            },
+        },
+        "PixtralImageProcessorPil",
+        "pixtral.image_processing_pil_pixtral",
+        {"size": {"longest_edge": 50}, "patch_size": {"height": 8, "width": 8}},  # of a token, as its processor passes
+    ),
     "qwen2_5_vl": Variant(
         "Qwen2_5_VLForConditionalGeneration",
         {
@@ -185,7 +207,7 @@ def true_logits(
     """The logits of all tokens, [num_tokens, vocab]; the picture's tokens stand in `token_ids` as often as needed."""
     ids = torch.tensor([list(token_ids)])
     given = dict(true_pixels(variant, pictures)) if pictures else {}
-    if not variant.startswith("llava"):
+    if variant not in ("llava", "mistral3"):
         name = "token_type_ids" if variant == "gemma3" else "mm_token_type_ids"
         given[name] = (ids == IMAGE_TOKEN_ID).long()
     given.pop("num_crops", None)

@@ -31,6 +31,7 @@ torch.set_num_threads(1)
 BOUND = 5e-5
 NUM_DECODED = 5
 CPU = torch.device("cpu")
+TOKEN_IDS = {"picture": IMAGE_TOKEN_ID, "[IMG_BREAK]": 6, "[IMG_END]": 7}
 
 
 class Prompt:
@@ -49,7 +50,8 @@ class Prompt:
             tiles = np.stack([np.asarray(tile) for tile in vision.layout.tiles_of(each, shape)])
             pictures.append(Picture(f"{len(pictures):02x}" + each.tobytes()[:31].hex(), shape, torch.from_numpy(tiles)))
             starts.append(len(self.token_ids))
-            self.token_ids += [IMAGE_TOKEN_ID] * shape.num_tokens
+            self.token_ids += [TOKEN_IDS[name] for name in vision.layout.tokens_of(shape, "picture")]
+            assert len(self.token_ids) == starts[-1] + shape.num_tokens
         with torch.inference_mode():
             outputs = tower.forward(pictures, vision.pixels) if pictures else []
         self.pictures = [

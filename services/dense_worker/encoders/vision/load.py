@@ -16,6 +16,7 @@ from services.common.vision.vision_config import PixelScale, TowerConfig, Vision
 from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
 from services.dense_worker.encoders.vision.llava import build_llava_tower
 from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.encoders.vision.pixtral import build_mistral3_tower
 from services.dense_worker.encoders.vision.qwen_vl import build_qwen2_5_tower, build_qwen3_tower
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.checkpoint import open_checkpoint
@@ -38,6 +39,7 @@ class Tower(Protocol):
 BUILDERS: dict[str, Callable[..., Tower]] = {
     "gemma3": build_gemma3_tower,
     "llava": build_llava_tower,
+    "mistral3": build_mistral3_tower,
     "qwen2_5_vl": build_qwen2_5_tower,
     "qwen3_vl": build_qwen3_tower,
 }

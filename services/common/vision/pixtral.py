@@ -1,0 +1,101 @@
+"""Mistral Small 3.1 with Pixtral's tower (arXiv:2410.07073): pictures of any size, whose rows end with a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from services.common.vision.layout import PictureShape
+from services.common.vision.vision_fields import VisionFields
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
+LOW_DETAIL_SIDE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PixtralTower:
+    """The sizes of the tower, and of what makes rows of the prompt of its output."""
+
+    num_layers: int  # that are computed
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    merge_size: int  # of the squares of patches that become a token
+    rope_theta: float
+    activation: str
+    text_norm_eps: float
+    width: int  # numbers in a row of the output
+    projector_activation: str
+    has_projector_bias: bool
+
+    def grid(self, shape: PictureShape) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return shape.height // self.patch_size, shape.width // self.patch_size
+
+    def num_patches(self, shape: PictureShape) -> int:
+        """How many rows the tower computes for a picture."""
+        return math.prod(self.grid(shape))
+
+    def num_outputs(self, shape: PictureShape) -> int:
+        """How many rows of the prompt it computes for a picture."""
+        return self.num_patches(shape) // self.merge_size**2
+
+
+@dataclass(frozen=True, slots=True)
+class PixtralLayout:
+    """A picture that is too large is made smaller; then both sides become multiples of a token's."""
+
+    unit: int  # pixels along a side of what becomes a token
+    longest_side: int
+    resample: int
+    marker: ClassVar[str] = ""
+    text: ClassVar[str] = ""
+    other_tokens: ClassVar[tuple[str, ...]] = (_BREAK, _END)
+
+    def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
+        longest = min(self.longest_side, LOW_DETAIL_SIDE) if is_low else self.longest_side
+        ratio = max(height, width) / longest
+        sides = [math.floor(side / ratio) if ratio > 1 else side for side in (height, width)]
+        rows, columns = (max(0, side - 1) // self.unit + 1 for side in sides)
+        return PictureShape(1, rows * self.unit, columns * self.unit, height, width, rows * (columns + 1))
+
+    def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
+        return [picture.resize((shape.width, shape.height), self.resample)]
+
+    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
+        rows, columns = shape.height // self.unit, shape.width // self.unit
+        line = [*[token] * columns, _BREAK]
+        return [*(line * rows)[:-1], _END]
+
+
+def read_mistral3(fields: VisionFields) -> tuple[PixtralTower, PixtralLayout]:
+    """The tower and the layout of a model's files."""
+    fields.only("model_type", fields.tower.get("model_type"), "pixtral")
+    layer, num_layers = fields.outer["vision_feature_layer"], fields.size("num_hidden_layers")
+    if type(layer) is not int or not -num_layers <= layer <= num_layers:
+        raise fields.error("vision_feature_layer", layer, f"expected one layer from {-num_layers} to {num_layers}")
+    patch, merge, text = fields.size("patch_size"), fields.outer["spatial_merge_size"], fields.outer["text_config"]
+    longest = (fields.processor.get("size") or {}).get("longest_edge", 1024)
+    if type(longest) is not int or longest < patch * merge:
+        raise fields.error("longest_edge", longest, f"expected a whole number of at least {patch * merge}")
+    tower = PixtralTower(
+        num_layers=layer if layer >= 0 else num_layers + 1 + layer,
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=fields.size("num_attention_heads"),
+        patch_size=patch,
+        merge_size=merge,
+        rope_theta=float(fields.tower["rope_parameters"]["rope_theta"]),
+        activation=fields.tower["hidden_act"],
+        text_norm_eps=float(text["rms_norm_eps"]),
+        width=text["hidden_size"],
+        projector_activation=fields.outer["projector_hidden_act"],
+        has_projector_bias=bool(fields.outer["multimodal_projector_bias"]),
+    )
+    return tower, PixtralLayout(patch * merge, longest, fields.resample)
