@@ -206,6 +206,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
 # Models of text and images, of which the text part is served: the architecture, by model_type.
 TEXT_PARTS: dict[str, str] = {
     "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",

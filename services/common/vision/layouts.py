@@ -8,10 +8,13 @@ from typing import Any
 from services.common.vision.gemma3 import SquareLayout
 from services.common.vision.layout import Layout
 from services.common.vision.llava import CropLayout
+from services.common.vision.llava_next import TiledLayout
 from services.common.vision.pixtral import PixtralLayout
 from services.common.vision.qwen_vl import QwenLayout
 
-LAYOUTS: dict[str, type] = {each.__name__: each for each in (CropLayout, PixtralLayout, QwenLayout, SquareLayout)}
+LAYOUTS: dict[str, type] = {
+    each.__name__: each for each in (CropLayout, PixtralLayout, QwenLayout, SquareLayout, TiledLayout)
+}
 
 
 def describe(layout: Layout) -> dict[str, Any]:
@@ -21,5 +24,9 @@ def describe(layout: Layout) -> dict[str, Any]:
 
 def layout_of(description: dict[str, Any]) -> Layout:
     """The layout of a description."""
-    fields = {name: tuple(each) if isinstance(each, list) else each for name, each in description["fields"].items()}
+    fields = {name: _as_tuples(each) for name, each in description["fields"].items()}
     return LAYOUTS[description["kind"]](**fields)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

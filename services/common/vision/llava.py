@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+Size = tuple[int, int]  # height and width
+
+
 @dataclass(frozen=True, slots=True)
 class LlavaTower:
     """CLIP's tower up to one of its layers, and two matrices."""
@@ -23,6 +26,13 @@ class LlavaTower:
     width: int  # numbers in a row of the output
     activation: str  # between the matrices
     has_bias: bool
+    resolutions: tuple[Size, ...] = ()  # of grids of tiles, height and width; empty: there is one tile
+
+    def tile_grid(self, shape: PictureShape) -> tuple[int, int]:
+        """Rows and columns of the tiles of a picture."""
+        size, side = (shape.original_height, shape.original_width), self.patches.image_size
+        height, width = best_resolution(size, self.resolutions)
+        return height // side, width // side
 
     @property
     def rows_of_tile(self) -> int:
@@ -97,3 +107,15 @@ def read_llava_tower(fields: VisionFields) -> LlavaTower:
         activation=fields.outer["projector_hidden_act"],
         has_bias=bool(fields.outer["multimodal_projector_bias"]),
     )
+
+
+def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
+    """The grid that keeps most of a picture's pixels; of several such the one with the fewest of its own."""
+    height, width = size
+
+    def suits(resolution: Size) -> tuple[int, int]:
+        scale = min(resolution[1] / width, resolution[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - resolution[0] * resolution[1]
+
+    return max(resolutions, key=suits)

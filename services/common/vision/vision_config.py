@@ -16,6 +16,7 @@ from services.common.json_files.read_json import read_json
 from services.common.vision.gemma3 import Gemma3Tower, read_gemma3
 from services.common.vision.layout import Layout
 from services.common.vision.llava import LlavaTower, read_llava
+from services.common.vision.llava_next import read_llava_next
 from services.common.vision.pixtral import PixtralTower, read_mistral3
 from services.common.vision.qwen_vl import QwenTower, read_qwen2_5_vl, read_qwen3_vl
 from services.common.vision.vision_fields import VisionFields
@@ -48,6 +49,7 @@ class VisionFamily:
 FAMILIES: dict[str, VisionFamily] = {  # by model_type of config.json
     "gemma3": VisionFamily(read_gemma3, HALF, HALF),
     "llava": VisionFamily(read_llava, CLIP_MEAN, CLIP_STD),
+    "llava_next": VisionFamily(read_llava_next, CLIP_MEAN, CLIP_STD),
     "mistral3": VisionFamily(read_mistral3, CLIP_MEAN, CLIP_STD),
     "qwen2_5_vl": VisionFamily(read_qwen2_5_vl, CLIP_MEAN, CLIP_STD),
     "qwen3_vl": VisionFamily(read_qwen3_vl, CLIP_MEAN, CLIP_STD),

@@ -105,6 +105,18 @@ VARIANTS: dict[str, Variant] = {
         "clip.image_processing_pil_clip",
         _CLIP_PROCESSOR,
     ),
+    "llava_next": Variant(
+        "LlavaNextForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "text_config": _LLAMA,
+            "vision_config": _CLIP,
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]],
+        },
+        "LlavaNextImageProcessorPil",
+        "llava_next.image_processing_pil_llava_next",
+        {**_CLIP_PROCESSOR, "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]},
+    ),
     "mistral3": Variant(
         "Mistral3ForConditionalGeneration",
         {
@@ -207,7 +219,7 @@ def true_logits(
     """The logits of all tokens, [num_tokens, vocab]; the picture's tokens stand in `token_ids` as often as needed."""
     ids = torch.tensor([list(token_ids)])
     given = dict(true_pixels(variant, pictures)) if pictures else {}
-    if variant not in ("llava", "mistral3"):
+    if variant not in ("llava", "llava_next", "mistral3"):
         name = "token_type_ids" if variant == "gemma3" else "mm_token_type_ids"
         given[name] = (ids == IMAGE_TOKEN_ID).long()
     given.pop("num_crops", None)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from services.common.vision.llava import LlavaTower
+from services.common.vision.llava_next import borders
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.vision.layer import ACTIVATIONS, multiply
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.parameters import Parameter, Source
 
 _NAME = "multi_modal_projector"
 
@@ -48,3 +50,34 @@ def build_llava_tower(config: LlavaTower, allocator: WeightAllocator) -> LlavaVi
         allocator.linear("first", hidden, (Projection(f"{_NAME}.linear_1", width),), Cut.OUT, bias),
         allocator.linear("second", width, (Projection(f"{_NAME}.linear_2", width),), Cut.OUT, bias),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LlavaNextVisionTower:
+    """LLaVA-NeXT: the first tile of a picture is all of it, the others are its parts, row by row."""
+
+    config: LlavaTower
+    tower: LlavaVisionTower
+    newline: Parameter  # [width]: the row at the end of each line of patches
+
+    def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> list[torch.Tensor]:
+        """Rows [num_tokens, width] of each picture."""
+        tiles = self.tower.tiles(pictures, pixels).split([each.shape.num_tiles for each in pictures])
+        return [self._arrange(own, picture) for own, picture in zip(tiles, pictures, strict=True)]
+
+    def _arrange(self, tiles: torch.Tensor, picture: Picture) -> torch.Tensor:
+        """tiles [num_tiles, rows_of_tile, width] -> the rows of the whole picture, then lines without its borders."""
+        shape, side = picture.shape, self.config.patches.num_columns
+        size = shape.original_height, shape.original_width
+        num_rows, num_columns = self.config.tile_grid(shape)
+        grid = tiles[1:].view(num_rows, num_columns, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        top, left = borders(size, (num_rows * side, num_columns * side))
+        inside = grid[top : len(grid) - top, left : grid.shape[1] - left]
+        lines = torch.cat((inside, self.newline.data.expand(len(inside), 1, -1)), dim=1)
+        return torch.cat((tiles[0], lines.flatten(0, 1)))
+
+
+def build_llava_next_tower(config: LlavaTower, allocator: WeightAllocator) -> LlavaNextVisionTower:
+    """The tower, uninitialised, with the names of its tensors in checkpoints."""
+    newline = allocator.parameter("newline", config.width, sources=(Source("image_newline", config.width),))
+    return LlavaNextVisionTower(config, build_llava_tower(config, allocator), newline)

@@ -14,7 +14,7 @@ from services.common.errors import ModelError
 from services.common.gpu import naming_what_needs_memory
 from services.common.vision.vision_config import PixelScale, TowerConfig, VisionConfig
 from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
-from services.dense_worker.encoders.vision.llava import build_llava_tower
+from services.dense_worker.encoders.vision.llava import build_llava_next_tower, build_llava_tower
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.pixtral import build_mistral3_tower
 from services.dense_worker.encoders.vision.qwen_vl import build_qwen2_5_tower, build_qwen3_tower
@@ -39,6 +39,7 @@ class Tower(Protocol):
 BUILDERS: dict[str, Callable[..., Tower]] = {
     "gemma3": build_gemma3_tower,
     "llava": build_llava_tower,
+    "llava_next": build_llava_next_tower,
     "mistral3": build_mistral3_tower,
     "qwen2_5_vl": build_qwen2_5_tower,
     "qwen3_vl": build_qwen3_tower,

@@ -1,0 +1,80 @@
+"""LLaVA-NeXT: a picture in the tiles of the grid that suits it best, and before them once more in one tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from services.common.vision.layout import PictureShape
+from services.common.vision.llava import LlavaTower, Size, best_resolution, read_llava_tower
+from services.common.vision.vision_fields import VisionFields
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+@dataclass(frozen=True, slots=True)
+class TiledLayout:
+    """The picture keeps its proportions, with black borders; tokens of borders are left out."""
+
+    side: int  # pixels along a side of a tile
+    resolutions: tuple[Size, ...]  # of grids of tiles
+    tile_columns: int  # patches along a side of a tile
+    rows_of_tile: int  # tokens of the tile with the whole picture
+    resample: int
+    marker: ClassVar[str] = ""
+    text: ClassVar[str] = ""
+    other_tokens: ClassVar[tuple[str, ...]] = ()
+
+    def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
+        rows, columns = (size // self.side for size in best_resolution((height, width), self.resolutions))
+        grid = rows * self.tile_columns, columns * self.tile_columns
+        top, left = borders((height, width), grid)
+        # Each line of patches ends with a token of its own.
+        num_tokens = self.rows_of_tile + (grid[0] - 2 * top) * (grid[1] - 2 * left + 1)
+        return PictureShape(1 + rows * columns, self.side, self.side, height, width, num_tokens)
+
+    def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
+        target_height, target_width = best_resolution((picture.height, picture.width), self.resolutions)
+        by_width, by_height = target_width / picture.width, target_height / picture.height
+        if by_width < by_height:
+            size = target_width, min(math.ceil(picture.height * by_width), target_height)
+        else:
+            size = min(math.ceil(picture.width * by_height), target_width), target_height
+        resized = picture.resize(size, self.resample)
+        left, top = (target_width - size[0]) // 2, (target_height - size[1]) // 2
+        padded = resized.crop((-left, -top, target_width - left, target_height - top))  # what is outside is black
+        tiles = [picture.resize((self.side, self.side), self.resample)]
+        for y in range(0, target_height, self.side):
+            tiles += [padded.crop((x, y, x + self.side, y + self.side)) for x in range(0, target_width, self.side)]
+        return tiles
+
+    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
+        return [token] * shape.num_tokens
+
+
+def borders(size: Size, grid: Size) -> Size:
+    """How many lines of patches above (and as many below), and to the left and right, belong to borders alone."""
+    height, width = size
+    if width / height > grid[1] / grid[0]:
+        return (grid[0] - int(round(height * (grid[1] / width), 7))) // 2, 0
+    return 0, (grid[1] - int(round(width * (grid[0] / height), 7))) // 2
+
+
+def read_llava_next(fields: VisionFields) -> tuple[LlavaTower, TiledLayout]:
+    """The tower and the layout of a model's files."""
+    tower = read_llava_tower(fields)
+    side, resolutions = tower.patches.image_size, fields.outer["image_grid_pinpoints"]
+    crop = fields.processor.get("crop_size") or {"height": side, "width": side}
+    fields.only("crop_size", (crop["height"], crop["width"]), (side, side))
+    fields.only("size", (fields.processor.get("size") or {}).get("shortest_edge", side), side)
+    fields.only("vision_feature_select_strategy", tower.keeps_class_token, False)
+    is_list = isinstance(resolutions, list | tuple) and len(resolutions) > 0
+    if not is_list or any(len(each) != 2 or any(size < side or size % side for size in each) for each in resolutions):
+        raise fields.error("image_grid_pinpoints", resolutions, f"expected pairs of multiples of {side}")
+    given = fields.processor.get("image_grid_pinpoints", resolutions)
+    fields.only("image_grid_pinpoints", [list(each) for each in given], [list(each) for each in resolutions])
+    pairs = tuple((height, width) for height, width in resolutions)
+    tower = replace(tower, resolutions=pairs)
+    return tower, TiledLayout(side, pairs, tower.patches.num_columns, tower.rows_of_tile, fields.resample)
