@@ -35,6 +35,12 @@ def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
     return with_grouped_experts(fields, config, renormalizes=fields.flag("norm_topk_prob"), is_sigmoid=True)
 
 
+def read_youtu(fields: ConfigFields) -> ModelConfig:
+    """Youtu-LLM: DeepSeek-V3's latent attention without experts."""
+    fields.ignore("embedding_initializer_range")
+    return _read_latent(fields, rotates_pairs=fields.flag("rope_interleave"))
+
+
 def read_glm4_moe_lite(fields: ConfigFields) -> ModelConfig:
     """GLM-4.7-Flash: DeepSeek-V3's layers, of which `mlp_layer_types` says which have experts."""
     fields.only("topk_method", "noaux_tc")

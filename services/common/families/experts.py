@@ -104,6 +104,15 @@ def read_ernie4_5_moe(fields: ConfigFields) -> ModelConfig:
     )
 
 
+def read_solar_open(fields: ConfigFields) -> ModelConfig:
+    """Solar Open: DeepSeek-V3's routing in all layers, one more expert for all tokens."""
+    config = read_base(fields, intermediate_size=fields.size("moe_intermediate_size"), allows_partial_rope=True)
+    config = replace(config, qkv_bias=fields.flag("attention_bias"))
+    fields.only("first_k_dense_replace", 0)
+    has_renormalized = fields.flag("norm_topk_prob")
+    return with_grouped_experts(fields, config, renormalizes=has_renormalized, is_sigmoid=True, num_plain=0)
+
+
 def read_minimax_m2(fields: ConfigFields) -> ModelConfig:
     """MiniMax-M2: DeepSeek-V3's routing without groups, partial rotation, norms of q and k over all heads."""
     fields.ignore("rotary_dim")  # transformers has made `partial_rotary_factor` of it

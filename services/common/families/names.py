@@ -440,6 +440,8 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
             shared="mlp.shared_experts", router_bias="mlp.moe_statics.e_score_correction_bias"
         )
     ),
+    "solar_open": _DEEPSEEK,
+    "youtu": _LLAMA,
     "olmoe": _LLAMA,
     "dots1": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
-from services.common.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
+from services.common.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite, read_youtu
 from services.common.families.encoder_decoder import (
     read_bart,
     read_fsmt,
@@ -27,6 +27,7 @@ from services.common.families.experts import (
     read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
+    read_solar_open,
 )
 from services.common.families.fields import ConfigFields
 from services.common.families.gated_delta import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
@@ -168,6 +169,8 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", read_granitemoehybrid),
     "nemotron_h": Family("NemotronHForCausalLM", read_nemotron_h),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", read_ernie4_5_moe),
+    "solar_open": Family("SolarOpenForCausalLM", read_solar_open),
+    "youtu": Family("YoutuForCausalLM", read_youtu),
     "olmoe": Family("OlmoeForCausalLM", read_olmoe),
     "dots1": Family("Dots1ForCausalLM", read_dots1),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", read_glm4_moe_lite),

@@ -364,6 +364,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_start_index": 1,
         },
     ),
+    "solar_open": (
+        "solar_open",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "youtu": (
+        "youtu",
+        {"q_lora_rank": 20} | {name: size for name, size in _LATENT.items() if not name.startswith("moe")},
+    ),
     "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "dots1": (
         "dots1",

@@ -80,6 +80,7 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("bamba", {"mamba_d_conv": 1}, "the convolution's size 1, expected at least 2"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi', supported: rope"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache 0, expected a whole number"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace 1, supported: 0"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias True, supported: False"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, supported: none"),
         ("dots1", {"scoring_func": "softmax"}, "scoring_func 'softmax', supported: sigmoid"),

@@ -31,7 +31,8 @@ CPU = torch.device("cpu")
 BOUND = 2e-5  # as for one rank: relative to the largest logit, in another order of sums
 PROMPT = torch.randint(3, 96, (21,), generator=torch.Generator().manual_seed(5)).tolist()
 # They have latent attention, gated layers, inputs for each layer, or a narrow embedding: `check_ranks` refuses them.
-REFUSED = ("deepseek", "kimi", "glm4_moe_lite", "qwen3_next", "qwen3_5", "gemma4-shared", "opt-350m", *RECURRENT)
+LATENT = ("deepseek", "kimi", "youtu", "glm4_moe_lite")
+REFUSED = (*LATENT, "qwen3_next", "qwen3_5", "gemma4-shared", "opt-350m", *RECURRENT)
 # Together they have all that is cut in a way of its own: fused and transposed tensors, heads that two ranks share,
 # experts one by one and stacked, a shared expert, sinks, ALiBi, biases, norms of heads, and a vocabulary of odd size.
 FEW = ("qwen2_moe", "gpt_oss", "falcon-7b", "bloom", "gpt2", "phi3", "olmo2")

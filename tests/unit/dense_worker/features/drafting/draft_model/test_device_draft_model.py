@@ -213,7 +213,8 @@ def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeyp
     drafting.check(drafts, sequences)
 
 
-OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "kimi", "dots1", "gemma4", "qwen3_", *RECURRENT)
+EXPERTS = ("mixtral", "gpt_oss", "minimax_m2", "dots1", "solar_open")
+OTHERS = (*EXPERTS, "deepseek", "kimi", "youtu", "gemma4", "qwen3_", *RECURRENT)
 SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(OTHERS)]
 
 
