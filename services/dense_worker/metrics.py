@@ -7,12 +7,13 @@ anyway are read when a scraper asks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from services.dense_worker.encoders.encoder_runs import EncoderCounts
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.rpc.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S
@@ -63,6 +64,10 @@ class DenseMetrics:
     def watch_experts(self, read_loads: Callable[[], dict[int, list[int]]]) -> None:
         """Adds the loads of experts by layer; `read_loads` is called on the scraper's thread."""
         self._registry.register(_ExpertCollector(read_loads))
+
+    def watch_encoders(self, counts: Mapping[str, EncoderCounts]) -> None:
+        """Adds the counts of encoders, by the names of their features; they are read on the scraper's thread."""
+        self._registry.register(_EncoderCollector(counts))
 
     def watch_caches(
         self, read_caches: Callable[[], list[CacheCounts]], read_names: Callable[[], dict[int, str]]
@@ -154,6 +159,39 @@ class _ExpertCollector:
             if any(counts):
                 imbalance.add_metric([str(layer)], max(counts) * len(counts) / sum(counts))
         yield imbalance
+
+
+class _EncoderCollector:
+    """Reads the counts of encoders when a scraper asks. The label is the name of a feature, such as "images"."""
+
+    def __init__(self, counts: Mapping[str, EncoderCounts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        needed = CounterMetricFamily(
+            "twostroke_dense_encoder_inputs",
+            "Inputs of an encoder, such as pictures, in prompts that began to be computed.",
+            labels=["encoder"],
+        )
+        computed = CounterMetricFamily(
+            "twostroke_dense_encoder_computed_inputs",
+            "Inputs that the encoder computed; the outputs of all others were kept.",
+            labels=["encoder"],
+        )
+        rows = CounterMetricFamily(
+            "twostroke_dense_encoder_computed_rows",
+            "Rows that the encoder computed, such as the patches of pictures.",
+            labels=["encoder"],
+        )
+        kept = GaugeMetricFamily(
+            "twostroke_dense_encoder_cache_bytes", "Bytes of outputs that are kept.", labels=["encoder"]
+        )
+        for name, counts in self._counts.items():
+            needed.add_metric([name], counts.num_hits)
+            computed.add_metric([name], counts.num_encoded)
+            rows.add_metric([name], counts.num_rows)
+            kept.add_metric([name], counts.num_bytes)
+        yield from (needed, computed, rows, kept)
 
 
 class _CachesCollector:

@@ -11,6 +11,7 @@ from services.dense_worker.features.sequence_feature import SequenceFeature
 
 if TYPE_CHECKING:
     from services.common.errors import TwostrokeError
+    from services.dense_worker.encoders.encoder_runs import EncoderCounts
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
@@ -35,6 +36,10 @@ class Feature:
 
     def start(self, post: Callable[[Event], None]) -> None:
         """Called once, when the engine exists. `post`, which any thread may call, tells the engine of an event."""
+
+    def encoder_counts(self) -> EncoderCounts | None:
+        """What its encoder does, for metrics; None: it has no encoder."""
+        return None
 
     def close(self) -> None:
         """Ends its threads."""

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.encoders.encoder_runs import EncoderCounts
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
@@ -98,6 +99,24 @@ def test_loads_of_experts_are_added_up_by_expert_and_compared_by_layer(
     assert registry.get_sample_value(tokens, {"expert": "1"}) == 1, "copies are made every 64 steps while some run"
     loads.on_step(make_stats(num_running=1), [], [])
     assert registry.get_sample_value(tokens, {"expert": "1"}) == 100
+
+
+def test_encoders_are_counted_by_name(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    counts = EncoderCounts(num_hits=5, num_encoded=2, num_rows=90, num_bytes=4096)
+    metrics.watch_encoders({"images": counts})
+    rows = {row.name: row for row in read_table() if row.name.startswith("twostroke_dense_encoder_")}
+    for name, expected in (
+        ("inputs_total", 5),
+        ("computed_inputs_total", 2),
+        ("computed_rows_total", 90),
+        ("cache_bytes", 4096),
+    ):
+        full_name = f"twostroke_dense_encoder_{name}"
+        assert registry.get_sample_value(full_name, {"encoder": "images"}) == expected
+        [family] = [each for each in registry.collect() if each.name == full_name.removesuffix("_total")]
+        row = Row(full_name, family.type, frozenset(["encoder"]), frozenset(["dense"]), family.documentation)
+        assert rows.pop(full_name) == row
+    assert not rows
 
 
 def test_sequence_time_is_queue_prefill_and_decode(registry: CollectorRegistry, metrics: DenseMetrics) -> None:

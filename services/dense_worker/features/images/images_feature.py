@@ -10,7 +10,7 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.dense_worker.backends import InputEmbeds
-from services.dense_worker.encoders.encoder_runs import EncodedSequence, EncoderRuns
+from services.dense_worker.encoders.encoder_runs import EncodedSequence, EncoderCounts, EncoderRuns
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.images.received_pictures import ReceivedPictures
@@ -142,6 +142,10 @@ class ImagesFeature(Feature):
         """The tower can run from now on."""
         if self.runs is not None:
             self.runs.start(post)
+
+    def encoder_counts(self) -> EncoderCounts | None:
+        """What the tower does."""
+        return None if self.runs is None else self.runs.counts
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceImages | None:
         """The pictures that the spec names, which the stream has sent."""
