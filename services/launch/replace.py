@@ -60,11 +60,12 @@ class DenseReplacer:
         self,
         children: Children,
         dense_address: SwitchedAddress,
-        attention_address: str,
+        attention_address: str | None,
         make_child: Callable[[str, str, Config, ChildOptions], Child],
         standby: Standby,
         error_grace_s: float = ERROR_GRACE_S,
     ) -> None:
+        """attention_address: None if the model needs no attention worker"""
         self._children = children
         self._dense_address = dense_address
         self._attention_address = attention_address
@@ -213,7 +214,16 @@ class DenseReplacer:
     async def _check_service(self, new: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseInfo:
         """Raises `PeerError` if the attached new worker cannot serve."""
         timeout_s = new.config.peers.rpc_timeout_s
-        async with open_channel(self._attention_address, new.config.peers.max_message_bytes, new.tls) as channel:
+        if self._attention_address is not None:
+            await self._check_steps(self._attention_address, new, stub, timeout_s)
+        with _names_limit(f"the new dense worker, process {new.pid}, has not answered", timeout_s):
+            return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
+
+    async def _check_steps(
+        self, attention_address: str, new: Child, stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float
+    ) -> None:
+        """Raises `PeerError` if the attention worker runs no step."""
+        async with open_channel(attention_address, new.config.peers.max_message_bytes, new.tls) as channel:
             attention = attn_pb2_grpc.AttentionWorkerStub(channel)
             request = attn_pb2.GetStatusRequest()
             with _names_limit("the attention worker has not answered", timeout_s):
@@ -223,8 +233,6 @@ class DenseReplacer:
                     after = await attention.GetStatus(request, timeout=timeout_s)
                 if after.num_steps == before.num_steps:
                     raise PeerError(f"the new dense worker has completed no step within {timeout_s:g} s")
-        with _names_limit(f"the new dense worker, process {new.pid}, has not answered", timeout_s):
-            return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
 
     async def _or_end(
         self, work: Coroutine[Any, Any, Any] | grpc.aio.UnaryUnaryCall, new: Child, watcher: asyncio.Task[None]

@@ -18,6 +18,7 @@ import structlog
 
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key, service_manager_of_environment
+from services.common.encoders.encoder_types import is_encoder
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.launch.addresses import check_addresses, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
@@ -134,9 +135,8 @@ class Launcher:
         replacer = None
         if DENSE_ROLE in addresses:
             standby = self._standbys[DENSE_ROLE]
-            replacer = DenseReplacer(
-                self._children, addresses[DENSE_ROLE], config.attention.address, make_child, standby
-            )
+            attention_address = None if is_encoder(config.model.path) else config.attention.address
+            replacer = DenseReplacer(self._children, addresses[DENSE_ROLE], attention_address, make_child, standby)
         attention_workers = None
         if has_several(config) and len(addresses) == len(SECTIONS):
             standby = self._standbys[DENSE_ROLE]

@@ -17,6 +17,7 @@ from tests.support.cluster import (
     REQUEST_TIMEOUT_S,
     Cluster,
     children_of,
+    ctl,
     free_port,
     running_cluster,
     runs_role,
@@ -133,6 +134,20 @@ def test_a_killed_worker_changes_nothing(served: Served) -> None:
     probs = torch.stack([wanted(served, text).sigmoid() for text in texts[:20]])
     found = torch.tensor([each["probs"] for each in data])
     torch.testing.assert_close(found, probs.repeat(50, 1), rtol=0, atol=TOLERANCE)
+
+
+def test_another_worker_takes_over_while_it_serves(served: Served) -> None:
+    texts = [" ".join(WORDS[i : i + 9]) for i in range(20)]
+    probs = torch.stack([wanted(served, text).sigmoid() for text in texts])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        replaced = pool.submit(ctl, served.cluster, "replace-dense", "--set", "dense.num_threads=1")
+        has_ended = False
+        while not has_ended:  # and once more after it
+            has_ended = replaced.done()
+            data = served.post("/classify", {"input": texts})["data"]
+            found = torch.tensor([each["probs"] for each in data])
+            torch.testing.assert_close(found, probs, rtol=0, atol=TOLERANCE)
+        assert replaced.result().returncode == 0, replaced.result().stderr
 
 
 def test_what_it_is_not_made_for_is_refused_by_name(served: Served) -> None:

@@ -68,12 +68,13 @@ class EncoderWorker:
         device = resolve_device(config.dense.device)
         use_device(device, config.dense.num_threads)
         await self._start_server(SequenceTracer(tracer))
-        if self._options.standby is not None:
-            self._servicer.status.state = dense_pb2.DenseStatus.STANDBY
-            await self._servicer.may_attach.wait()
-            self._servicer.status.state = dense_pb2.DenseStatus.LOADING
+        servicer, standby = self._servicer, self._options.standby
+        self._weights_hash = servicer.status.weights_hash = weights_hash(config)
+        if standby not in (None, "loaded"):  # loading takes a moment, and another copy of the weights much memory
+            servicer.status.state = dense_pb2.DenseStatus.STANDBY
+            await servicer.may_attach.wait()
+            servicer.status.state = dense_pb2.DenseStatus.LOADING
         self._encoder = await asyncio.to_thread(load, config, shape, pooling, device)
-        self._weights_hash = weights_hash(config)
 
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
@@ -102,8 +103,10 @@ class EncoderWorker:
         self._engine.start()
         self._opened.push_async_callback(asyncio.to_thread, self._engine.stop, STOP_GRACE_S)
         self._servicer.set_engine(self._engine, self._watchdog, [TextPooling()])
-        self._servicer.status.weights_hash = self._weights_hash
-        self._servicer.may_attach.set()
+        if standby is None:
+            servicer.may_attach.set()
+        state = dense_pb2.DenseStatus
+        servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
 
     async def run(self) -> None:
         """Serves until cancelled. Raises errors of the engine."""
