@@ -26,6 +26,11 @@ VARIANTS = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2}),
     "mistral-window": ("mistral", {"num_key_value_heads": 4, "sliding_window": 48}),
     "gemma2": ("gemma2", {"num_key_value_heads": 4, "sliding_window": 48, "query_pre_attn_scalar": 64}),
+    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    ),
 }
 MAX_MODEL_LEN, NUM_BLOCKS, MAX_NUM_TOKENS = 800, 2500, 1024
 
@@ -62,6 +67,8 @@ class DeterministicModel(WholeModel):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_a_text_are_the_same_in_200_random_steps(tmp_path: Path, variant: str, quantization: str) -> None:
     family, fields = VARIANTS[variant]
+    if quantization == "fp8" and "num_experts_per_tok" in fields:
+        pytest.skip("experts of other than 16 bits are refused")
     path = make_model_dir(tmp_path, family, **SIZES, **fields, num_hidden_layers=2, max_position_embeddings=1024)
     draw = random.Random(4)
     prefix = [draw.randrange(300) for _ in range(100)]
