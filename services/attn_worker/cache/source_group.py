@@ -1,7 +1,7 @@
 """`SourceGroup`: keys and values of encoders' outputs, which the cross attention of all sequences reads.
 
 They are written once, before the first step of the first sequence that reads them, and never change. So sequences with
-equal inputs, forks and beams share them, and one that comes later finds them while nobody else needs their slot.
+equal inputs share them, and one that comes later finds them while nobody else needs their slot.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ FLOORS = [
     {"resume", "vectors"},
     {"apis"},
 ]
-DIALECTS = {"anthropic", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke", "vectors"}
+DIALECTS = {"anthropic", "audio", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke"}
+DIALECTS |= {"vectors"}
 GATEWAY, APIS = "services.gateway.", "services.gateway.apis."
 
 
