@@ -132,7 +132,7 @@ def test_a_name_reaches_the_template(tmp_path: Path) -> None:
     assert asyncio.run(load_tokenizer(tmp_path).encode_chat(Chat([Message(**each) for each in chat]))) == expected
 
 
-def test_custom_code_in_a_directory_is_refused_without_a_prompt_to_the_user(
+def test_custom_code_in_a_directory_is_never_run_and_nobody_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions: list[str] = []
@@ -141,7 +141,9 @@ def test_custom_code_in_a_directory_is_refused_without_a_prompt_to_the_user(
     custom = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | custom))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(ModelError, match="custom code"):
+    load_tokenizer(tmp_path)  # tokenizer.json takes the place of the code
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="code"):
         load_tokenizer(tmp_path)
     assert not questions and not (tmp_path / "ran").exists()
 
