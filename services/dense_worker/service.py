@@ -95,8 +95,10 @@ class DenseWorker:
         if loads is not None:
             self._metrics.watch_experts(loads.read)
             observers.append(loads)
-        encoders = {each.name: each.encoder_counts() for each in self._model.features}
-        self._metrics.watch_encoders({name: counts for name, counts in encoders.items() if counts is not None})
+        counts = {each.name: each.encoder_counts() for each in self._model.features}
+        encoders = {name: each for name, each in counts.items() if each is not None}
+        if encoders:
+            self._metrics.watch_encoders(encoders)
         self._start_engine(observers)
         self._announce(bound_address)
 

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import httpx2
+import numpy as np
 import openai
 import pytest
 from transformers import AutoTokenizer
 
+from services.pb import triton_pb2_grpc
+from tests.support.clients.inference_messages import int32, message, output, texts
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.dense.vision_models import noise
@@ -113,6 +117,31 @@ def test_messages_and_responses_have_pictures(server: Server) -> None:
             model="model", input=[{"role": "user", "content": parts}], max_output_tokens=12, temperature=0
         )
         assert response.output_text and text.startswith(response.output_text)
+
+
+def test_triton_has_pictures_as_pixels_and_as_urls(server: Server) -> None:
+    turns: list[Turn] = [("user", [FIRST, "and", SECOND, "?"])]
+    text = rendered(turns)
+    tokenizer = AutoTokenizer.from_pretrained(server.model)
+    token_ids = expected_tokens(server.model, (tokenizer.bos_token or "") + text, pictures_of(turns), 12)
+    expected = tokenizer.decode(token_ids, skip_special_tokens=True)
+    pixels = np.asarray(FIRST)[None, None]
+    inputs = {"text_input": texts([text]), "max_tokens": int32([12]), "image_bytes_input": pixels}
+    inputs["exclude_input_in_output"] = np.array([[True]])
+    with grpc.insecure_channel(server.cluster.address) as channel:
+        infer = triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+        answer = infer(message("ensemble", inputs | {"image_url_input": texts([data_url(SECOND)])}))
+        assert output(answer, "text_output") == [expected]
+        with pytest.raises(grpc.RpcError, match="shape"):
+            infer(message("ensemble", inputs | {"image_bytes_input": pixels[..., :2]}))
+    transport = httpx2.HTTPTransport(uds=server.cluster.http_address.removeprefix("unix:"))
+    with httpx2.Client(transport=transport, base_url="http://gateway", timeout=60) as client:
+        urls = [data_url(FIRST), data_url(SECOND)]
+        body = {"text_input": text, "max_tokens": 12, "exclude_input_in_output": True, "image_url_input": urls}
+        answer = client.post("/v2/models/ensemble/generate", json=body).json()
+        assert answer["text_output"] == expected
+        refused = client.post("/v2/models/ensemble/generate", json=body | {"image_bytes_input": [1, 2, 3]})
+        assert refused.status_code == 400 and "image_url_input" in refused.json()["error"]
 
 
 def test_hostile_pictures_disturb_no_stream(server: Server) -> None:

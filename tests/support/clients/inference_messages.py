@@ -19,6 +19,7 @@ PROMPT_IDS = REFERENCE(PROMPT)["input_ids"]
 TOKENS = ids(" city in Łódź, 東京.")
 TYPES = {
     "int32": "INT32",
+    "uint8": "UINT8",
     "uint32": "UINT32",
     "uint64": "UINT64",
     "float16": "FP16",

@@ -19,6 +19,7 @@ INT = ("INT32", "UINT32")
 BOOL, FLOAT, TEXT, SEED = ("BOOL",), ("FP32",), ("BYTES",), ("UINT64", "INT64")
 ONE, MANY = (1,), (-1,)
 TABLE = ("FP32", "FP16", "BF16")
+PIXELS = ("UINT8",)
 NOTHING: tuple[Any, ...] = (0, False, "", None)
 
 
@@ -172,6 +173,8 @@ _TEXT_INPUTS = (
     InputSpec("stop_words", TEXT, MANY),
     *_generation_inputs({}),
     InputSpec("prompt_table_extra_id", SEED),
+    InputSpec("image_bytes_input", PIXELS, (-1, -1, -1, 3)),  # pictures of one size
+    InputSpec("image_url_input", TEXT, MANY),
     InputSpec("num_draft_tokens", INT, only=(0,)),
     InputSpec("use_draft_logits", BOOL, only=NOTHING),
 )
@@ -189,10 +192,8 @@ _REFUSED_TEXTS = _REFUSED | {
     "decoder_text_input",
     "embedding_bias_weights",
     "embedding_bias_words",
-    "image_bytes_input",
     "image_input",
     "image_sizes_input",
-    "image_url_input",
     "video_bytes_input",
 }
 

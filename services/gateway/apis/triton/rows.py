@@ -75,6 +75,8 @@ def row_of_json(model: ModelSpec, body: Mapping[str, Any], *, has_tables: bool =
         if spec.is_scalar and _count(values) != 1:
             raise InvalidRequest(f"{name} has {_count(values)} values, must have 1", name)
         shape = (1, *(-1 if size < 0 else size for size in spec.dims))
+        if shape.count(-1) > 2:
+            raise InvalidRequest(f"{name} is read from tensors alone: send files as image_url_input", name)
         if shape.count(-1) > 1:
             shape = _matrix_shape(name, values)
         flat = from_list(name, datatype, (_count(values),), values).values
