@@ -129,8 +129,6 @@ def check_encoder(config: Config, model: ModelConfig) -> None:
         ("scheduler.speculation", config.scheduler.speculation, "off"),
         ("dense.max_loras", config.dense.max_loras, 0),
         ("dense.quantization", config.dense.quantization, "checkpoint"),
-        ("attention.workers", config.attention.workers, 1),
-        ("attention.addresses", config.attention.addresses, ()),
         ("gateway.enable_prompt_embeds", config.gateway.enable_prompt_embeds, False),
     ):
         if value != allowed:

@@ -57,6 +57,24 @@ def _number_or_auto(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{quote(text)} is neither a number nor auto") from error
 
 
+def _num_images(text: str) -> int:
+    """The number of pictures in vLLM's JSON of limits. It may name other media with 0, since none are taken."""
+    try:
+        limits = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not JSON: {error}") from error
+    if not isinstance(limits, dict) or "image" not in limits:
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not an object with the key image")
+    for name, limit in limits.items():
+        if type(limit) is not int or limit < 0:
+            raise argparse.ArgumentTypeError(f"{quote(name)} is {show(limit)}, must be a number from 0")
+        if name != "image" and limit > 0:
+            raise argparse.ArgumentTypeError(f"{quote(name)} is {limit}, but only pictures are taken: it can be 0")
+    if limits["image"] == 0:
+        raise argparse.ArgumentTypeError("'image' is 0: --language-model-only takes no pictures")
+    return limits["image"]
+
+
 def _on(value: object = True) -> dict[str, object]:
     return {"": value}
 
@@ -103,6 +121,12 @@ FLAGS = (
         str,
         "TOKEN",
         is_list=True,
+    ),
+    Flag(
+        "--language-model-only",
+        ("model.images",),
+        "of a model that sees pictures only the text part is loaded",
+        _on(False),
     ),
     Flag("--seed", ("model.dummy_seed",), "of random weights; for answers each request has its own", int, "N"),
     Flag(
@@ -176,6 +200,26 @@ FLAGS = (
         "requests may have chat templates of their own",
         _on(),
     ),
+    Flag(
+        "--limit-mm-per-prompt",
+        ("gateway.max_images",),
+        'pictures in one request, such as {"image": 4}',
+        _num_images,
+        "JSON",
+    ),
+    Flag(
+        "--allowed-media-domains",
+        ("gateway.image_hosts",),
+        "hosts from which pictures are fetched by URL; unlike vLLM, from none without this",
+        str,
+        "HOST",
+        is_list=True,
+    ),
+    Flag("--max-image-bytes", ("gateway.max_image_bytes",), "size of a picture's file", int, "N"),
+    Flag("--max-image-pixels", ("gateway.max_image_pixels",), "of a picture as it is sent", int, "N"),
+    Flag("--max-audio-bytes", ("gateway.max_audio_bytes",), "size of a file of sound", int, "N"),
+    Flag("--max-audio-seconds", ("gateway.max_audio_seconds",), "length of its sound", int, "N"),
+    Flag("--max-inputs", ("gateway.max_inputs",), "inputs of one request for vectors, scores or classes", int, "N"),
     Flag("--max-num-seqs", ("scheduler.max_num_seqs",), "maximum number of sequences in one step", int, "N"),
     Flag("--max-num-batched-tokens", ("scheduler.max_num_batched_tokens",), "the same of tokens", int, "N"),
     Flag(

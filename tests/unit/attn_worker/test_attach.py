@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from services.attn_worker import build as build_module
 from services.attn_worker import servicer as servicer_module
-from services.attn_worker.attach_request import read_recurrences, read_sinks
+from services.attn_worker.attach_request import read_recurrences, read_relative_bias, read_sinks
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
@@ -25,7 +25,7 @@ from services.channel import Channel
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError, DeviceError, InvalidRequest, PeerError
-from services.common.families.shape import GatedDelta
+from services.common.families.shape import GatedDelta, RelativeBias
 from services.common.model_config import AttentionOptions, ModelConfig
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2
@@ -35,6 +35,8 @@ EPOCH = 0x5EA1_ED5E_0000_0001
 TIMEOUT_S = 60.0
 MODEL = resolve_model(ModelSection(), "cpu")
 NUM_SINKS = MODEL.config.num_layers * MODEL.config.num_heads
+BIAS = RelativeBias(num_buckets=8, max_distance=20)
+NUM_BIASES = BIAS.num_buckets * MODEL.config.num_heads
 
 
 class FakeContext:
@@ -299,6 +301,34 @@ def test_wrong_sinks_are_refused(has_sinks: bool, sinks: list[float], words: str
     config = dataclasses.replace(MODEL.config, attention=AttentionOptions(has_sinks=has_sinks))
     with pytest.raises(InvalidRequest, match=words):
         read_sinks(make_request(sinks=sinks), config)
+
+
+@pytest.mark.parametrize(
+    ("has_bias", "values", "words"),
+    [
+        (False, [0.5], "has 1 relative biases, the model calls for 0"),
+        (True, [], f"has 0 relative biases, the model calls for {NUM_BIASES}"),
+        (True, [0.5] * (NUM_BIASES + 1), f"has {NUM_BIASES + 1} relative biases, the model calls for {NUM_BIASES}"),
+        (
+            True,
+            [0.5] * (NUM_BIASES - 1) + [math.nan],
+            f"bucket {BIAS.num_buckets - 1} and head {MODEL.config.num_heads - 1} is nan, expected a finite number",
+        ),
+        (True, [math.inf] * NUM_BIASES, "relative bias of bucket 0 and head 0 is inf"),
+    ],
+)
+def test_wrong_relative_biases_are_refused(has_bias: bool, values: list[float], words: str) -> None:
+    attention = AttentionOptions(relative_bias=BIAS if has_bias else None)
+    config = dataclasses.replace(MODEL.config, attention=attention)
+    with pytest.raises(InvalidRequest, match=words):
+        read_relative_bias(make_request(relative_bias=values), config)
+
+
+def test_relative_biases_are_read_by_bucket() -> None:
+    config = dataclasses.replace(MODEL.config, attention=AttentionOptions(relative_bias=BIAS))
+    rows = read_relative_bias(make_request(relative_bias=range(NUM_BIASES)), config)
+    assert [len(row) for row in rows] == [config.num_heads] * BIAS.num_buckets
+    assert [value for row in rows for value in row] == list(range(NUM_BIASES))
 
 
 def test_sinks_are_read_by_layer() -> None:
