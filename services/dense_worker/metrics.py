@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from services.dense_worker.encoders.encoder_runs import EncoderCounts
+from services.dense_worker.encoders.encoder import EncoderCounts
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.rpc.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S

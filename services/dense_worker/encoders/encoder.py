@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -57,3 +58,13 @@ class EncodedKey(NamedTuple):
 
     encoder: str  # the name of its feature
     hashes: tuple[str, ...]  # of all inputs of the sequence, in order; may be there twice
+
+
+@dataclass(slots=True)
+class EncoderCounts:
+    """What an encoder has done. Written on the engine thread; any thread may read it."""
+
+    num_hits: int = 0  # inputs of sequences that entered the cache whose output was there
+    num_encoded: int = 0  # inputs that were computed
+    num_rows: int = 0  # that were computed
+    num_bytes: int = 0  # of outputs that are kept now

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from services.common.errors import CapacityError, TwostrokeError
-from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, Input
+from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, EncoderCounts, Input
 from services.dense_worker.features.sequence_feature import SequenceFeature
 
 if TYPE_CHECKING:
@@ -33,16 +33,6 @@ class _Output:
     encoded: Encoded
     num_bytes: int
     num_users: int = 0  # sequences in the cache that may still read it
-
-
-@dataclass(slots=True)
-class EncoderCounts:
-    """What an encoder has done. Written on the engine thread; any thread may read it."""
-
-    num_hits: int = 0  # inputs of sequences that entered the cache whose output was there
-    num_encoded: int = 0  # inputs that were computed
-    num_rows: int = 0  # that were computed
-    num_bytes: int = 0  # of outputs that are kept now
 
 
 class EncoderRuns(Generic[Input]):

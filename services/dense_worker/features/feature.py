@@ -11,7 +11,7 @@ from services.dense_worker.features.sequence_feature import SequenceFeature
 
 if TYPE_CHECKING:
     from services.common.errors import TwostrokeError
-    from services.dense_worker.encoders.encoder_runs import EncoderCounts
+    from services.dense_worker.encoders.encoder import EncoderCounts
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView

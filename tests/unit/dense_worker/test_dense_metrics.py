@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.encoders.encoder_runs import EncoderCounts
+from services.dense_worker.encoders.encoder import EncoderCounts
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput

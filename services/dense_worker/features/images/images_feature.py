@@ -10,7 +10,8 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.dense_worker.backends import InputEmbeds
-from services.dense_worker.encoders.encoder_runs import EncodedSequence, EncoderCounts, EncoderRuns
+from services.dense_worker.encoders.encoder import EncoderCounts
+from services.dense_worker.encoders.encoder_runs import EncodedSequence, EncoderRuns
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.images.received_pictures import ReceivedPictures
