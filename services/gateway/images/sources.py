@@ -17,7 +17,7 @@ import httpx2
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
-from services.gateway.request.base64_text import decode_base64
+from services.gateway.resources.base64_text import decode_base64
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.pb import gateway_pb2
 

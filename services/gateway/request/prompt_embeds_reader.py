@@ -7,9 +7,9 @@ import asyncio
 import torch
 
 from services.common.errors import InvalidRequest
-from services.gateway.request.base64_text import decode_base64
 from services.gateway.request.context_length import too_long
 from services.gateway.request.torch_file import read_saved_tensor
+from services.gateway.resources.base64_text import decode_base64
 from services.lora.prompt_embeds import PromptEmbeds, make_prompt_embeds
 from services.pb import gateway_pb2
 

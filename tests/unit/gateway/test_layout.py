@@ -8,12 +8,13 @@ from tests.support.imports import MODULES, imports_of
 FLOORS = [
     {"resources"},
     {"text", "features"},
+    {"images"},
     {"request"},
     {"link"},
     {"access", "metrics"},
     {"adapters", "http"},
     {"core"},
-    {"resume", "vectors"},
+    {"resume", "sound", "vectors"},
     {"apis"},
 ]
 DIALECTS = {"anthropic", "audio", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke"}
