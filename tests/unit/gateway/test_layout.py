@@ -17,8 +17,9 @@ FLOORS = [
     {"resume", "sound", "vectors"},
     {"apis"},
 ]
-DIALECTS = {"anthropic", "audio", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke"}
-DIALECTS |= {"vectors"}
+DIALECTS = {
+    "anthropic", "audio", "llama_cpp", "openai", "responses", "server", "sglang", "triton", "twostroke", "vectors",
+}
 GATEWAY, APIS = "services.gateway.", "services.gateway.apis."
 
 
