@@ -179,6 +179,7 @@ async def running_gateway(
     connect_timeout_s: float = 20.0,
     model: Path = EMBEDDED_MODEL,
     max_loras: int = 0,
+    runner: Literal["auto", "pooling"] = "auto",
     options: ChildOptions | None = None,
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
@@ -192,7 +193,7 @@ async def running_gateway(
     config = Config(
         gateway=GatewaySection(address=address, http_address=http_address, **gateway_options),
         dense=DenseSection(address=dense_address, max_loras=max_loras),
-        model=ModelSection(path=model),
+        model=ModelSection(path=model, runner=runner),
         peers=PeerSection(connect_timeout_s=connect_timeout_s),
     )
     if dense is not None:

@@ -45,17 +45,21 @@ class Admission:
         """Whether new requests are refused because the gateway is about to stop."""
         return self._is_draining
 
-    def open(self, caller: Caller) -> Ticket:
-        """Accepts a request. Raises `Draining`, `CapacityError` or `RateLimited`. The caller closes the ticket."""
+    def open(self, caller: Caller, *, is_part: bool = False) -> Ticket:
+        """Accepts a request. Raises `Draining`, `CapacityError` or `RateLimited`. The caller closes the ticket.
+
+        `is_part`: of a client's request that `Usage.open_request` has counted; only its tokens count further.
+        """
         if self._is_draining:
             raise Draining("the gateway is about to stop and accepts no new requests")
         self.check_queue(caller, 1, 1)  # at least one answer and one token
-        caller.usage.open_request()
+        if not is_part:
+            caller.usage.open_request()
         self._preparing.add(1)
         self._preparing_of[caller.number] += 1
         self.num_open += 1
         self._all_closed.clear()
-        return Ticket(self, caller)
+        return Ticket(self, caller, is_part=is_part)
 
     def check_queue(self, caller: Caller, num_answers: int, num_tokens: int) -> None:
         """Raises `CapacityError` if these do not fit. The limit of tokens does not apply to an empty queue.
@@ -130,10 +134,11 @@ class Admission:
 class Ticket:
     """What one request counts towards all limits, from its arrival until its end."""
 
-    def __init__(self, admission: Admission, caller: Caller) -> None:
+    def __init__(self, admission: Admission, caller: Caller, *, is_part: bool = False) -> None:
         self._admission = admission
         self._caller = caller
-        self._num_answers = 1
+        self._is_part = is_part
+        self._num_answers = 0 if is_part else 1  # that the caller's usage has open because of it
         self._is_preparing = True
         self._has_ended = False
         self._is_closed = False
@@ -147,9 +152,10 @@ class Ticket:
         usage = self._caller.usage
         self._end_preparation()
         self._admission.check_queue(self._caller, request.best_of, request.best_of * len(request.spec.prompt_token_ids))
-        usage.check_size(request.best_of)
-        usage.add_answers(request.best_of - 1)
-        self._num_answers = request.best_of
+        if not self._is_part:
+            usage.check_size(request.best_of)
+            usage.add_answers(request.best_of - 1)
+            self._num_answers = request.best_of
         usage.add_tokens(len(request.spec.prompt_token_ids))
 
     def at_close(self, callback: Callable[[], None]) -> None:

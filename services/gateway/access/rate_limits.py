@@ -84,11 +84,6 @@ class Usage:
         """Answers that all processes have under way."""
         return self._counts.open_answers.total
 
-    @property
-    def most_answers(self) -> int | None:
-        """How many answers it may have under way; None: any number."""
-        return self._limits.max_concurrent_answers
-
     def note_others(self) -> None:
         """Learns what other processes have counted. Call it every few seconds if there are any."""
         now_s = time.monotonic()

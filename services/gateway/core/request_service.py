@@ -165,18 +165,19 @@ class RequestService:
         prompt_name: str = "prompt",
         *,
         in_one_message: bool = False,
+        is_part: bool = False,
     ) -> Generation:
         """Checks and submits a request. The caller must close the generation. Raises a `TwostrokeError`.
 
         `num_other_logprobs`: log-probabilities of the other prompts of the same client's request, which count towards
         the limit too. `prompt_name`: the name of the prompt in error messages. `in_one_message`: whether the answers
-        are sent in one message of gRPC, which takes more memory.
+        are sent in one message of gRPC, which takes more memory. `is_part`: see `Admission.open`.
         """
         ticket = None
         span = self._tracer.start("request", message.traceparent)
         message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
-            ticket = self._admission.open(caller)
+            ticket = self._admission.open(caller, is_part=is_part)
             held, num_messages = HeldMemory(self.memory, caller.number), COPIES_OF_MESSAGES if in_one_message else 0
             ticket.at_close(held.release)
             num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)

@@ -2,7 +2,7 @@
 
 Each input is a request of its own to the dense worker, which batches it with all others. Those of one client's request
 are started one by one, so that thousands of them delay no stream, and only some of all requests are under way, by
-clients in turns.
+clients in turns. Towards the limits of an API key they are one request with one answer, and the tokens of all.
 """
 
 from __future__ import annotations
@@ -125,18 +125,21 @@ class Vectors:
                 raise InvalidRequest(
                     f"{field} has {len(inputs)} elements, must have 1 to {self.max_inputs} (gateway.max_inputs)", field
                 )
-            caller.usage.check_prompts(len(inputs), 1)
             num_bytes = 4 * service.model.hidden_size * len(inputs)
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
+            caller.usage.open_request()
         except TwostrokeError as error:
             service.metrics.on_rejected(error)
             raise
         results: list[PooledInput | None] = [None] * len(inputs)
         waiting, starting = iter(enumerate(inputs)), asyncio.Lock()
-        num_readers = min(len(inputs), MAX_AT_ONCE, caller.usage.most_answers or MAX_AT_ONCE)
-        await gather_or_cancel(
-            [self._read_some(waiting, options, caller, starting, results) for _ in range(num_readers)]
-        )
+        num_readers = min(len(inputs), MAX_AT_ONCE)
+        try:
+            await gather_or_cancel(
+                [self._read_some(waiting, options, caller, starting, results) for _ in range(num_readers)]
+            )
+        finally:
+            caller.usage.close_answers(1)
         return [each for each in results if each is not None]
 
     async def _read_some(
@@ -154,7 +157,7 @@ class Vectors:
                     await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
                     message = await self._message(each, options)
                     message.request_id = f"{options.request_id}-{index}" if len(results) > 1 else options.request_id
-                    generation = await self.service.start(message, caller, prompt_name=each.name)
+                    generation = await self.service.start(message, caller, prompt_name=each.name, is_part=True)
                 try:
                     _, prompt = await generation.completions()
                 finally:

@@ -19,6 +19,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
 
     A sequence ends at a stop token or at `max_tokens`; if the script ends earlier, the sequence gets no more tokens.
     The log-probability of a token is `fake_logprob` of its id; the next most likely tokens have the ids just below.
+    A sequence that asks for a vector ends with its `fake_vector`.
     With `errors[request_id] = (status_code, message)` that request is refused. `start` may be called after `kill`.
     """
 
@@ -139,6 +140,13 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                 sequence.is_started = True
                 output.started.add(seq_id=seq_id, num_cached_tokens=self.num_cached_tokens)
                 _report_prompt(submit, output)
+            if "pooling" in submit.spec.features:
+                vector = fake_vector(submit.spec.prompt_token_ids).astype("<f4").tobytes()
+                num_tokens = len(submit.spec.prompt_token_ids)
+                output.reports.add(seq_id=seq_id, feature="pooling", num_tokens=num_tokens, values=vector)
+                output.ended.add(seq_id=seq_id, reason=dense_pb2.SequenceEnd.LENGTH)
+                del running[seq_id]
+                continue
             if sequence.num_output_tokens == len(sequence.token_ids):
                 continue
             token_id = sequence.token_ids[sequence.num_output_tokens]
@@ -161,6 +169,11 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
 def fake_logprob(token_id: int) -> float:
     """A value that is exact in 32 bits, differs for every token, and is higher for lower ids."""
     return -(token_id + 1) / 1024
+
+
+def fake_vector(token_ids: Sequence[int]) -> np.ndarray:
+    """float32 [8]: another one for each list of token ids, of any length."""
+    return np.random.default_rng(list(token_ids)).standard_normal(8, np.float32)
 
 
 def _logprobs(token_id: int, num_top: int) -> sampling_pb2.TokenLogprobs:
