@@ -36,11 +36,12 @@ class HeldBytes:
 
 
 class Feature:
-    """There is one object of each, without state. A feature overrides what it needs. None goes with beam search."""
+    """There is one object of each, without state. A feature overrides what it needs."""
 
     name: str  # of the dense worker's feature, and in `SequenceSpec.features`
     field: str  # of `GenerateRequest` that asks for it
     is_of_prompt: bool = False  # just the first of several answers has it
+    goes_with_beams: bool = False  # a beam search may have it
 
     # Over HTTP, the field of the bodies that take all features; it has the same name. None: they do not have it.
     json_field: tuple[Any, FieldInfo] | None = None

@@ -11,6 +11,7 @@ class Images(Feature):
 
     name = "images"
     field = "messages"
+    goes_with_beams = True
 
     def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
         """None: what the dense worker is told is known when the pictures are decoded."""

@@ -35,11 +35,11 @@ def decode_beams(message: gateway_pb2.GenerateRequest, num_beams: int, num_answe
 
 
 def greedy_for_beams(
-    message: gateway_pb2.GenerateRequest, sampling: SamplingParams, asked: Sequence[str]
+    message: gateway_pb2.GenerateRequest, sampling: SamplingParams, refused: Sequence[str]
 ) -> SamplingParams:
     """The options without sampling. Raises `InvalidRequest` for the first one that a search would have to ignore.
 
-    asked: fields of the features that the message asks for
+    refused: fields of the features that the message asks for and a search cannot have
     """
     if not message.sampling.HasField("temperature") or sampling.top_k == 1:
         sampling = replace(sampling, temperature=0.0)
@@ -57,6 +57,6 @@ def greedy_for_beams(
             field = structure.field_name if name == "structured_output" and structure is not None else name
             shown = f" is {value:g}, which" if isinstance(value, int | float) else ""
             raise InvalidRequest(f"{field}{shown} cannot be used with beam search", field)
-    for name in (*(("stop",) if message.stop else ()), *asked):
+    for name in (*(("stop",) if message.stop else ()), *refused):
         raise InvalidRequest(f"{name} cannot be used with beam search", name)
     return sampling

@@ -262,7 +262,8 @@ async def read_request(
     if is_in_front:
         prompt_token_ids = [*table_ids, *prompt_token_ids]
     if has_beams:
-        sampling = greedy_for_beams(message, sampling, [each.field for each in FEATURES if each.name in features])
+        refused = [each.field for each in FEATURES if each.name in features and not each.goes_with_beams]
+        sampling = greedy_for_beams(message, sampling, refused)
     if source is not None:
         features[SOURCE] = source.input
     num_logprobs = message.logprobs if message.HasField("logprobs") else None
