@@ -158,7 +158,7 @@ class Session:
         self.ledgers[cache.cache_id] = BlockLedger(self.ledger.sliding_window, cache.num_blocks, cache.num_free_blocks)
         self.ledger = self._largest_ledger()
         for seq_id, num_blocks in cache.orphaned_blocks.items():
-            if num_blocks > self.orphaned_blocks.get(seq_id, 0):
+            if num_blocks > self.orphaned_blocks.get(seq_id, -1):  # with no blocks, too, it must be closed
                 self.orphaned_blocks[seq_id], self.orphan_caches[seq_id] = num_blocks, cache.cache_id
         if cache.orphaned_blocks:
             self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,6 +235,18 @@ def test_a_sequence_that_lacks_blocks_takes_them_from_others_of_its_worker() -> 
     assert preempted == {3}
     workers.run_until_idle()
     assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
+
+
+def test_what_an_earlier_dense_worker_left_is_closed_in_every_cache_even_if_it_has_no_blocks() -> None:
+    attachment = Attachment(1, 1, {}, BLOCK_SIZE, NUM_BLOCKS, NUM_BLOCKS, {1: 0, 2: 3}, MAX_MODEL_LEN)
+    scheduler = Scheduler(SchedulerLimits(6, 16, MAX_MODEL_LEN, 1000, "guaranteed_no_evict"))
+    others = (AttachedCache(1, NUM_BLOCKS, NUM_BLOCKS, {3: 0, 4: 2}),)
+    scheduler.begin(Session(replace(attachment, others=others)))
+    session = scheduler.session
+    assert {each: session.cache_of_orphan(each) for each in session.orphaned_blocks} == {1: 0, 2: 0, 3: 1, 4: 1}
+    scheduler.close_orphans()
+    published = scheduler.schedule()
+    assert published is not None and sorted(published.plan.close_seq_ids) == [1, 2, 3, 4]
 
 
 def test_a_new_worker_gets_the_next_sequence() -> None:
