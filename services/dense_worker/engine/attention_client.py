@@ -256,7 +256,7 @@ async def receive_answers(
 ) -> None:
     """Reads the answers of an attention worker until the attachment ends. Raises `Ended`."""
     try:
-        async for result in call:
+        while (result := await call.read()) is not grpc.aio.EOF:  # no iterator: it could not follow another `read`
             if result.is_leaving:
                 raise Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
             on_answer(decode_answer(result))

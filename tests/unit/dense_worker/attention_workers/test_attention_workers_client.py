@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -19,12 +23,13 @@ from services.dense_worker.attention_workers.attention_workers_client import (
     _Link,
 )
 from services.dense_worker.engine.attachment import AttachedCache
-from services.dense_worker.engine.attention_client import AttachOptions
-from services.pb import attn_pb2
-from services.step import PlanAccepted
-from services.step.codec import encode_accepted
+from services.dense_worker.engine.attention_client import AttachOptions, Ended, execute, receive_answers
+from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
+from services.step import PlanAccepted, SequenceOpened, StepPlan
+from services.step.codec import encode_accepted, encode_plan
 
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
+LIMIT_S = 30.0
 
 
 class Call:
@@ -38,6 +43,32 @@ class Call:
 
     async def read(self) -> attn_pb2.PlanAnswer:
         return encode_accepted(PlanAccepted(0, num_freed_blocks=5 * len(self.closed)))
+
+
+class Closing(attn_pb2_grpc.AttentionWorkerServicer):
+    """An attention worker over gRPC that answers each plan, until one closes nothing."""
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[step_pb2.StepPlan], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[attn_pb2.PlanAnswer]:
+        async for plan in request_iterator:
+            if not plan.close_seq_ids:
+                return
+            yield encode_accepted(PlanAccepted(plan.step_id, num_freed_blocks=5 * len(plan.close_seq_ids)))
+
+
+@contextlib.asynccontextmanager
+async def served(directory: Path) -> AsyncIterator[attn_pb2_grpc.AttentionWorkerStub]:
+    server = grpc.aio.server()
+    attn_pb2_grpc.add_AttentionWorkerServicer_to_server(Closing(), server)
+    address = f"unix:{directory}/attn.sock"
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield attn_pb2_grpc.AttentionWorkerStub(channel)
+    finally:
+        await server.stop(0)
 
 
 def make_link(cache_id: int, orphans: dict[int, int] | None = None, **reply: int) -> _Link:
@@ -77,6 +108,24 @@ def test_what_goes_on_elsewhere_is_closed_and_its_blocks_are_free() -> None:
     asyncio.run(run())
     call: Any = link.call
     assert (call.closed, link.cache.orphaned_blocks, link.cache.num_free_blocks) == ([1, 3], {2: 8}, 60)
+
+
+def test_a_worker_that_has_closed_sequences_answers_plans_by_the_same_stream(tmp_path: Path) -> None:
+    answers = list[SequenceOpened | PlanAccepted]()
+
+    async def run() -> None:
+        link = make_link(0, {1: 3, 2: 8})
+        async with served(tmp_path) as stub:
+            link.call = execute(stub, 1, 1)
+            await make_client()._close_others(link, ())
+            assert (link.cache.orphaned_blocks, link.cache.num_free_blocks) == ({}, 60)
+            await link.call.write(encode_plan(StepPlan(7, close_seq_ids=(9,))))
+            await link.call.write(encode_plan(StepPlan(8)))
+            with pytest.raises(Ended, match="the attention worker ended the stream of plans"):
+                await receive_answers(link.call, answers.append)
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    assert answers == [PlanAccepted(7, num_freed_blocks=5, errors={})]
 
 
 def test_the_last_worker_is_not_taken_away_and_an_unknown_one_is_named() -> None:

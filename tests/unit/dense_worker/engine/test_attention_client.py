@@ -42,10 +42,7 @@ class Call:
             opened = attn_pb2.SequenceOpened(seq_id=new.seq_id, num_held_blocks=1, error=self._refusal)
             self._answers.put_nowait(attn_pb2.PlanAnswer(opened=opened))
 
-    def __aiter__(self) -> Call:
-        return self
-
-    async def __anext__(self) -> attn_pb2.PlanAnswer:
+    async def read(self) -> attn_pb2.PlanAnswer:
         return await self._answers.get()
 
     def cancel(self) -> None:
@@ -160,7 +157,7 @@ def test_a_replaced_worker_notices_it_even_after_an_aborted_handoff() -> None:
     """Otherwise it would attach again at once and replace its successor."""
 
     class ReplacedCall(Call):
-        async def __anext__(self) -> attn_pb2.PlanAnswer:
+        async def read(self) -> attn_pb2.PlanAnswer:
             client.drop(ATTACHMENT, AttachmentEnd("the handoff was aborted", is_crash=True))
             await asyncio.sleep(0.05)
             metadata = grpc.aio.Metadata()
