@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
 from tests.support.dense.encoder_decoder_models import make_encoder_decoder
@@ -20,7 +22,10 @@ NUM_MEL_BINS = 8
 
 
 def make_speech_model(path: Path, seed: int = 0) -> Path:
-    """Writes a Whisper with windows of a second into `path`; returns `path`. Tokens below 50 are words."""
+    """Writes a Whisper with windows of a second into `path`; returns `path`. Tokens below 50 are words.
+
+    Its outputs end by themselves after some segments, as those of a model that was trained.
+    """
     make_encoder_decoder(
         path,
         "whisper",
@@ -33,6 +38,10 @@ def make_speech_model(path: Path, seed: int = 0) -> Path:
         pad_token_id=END,
         decoder_start_token_id=START,
     )
+    weights = load_file(path / "model.safetensors")
+    row = weights["model.decoder.embed_tokens.weight"][END]  # zeros, as that of any padding
+    row.copy_(0.3 * torch.randn(len(row), generator=torch.Generator().manual_seed(seed)))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     extractor = WhisperFeatureExtractor(feature_size=NUM_MEL_BINS, sampling_rate=RATE, chunk_length=WINDOW_S)
     extractor.save_pretrained(path)
     generation = {

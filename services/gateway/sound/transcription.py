@@ -25,7 +25,6 @@ from services.gateway.sound.speech_model import (
 from services.pb import gateway_pb2, sampling_pb2, source_pb2
 
 _NEVER = -100.0  # the bias of tokens that are no speech
-_SPECIAL_TOKENS = 4  # of a decoder's prompt, beside the text before
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Transcription:
         num_frames = 2 * sources.encoder.max_source_len
         self.language = await self._find_language(num_frames)
         task_tokens = self.model.task_tokens(self.options.task, self.language if self.model.languages else None)
-        most_before = self.service.limits.max_model_len // 2 - _SPECIAL_TOKENS
+        most_before = self.service.limits.max_model_len // 2 - 1  # as the paper's code
         before = await self._prompt_tokens()
         last_frame = math.ceil(self.sound.seconds / SECONDS_PER_STEP) * FRAMES_PER_STEP
         first_frame = 0
