@@ -80,7 +80,7 @@ class Decoder:
 
     async def _decode(self, encoded: Encoding) -> Picture:
         for _ in range(_MAX_KILLS):
-            process = self._idle.pop() if self._idle else self._start()
+            process = self._take()
             self._busy.add(process)
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -101,6 +101,15 @@ class Decoder:
                 if process not in self._idle:
                     process.kill()  # its thread then ends
         raise CapacityError(f"the process that decodes pictures was killed {_MAX_KILLS} times")
+
+    def _take(self) -> subprocess.Popen[bytes]:
+        """An idle process, or a new one. What has ended while it was idle is dropped."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.poll() is None:
+                return process
+            log.warning("an idle process that decodes pictures has ended", status=_end(process))
+        return self._start()
 
     def _keep(self, key: bytes, picture: Picture) -> None:
         if key in self._kept:  # it has come twice at the same time
