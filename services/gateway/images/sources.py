@@ -15,7 +15,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx2
 
 from services.common.config import GatewaySection
-from services.common.errors import InvalidRequest
+from services.common.errors import ConfigError, InvalidRequest
 from services.common.shorten import quote
 from services.gateway.resources.base64_text import decode_base64
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
@@ -34,7 +34,11 @@ class PictureSources:
     """Used in the event loop."""
 
     def __init__(self, section: GatewaySection) -> None:
-        self._hosts = frozenset(host.lower().strip("[]") for host in section.image_hosts)
+        """Raises `ConfigError` for a host in `gateway.image_hosts` that cannot exist."""
+        try:
+            self._hosts = frozenset(_in_ascii(host.lower().strip("[]")) for host in section.image_hosts)
+        except UnicodeError as error:
+            raise ConfigError(f"gateway.image_hosts is {list(section.image_hosts)!r}: {error}") from error
         self._timeout_s = section.image_timeout_s
         self._max_bytes = section.max_image_bytes
 
@@ -86,7 +90,7 @@ class PictureSources:
             ):
                 if response.status_code not in _REDIRECTS:
                     return await self._body_of(response, url)
-                url = urljoin(url, response.headers.get("location", ""))
+                url = _follow(url, response.headers.get("location", ""))
         raise InvalidRequest(f"{quote(url)} is behind more than {MAX_REDIRECTS} redirects", _FIELD)
 
     async def _body_of(self, response: httpx2.Response, url: str) -> bytes:
@@ -103,7 +107,7 @@ class PictureSources:
         """The host and the port of a URL that may be fetched."""
         try:
             parts = urlsplit(url)
-            host, port = (parts.hostname or "").lower(), parts.port
+            host, port = _in_ascii((parts.hostname or "").lower()), parts.port
         except ValueError as error:
             raise InvalidRequest(f"{quote(url)} is no URL: {error}", _FIELD) from error
         if parts.scheme not in _PORTS:
@@ -124,11 +128,25 @@ class PictureSources:
         )
 
 
+def _follow(url: str, location: str) -> str:
+    """Where a redirect leads. Raises `InvalidRequest` for what is no URL."""
+    try:
+        return urljoin(url, location)
+    except ValueError as error:
+        message = f"{quote(url)} redirects to {quote(location)}, which is no URL: {error}"
+        raise InvalidRequest(message, _FIELD) from error
+
+
+def _in_ascii(host: str) -> str:
+    """A host's name as DNS has it. Raises `UnicodeError`, a `ValueError`, for names that it cannot have."""
+    return host if host == ALL or ":" in host else host.encode("idna").decode()
+
+
 async def _resolve(host: str, port: int) -> str:
     """The first address of a host. Raises `InvalidRequest` unless all of them are public."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name can be like this
         raise InvalidRequest(f"the host {quote(host)} is not found: {error}", _FIELD) from error
     addresses = [str(entry[4][0]) for entry in found]
     for each in addresses:
@@ -138,7 +156,10 @@ async def _resolve(host: str, port: int) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to a machine on the internet, also if it is one within another, such as 6to4."""
+    """Whether an IP address belongs to a machine on the internet, also if it is one within another, such as 6to4.
+
+    What an IPv6 address of a retired or reserved kind means depends on the machine (::/96 was IPv4): it is none.
+    """
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo and found.teredo[1])
@@ -146,6 +167,8 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if found in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
             return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
+        if found.is_site_local or found.is_reserved:  # ::/96 is reserved
+            return False
     return found.is_global and not found.is_multicast
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.common.config import GatewaySection
-from services.common.errors import InvalidRequest
+from services.common.errors import ConfigError, InvalidRequest
 from services.gateway.images import sources
 from services.gateway.images.sources import PictureSources, is_public
 from services.pb import gateway_pb2
@@ -76,6 +76,8 @@ def test_data_urls_and_bytes() -> None:
         ("https://user:pw@example.com/a.png", "has a user name or password"),
         ("https://example.com:99999/a.png", "is no URL"),
         ("http://[::1/a.png", "is no URL"),
+        ("http://a..b/x", "is no URL"),
+        (f"http://{'a' * 70}.com/x", "is no URL"),
         ("https://example.com/" + "a" * 5000, "at most 4096"),
     ],
 )
@@ -101,6 +103,32 @@ def test_loopback_is_never_connected_to_whatever_it_is_called(host: str) -> None
     assert asyncio.run(main()) == 0
 
 
+@pytest.mark.parametrize("host", ["[fe80::1%a..b]", "a\0b"])
+def test_a_host_that_cannot_be_looked_up_is_not_found(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not found"):
+        asyncio.run(read(f"http://{host}/x", image_hosts=["*"]))
+
+
+def test_hosts_outside_ascii_are_compared_and_asked_as_dns_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`xn--mnchen-3ya` is the example of RFC 3492 with the German name of Munich."""
+
+    async def resolve(host: str, port: int) -> str:
+        return "127.0.0.1"
+
+    monkeypatch.setattr(sources, "_resolve", resolve)
+
+    async def main() -> list[str]:
+        async with serving(lambda path: ok(FILE)) as local:
+            for named in ("m\u00fcnchen.example", "xn--mnchen-3ya.example"):
+                url = f"http://M\u00fcnchen.example:{local.port}/"
+                assert await read(url, image_hosts=[named]) == FILE
+            return [host.partition(":")[0] for host in local.hosts]
+
+    assert asyncio.run(main()) == ["xn--mnchen-3ya.example"] * 2
+    with pytest.raises(ConfigError, match=r"gateway\.image_hosts is \['a\.\.b'\]"):
+        asyncio.run(read("http://a.b/", image_hosts=["a..b"]))
+
+
 @pytest.mark.parametrize(
     ("address", "expected"),
     [
@@ -108,6 +136,7 @@ def test_loopback_is_never_connected_to_whatever_it_is_called(host: str) -> None
         *((each, False) for each in ("0.0.0.0", "127.8.8.8", "224.0.0.1", "255.255.255.255", "198.18.0.1")),
         *((each, False) for each in ("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1")),
         *((each, False) for each in ("2002:7f00:1::", "64:ff9b::a00:1", "::ffff:169.254.169.254")),
+        *((each, False) for each in ("fec0::1", "::127.0.0.1", "::8.8.8.8", "64:ff9b:1::808:808", "240.0.0.1")),
         *((each, True) for each in ("8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808")),
     ],
 )
@@ -150,6 +179,7 @@ def test_redirects_are_checked_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
         "/loop": redirect("/loop"),
         "/away": redirect("http://169.254.169.254/latest"),
         "/local": redirect("file:///etc/passwd"),
+        "/broken": redirect("http://[bad"),
         "/none": b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
         "/large": ok(bytes(2000)),
     }
@@ -162,6 +192,7 @@ def test_redirects_are_checked_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
                 ("/loop", "more than 3 redirects"),
                 ("/away", "gateway.image_hosts does not name it"),
                 ("/local", "scheme 'file'"),
+                ("/broken", r"redirects to 'http://\[bad', which is no URL"),
                 ("/none", "answers 404"),
                 ("/large", "gateway.max_image_bytes is 1000"),
             ):
