@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from pathlib import Path
+
+from transformers import AutoTokenizer
 
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from tests.clients.environments import Environment
 from tests.clients.test_clients import PROGRAMS, needs, run
 from tests.support.chats.chat_models import make_chat_model, prompt_text, writes
-from tests.support.cluster import free_port
+from tests.support.cluster import free_port, running_cluster
+from tests.support.dense.vision_models import noise
 from tests.support.running_gateway import run as run_test
 from tests.support.running_gateway import running_gateway
+from tests.support.served_vision import Truth, Turn, make_served_vision_model, png
 from tests.support.workers.fake_dense import FakeDense
 
 CITY = {"city": 'Paris, "Île-de-France"\n'}
-CALL = f'<tool_call>\n{json.dumps({"name": "get_weather", "arguments": CITY})}\n</tool_call>'
+CALL = f"<tool_call>\n{json.dumps({'name': 'get_weather', 'arguments': CITY})}\n</tool_call>"
 
 
 @needs("anthropic")
@@ -104,3 +109,21 @@ def test_thinking_is_passed_back(tmp_path: Path) -> None:
 
     run_test(test())
     assert "<think>\nHm.\n</think>" in prompt_text(dense.submits[2]).replace("\n\n</think>", "\n</think>")
+
+
+@needs("anthropic")
+def test_a_picture(tmp_path: Path) -> None:
+    picture = noise(50, 37, 1)
+    turns: list[Turn] = [("user", [picture, "What is this?"])]
+    model, address = make_served_vision_model(tmp_path / "model"), f"127.0.0.1:{free_port()}"
+    settings = (f"model.path={model}", f"gateway.http_address={address}")
+    with running_cluster(tmp_path, *settings, is_warm=True):
+        python = Environment("anthropic").program("python")
+        data = base64.b64encode(png(picture)).decode()
+        got = json.loads(run([python, str(PROGRAMS / "anthropic_picture.py"), f"http://{address}", data]))
+    truth = Truth(model)
+    [token_ids], _ = truth.generate(turns, 12)
+    text = AutoTokenizer.from_pretrained(model).decode(token_ids, skip_special_tokens=True)
+    assert got["whole"] == got["streamed"] and got["whole"] and text.startswith(got["whole"])
+    assert got["input_tokens"] == [truth.num_prompt_tokens(turns)] * 3
+    assert "is none of PNG" in got["error"]

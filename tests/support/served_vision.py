@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoTokenizer, PreTrainedModel
 
 from services.common.config import EMBEDDED_MODEL
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, sampling_pb2
 from tests.support.dense.vision_models import load_true_model, make_vision_model, true_pixels
 
 IMAGE_TOKEN, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -107,6 +107,17 @@ def chat_message(turns: Sequence[Turn], max_tokens: int) -> gateway_pb2.Generate
     return message
 
 
+def beams_message(turns: Sequence[Turn], max_tokens: int, num_beams: int) -> gateway_pb2.GenerateRequest:
+    """A beam search after a chat, as `transformers.generate` has it by default, which returns all beams."""
+    message = chat_message(turns, max_tokens)
+    message.ClearField("sampling")
+    message.ClearField("ignore_eos")
+    message.n = message.best_of = num_beams
+    message.beam_search.length_penalty = 1.0
+    message.beam_search.early_stopping = sampling_pb2.EARLY_STOPPING_HEURISTIC
+    return message
+
+
 def png(picture: Image.Image) -> bytes:
     """The picture as a file."""
     buffer = io.BytesIO()
@@ -117,3 +128,58 @@ def png(picture: Image.Image) -> bytes:
 def data_url(picture: Image.Image) -> str:
     """The picture as a data URL."""
     return f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
+
+
+class Truth:
+    """What Hugging Face computes of chats with pictures."""
+
+    def __init__(self, path: Path, variant: str = "qwen2_5_vl") -> None:
+        self._path, self._variant = path, variant
+
+    @cached_property
+    def _model(self) -> Any:
+        return load_true_model(self._path, self._variant)
+
+    def _inputs(self, turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
+        pictures = pictures_of(turns)
+        given = dict(true_pixels(self._variant, pictures))
+        counts = [
+            int(grid.prod()) // self._model.config.vision_config.spatial_merge_size**2
+            for grid in given["image_grid_thw"]
+        ]
+        ids = torch.tensor([prompt_ids(self._path, rendered(turns), counts)])
+        mask = torch.ones_like(ids)
+        is_picture = (ids == self._model.config.image_token_id).long()
+        return {**given, "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": is_picture}
+
+    def num_prompt_tokens(self, turns: Sequence[Turn]) -> int:
+        """Of a chat, with those of its pictures."""
+        return self._inputs(turns)["input_ids"].shape[1]
+
+    @torch.inference_mode()
+    def generate(self, turns: Sequence[Turn], max_tokens: int, **options: Any) -> tuple[list[list[int]], list[float]]:
+        """The token ids of all answers, and the scores of beams."""
+        given = self._inputs(turns)
+        output = self._model.generate(
+            **given,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        rows = output.sequences[:, given["input_ids"].shape[1] :].tolist()
+        return rows, output.sequences_scores.tolist() if "num_beams" in options else []
+
+    @torch.inference_mode()
+    def logprobs(self, turns: Sequence[Turn], token_ids: Sequence[int]) -> list[float]:
+        """Of the tokens of an answer."""
+        given = self._inputs(turns)
+        start = given["input_ids"].shape[1]
+        answer = torch.tensor([list(token_ids)])
+        given["input_ids"] = torch.cat([given["input_ids"], answer], 1)
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        given["mm_token_type_ids"] = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(token_ids)))
+        rows = self._model(**given, use_cache=False).logits[0, start - 1 : -1].log_softmax(-1)
+        return rows.gather(1, answer[0, :, None])[:, 0].tolist()

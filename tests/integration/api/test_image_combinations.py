@@ -5,34 +5,29 @@ LoRA adapters, speculation, several attention workers, a host tier, and so few b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
-from services.pb import gateway_pb2, sampling_pb2
+from services.pb import gateway_pb2
 from tests.support.adapters import make_adapter, merge_adapter
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
-from tests.support.dense.vision_models import load_true_model, noise, true_pixels
+from tests.support.dense.vision_models import noise
 from tests.support.scrape import Scrape
 from tests.support.served_vision import (
+    Truth,
     Turn,
+    beams_message,
     chat_message,
     make_served_vision_model,
-    pictures_of,
-    prompt_ids,
-    rendered,
 )
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and the machine may be slow
 
-VARIANT = "qwen2_5_vl"
 FIRST, SECOND = noise(50, 37, 1), noise(20, 60, 2)
 TURNS: list[Turn] = [("user", ["What is ", FIRST, " beside ", SECOND, "?"])]
 NUM_BLOCKS, BLOCK_SIZE = 14, 16  # of each of two attention workers: little more than the longest stream needs
@@ -40,57 +35,6 @@ MAX_MODEL_LEN = 200
 NUM_STREAMS, NUM_LONG_TOKENS = 6, 100
 MAX_ROUNDS = 5  # until sequences give way
 TOLERANCE = 1e-3  # of log-probabilities: float32 sums in another order
-
-
-class Truth:
-    """What Hugging Face computes of chats with pictures."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _model(self) -> Any:
-        return load_true_model(self._path, VARIANT)
-
-    def _inputs(self, turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
-        pictures = pictures_of(turns)
-        given = dict(true_pixels(VARIANT, pictures))
-        counts = [
-            int(grid.prod()) // self._model.config.vision_config.spatial_merge_size**2
-            for grid in given["image_grid_thw"]
-        ]
-        ids = torch.tensor([prompt_ids(self._path, rendered(turns), counts)])
-        mask = torch.ones_like(ids)
-        is_picture = (ids == self._model.config.image_token_id).long()
-        return {**given, "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": is_picture}
-
-    @torch.inference_mode()
-    def generate(self, turns: Sequence[Turn], max_tokens: int, **options: Any) -> tuple[list[list[int]], list[float]]:
-        """The token ids of all answers, and the scores of beams."""
-        given = self._inputs(turns)
-        output = self._model.generate(
-            **given,
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **options,
-        )
-        rows = output.sequences[:, given["input_ids"].shape[1] :].tolist()
-        return rows, output.sequences_scores.tolist() if "num_beams" in options else []
-
-    @torch.inference_mode()
-    def logprobs(self, turns: Sequence[Turn], token_ids: Sequence[int]) -> list[float]:
-        """Of the tokens of an answer."""
-        given = self._inputs(turns)
-        start = given["input_ids"].shape[1]
-        answer = torch.tensor([list(token_ids)])
-        given["input_ids"] = torch.cat([given["input_ids"], answer], 1)
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-        given["mm_token_type_ids"] = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(token_ids)))
-        rows = self._model(**given, use_cache=False).logits[0, start - 1 : -1].log_softmax(-1)
-        return rows.gather(1, answer[0, :, None])[:, 0].tolist()
 
 
 @dataclass
@@ -151,12 +95,7 @@ def test_several_answers_with_log_probabilities(server: Server) -> None:
 
 
 def test_beams(server: Server) -> None:
-    message = chat_message(TURNS, 10)
-    message.ClearField("sampling")
-    message.ClearField("ignore_eos")
-    message.n = message.best_of = 3
-    message.beam_search.length_penalty = 1.0
-    message.beam_search.early_stopping = sampling_pb2.EARLY_STOPPING_HEURISTIC
+    message = beams_message(TURNS, 10, num_beams=3)
     found = server.ask(message).completions
     rows, scores = server.plain.generate(TURNS, 10, num_beams=3, num_return_sequences=3)
     assert [list(each.token_ids) for each in found] == rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from transformers import AutoTokenizer
 from services.pb import triton_pb2_grpc
 from tests.support.clients.inference_messages import int32, message, output, texts
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.dense.vision_models import noise
 from tests.support.served_vision import (
+    Truth,
     Turn,
+    beams_message,
     chat_message,
     data_url,
     expected_tokens,
@@ -33,7 +36,6 @@ pytestmark = pytest.mark.timeout(300)  # processes start several times, and the 
 FIRST, SECOND, THIRD = noise(50, 37, 1), noise(20, 60, 2), noise(64, 64, 3)
 NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
 BLOCK_SIZE = 16  # of the KV cache
-
 
 
 @dataclass
@@ -59,6 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "scheduler.max_num_batched_tokens": 64,
         "dense.max_encoder_rows": 160,  # two of the pictures, or one of the third
         "attention.num_blocks": 200,
+        "scheduler.max_beam_width": 3,
     }
     with running_cluster(directory, *(f"{key}={value}" for key, value in settings.items()), is_warm=True) as cluster:
         yield Server(cluster, model)
@@ -180,4 +183,24 @@ def test_streams_survive_kills(server: Server, roles: tuple[str, ...]) -> None:
     found = collect_all(server.cluster.gateway, messages, lambda: server.cluster.kill(*roles))
     for turns, each in zip(chats, found, strict=True):
         assert each.token_ids[0] == server.expected(turns, NUM_LONG_TOKENS)
+    server.cluster.wait_idle()
+
+
+def test_a_beam_search_survives_a_kill_of_both_workers(server: Server) -> None:
+    turns: list[Turn] = [("user", [FIRST, "What?"])]
+    rows, _ = Truth(server.model).generate(turns, NUM_LONG_TOKENS, num_beams=3, num_return_sequences=3)
+    message = beams_message(turns, NUM_LONG_TOKENS, num_beams=3)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(server.cluster.gateway.Generate, message, timeout=REQUEST_TIMEOUT_S)
+
+        def kill() -> None:
+            if not was_running:
+                was_running.append(answer.running())
+                server.cluster.kill("dense_worker", "attn_worker")
+
+        was_running: list[bool] = []
+        beside = chat_message([("user", [SECOND, "And?"])], NUM_LONG_TOKENS)
+        collect_all(server.cluster.gateway, [beside], kill)
+        assert [list(each.token_ids) for each in answer.result().completions] == rows
+    assert was_running == [True]
     server.cluster.wait_idle()
