@@ -18,6 +18,7 @@ log = structlog.get_logger()
 
 FORM_BYTES = 2**16  # of the fields of a form beside its file
 UPLOADS = ("/v1/audio/",)  # routes that take forms with files
+FORM_TYPE = "multipart/form-data"
 
 
 class Envelope:
@@ -57,7 +58,7 @@ class Envelope:
                 message["headers"] = [*message.get("headers", ()), *id_headers]
             await send(message)
 
-        limit = self._max_form_bytes if scope["path"].startswith(UPLOADS) else self._max_body_bytes
+        limit = self._max_form_bytes if _has_upload(scope) else self._max_body_bytes
         refusal = refusal or self._host_check.refuse(scope["headers"]) or _refuse_length(scope, limit)
         if refusal is not None:
             await error_response(refusal, scope)(scope, receive, send_with_id)
@@ -66,6 +67,16 @@ class Envelope:
             await self._app(scope, _limited(receive, limit), send_with_id)
         except Exception as error:
             log.debug("request ended by an error", request_id=request_id, error=repr(error))
+
+
+def media_type_of(scope: Scope) -> str:
+    """The type of a body, in lower case and without parameters; empty if the request names none."""
+    types = [value for name, value in scope["headers"] if name == b"content-type"]
+    return types[0].decode("latin-1").partition(";")[0].strip().lower() if types else ""
+
+
+def _has_upload(scope: Scope) -> bool:
+    return scope["path"].startswith(UPLOADS) and media_type_of(scope) == FORM_TYPE
 
 
 def _refuse_length(scope: Scope, limit: int) -> HTTPException | None:

@@ -84,7 +84,8 @@ def read_sound(data: bytes, sample_rate: int, max_seconds: float) -> np.ndarray:
             rate = file.samplerate
     except soundfile.SoundFileError as error:
         names = ", ".join(name for name in FORMATS if name != "WAVEX")
-        raise SoundError(f"the file cannot be decoded ({error}); formats: {names}") from error
+        why = error.error_string if isinstance(error, soundfile.LibsndfileError) else str(error)
+        raise SoundError(f"the file cannot be decoded ({why}); formats: {names}") from error
     if not num_frames:
         raise SoundError("the file has no samples")
     sound = np.concatenate(blocks)

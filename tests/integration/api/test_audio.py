@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests.support.speech import (
 LONG_S = 2.6  # several windows
 WHOLE_S = 80.0
 MAX_SECONDS = 90
+MAX_BYTES = 6_000_000  # more than gateway.max_body_bytes
 MAX_NEW_TOKENS = 29  # what the longest text before leaves of the decoder's 64 positions
 
 
@@ -37,9 +39,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    settings = (f"model.path={path}", f"gateway.max_audio_seconds={MAX_SECONDS}", "gateway.max_audio_bytes=6000000")
-    with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
+    limits = (f"gateway.max_audio_seconds={MAX_SECONDS}", f"gateway.max_audio_bytes={MAX_BYTES}")
+    with running_cluster(tmp_path_factory.mktemp("cluster"), f"model.path={path}", *limits, is_warm=True) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def http(cluster: Cluster) -> Iterator[httpx2.Client]:
+    transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
+    with httpx2.Client(transport=transport, base_url="http://localhost") as http:
+        yield http
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +206,7 @@ def test_wrong_fields_are_refused(path: Path, client: openai.OpenAI, fields: dic
 
 def test_a_large_body_and_an_unknown_model_are_refused(path: Path, client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
-        client.audio.transcriptions.create(model=path.name, file=("a.wav", bytes(6_100_000)))
+        client.audio.transcriptions.create(model=path.name, file=("a.wav", bytes(MAX_BYTES + 1)))
     assert refused.value.status_code == 413
     with pytest.raises(openai.NotFoundError):
         client.audio.transcriptions.create(model="whisper-1", file=upload(sound_of(0.2)))
@@ -205,8 +214,43 @@ def test_a_large_body_and_an_unknown_model_are_refused(path: Path, client: opena
         client.completions.create(model=path.name, prompt="w1 w2")
 
 
-def test_openapi_knows_the_routes(cluster: Cluster) -> None:
-    transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
-    with httpx2.Client(transport=transport) as http:
-        paths = json.loads(http.get("http://localhost/openapi.json").text)["paths"]
+@pytest.mark.parametrize("media_type", ["application/x-www-form-urlencoded", "application/json", None])
+def test_only_forms_with_files_are_read(http: httpx2.Client, media_type: str | None) -> None:
+    headers = {} if media_type is None else {"content-type": media_type}
+    answer = http.post("/v1/audio/transcriptions", content=b"&" * 1000, headers=headers)
+    assert answer.status_code == 415 and "must be multipart/form-data" in answer.json()["error"]["message"]
+    answer = http.post("/v1/audio/transcriptions", content=b"&" * MAX_BYTES, headers=headers)
+    assert answer.status_code == 413, "only an upload may have more than max_body_bytes"
+
+
+def test_a_body_that_is_no_form_is_not_waited_for(cluster: Cluster) -> None:
+    head = ["POST /v1/audio/translations HTTP/1.1", "host: localhost", "content-type: text/plain", "content-length: 9"]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(30)
+        connection.connect(cluster.http_address.removeprefix("unix:"))
+        connection.sendall("\r\n".join([*head, "", ""]).encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 415")
+
+
+@pytest.mark.parametrize(
+    ("form", "words", "param"),
+    [
+        ({"files": [("file", ("a.wav", b"1")), ("file", ("b.wav", b"2"))]}, "number of files is 1", "file"),
+        ({"files": [("file", ("a.wav", b""))]}, "the file is empty", "file"),
+        ({"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=b"}}, "the form cannot", None),
+        ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, "boundary", None),
+    ],
+    ids=["two", "empty", "broken", "boundary"],
+)
+def test_broken_forms_are_refused_as_other_requests(
+    http: httpx2.Client, form: dict, words: str, param: str | None
+) -> None:
+    answer = http.post("/v1/audio/transcriptions", **form)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
+    assert words in error["message"] and "object at" not in error["message"]
+
+
+def test_openapi_knows_the_routes(http: httpx2.Client) -> None:
+    paths = json.loads(http.get("/openapi.json").text)["paths"]
     assert {"/v1/audio/transcriptions", "/v1/audio/translations"} <= paths.keys()

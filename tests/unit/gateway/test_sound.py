@@ -36,7 +36,7 @@ def test_channels_are_averaged_and_rates_converted() -> None:
     ("data", "words"),
     [
         (b"", "cannot be decoded"),
-        (bytes(1000), "formats: WAV, FLAC, OGG, MP3"),
+        (bytes(1000), r"decoded \(Format not recognised\.\); formats: WAV, FLAC, OGG, MP3"),
         (file_of(np.zeros(RATE * 3, np.float32)), r"the sound has 3 s, at most 2 are possible"),
         (file_of(np.full(10, np.nan, np.float32), subtype="FLOAT"), "not finite"),
         (file_of(np.zeros(0, np.float32)), "has no samples"),

@@ -20,7 +20,7 @@ from services.gateway.apis.audio import formats
 from services.gateway.apis.shared.answer import events
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import ClientGone, while_connected
-from services.gateway.http.envelope import FORM_BYTES
+from services.gateway.http.envelope import FORM_BYTES, FORM_TYPE, media_type_of
 from services.gateway.http.errors import ERROR_RESPONSES, describe
 from services.gateway.sound.sound_reader import SoundReader
 from services.gateway.sound.speech_model import SpeechModel, Task
@@ -49,8 +49,16 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
     async def answer(request: Request, task: Task) -> Response:
         if speech is None:
             raise InvalidRequest(f"{service.names.first} reads text, not sound: it has no {request.url.path}", "model")
-        async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES) as form:
-            data, options, response_format, is_stream = await _read_form(form, request, task, section)
+        if (media_type := media_type_of(request.scope)) != FORM_TYPE:  # others are slow to parse, and have no files
+            raise HTTPException(415, f"content-type is {quote(media_type)}, must be {FORM_TYPE}")
+        try:
+            async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES) as form:
+                data, options, response_format, is_stream = await _read_form(form, request, task, section)
+        except HTTPException as error:
+            if error.status_code != 400:
+                raise
+            param = "file" if "files" in error.detail else None
+            raise InvalidRequest(f"the form cannot be read: {error.detail}", param) from error
         service.names_for(request.state.caller).check(options.model)
         if options.language is not None and speech.model.languages:
             speech.model.language_code(options.language)
@@ -149,6 +157,8 @@ async def _read_form(
     if file.size is not None and file.size > section.max_audio_bytes:
         limit = section.max_audio_bytes
         raise HTTPException(413, f"the file has {file.size} bytes, gateway.max_audio_bytes is {limit}")
+    if not file.size:
+        raise InvalidRequest("the file is empty", "file")
     for name, neutral in _UNSUPPORTED.items():
         if form.get(name) not in (None, "", *neutral):
             raise InvalidRequest(f"{name} is not supported", name.removesuffix("[]"))
