@@ -104,9 +104,27 @@ def test_pairs_are_cut_from_the_longer_text(served: Served) -> None:
     encoded = served.tokenizer(first, second, truncation=True, max_length=50, return_tensors="pt")
     with torch.inference_mode():
         score = served.model(**encoded).logits.sigmoid().item()
-    body = {"query": first, "documents": [second], "max_tokens_per_doc": 50}
+    body = {"query": first, "documents": [second], "truncate_prompt_tokens": 50}
     [found] = served.post("/rerank", body)["results"]
     assert found["relevance_score"] == pytest.approx(score, abs=TOLERANCE)
+
+
+def test_only_documents_lose_tokens_to_their_own_limit(served: Served) -> None:
+    """Also where the query is longer."""
+    query, documents = " ".join(WORDS[:20]), [" ".join(WORDS), "w5 w6 w7 w8 w9 w10", "w1 w2"]
+    body = {"query": query, "documents": documents, "max_tokens_per_doc": 5}
+    found = {each["index"]: each["relevance_score"] for each in served.post("/rerank", body)["results"]}
+    scores = [wanted(served, query, " ".join(each.split()[:5])).sigmoid().item() for each in documents]
+    assert [found[i] for i in range(3)] == pytest.approx(scores, abs=TOLERANCE)
+    assert len({round(each, 6) for each in scores}) == 3
+    many = " ".join([*WORDS, *WORDS])
+    encoded = served.tokenizer(query, many, truncation="only_second", max_length=96, return_tensors="pt")
+    with torch.inference_mode():
+        score = served.model(**encoded).logits.sigmoid().item()
+    [fitting] = served.post("/rerank", {"query": query, "documents": [many], "max_tokens_per_doc": 4096})["results"]
+    assert fitting["relevance_score"] == pytest.approx(score, abs=TOLERANCE)
+    error = served.post("/rerank", {"query": many, "documents": ["w1"], "max_tokens_per_doc": 4096}, 400)["error"]
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_inputs_may_have_as_many_tokens_as_there_are_positions(served: Served) -> None:

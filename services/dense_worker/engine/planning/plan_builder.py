@@ -19,7 +19,7 @@ class PlanBuilder:
 
     def __init__(self, num_tokens: int, num_logits: int, decodes: Decodes) -> None:
         """`decodes`: no rows"""
-        self.num_tokens = num_tokens  # the budget's remaining tokens
+        self.num_tokens = num_tokens  # the budget's remaining tokens; less than 0 behind a long output of an encoder
         self.num_logits = num_logits  # the budget's remaining rows
         self.decodes = decodes  # the step's first entries
         self.entries: list[PlanEntry] = []  # after these
@@ -66,6 +66,7 @@ class PlanBuilder:
         num_logits: number of the entry's last rows that need logits; num_blocks: blocks taken for its tokens;
         has_evicted: whether the sequence drops blocks
         """
+        assert num_tokens >= 1, f"an entry of {num_tokens} tokens"
         num_planned = num_tokens + len(drafts)
         seq_id = sequence.seq_id
         self.entries.append(PlanEntry(seq_id, sequence.num_computed_tokens, num_planned, num_logits, drafts))
@@ -78,17 +79,19 @@ class PlanBuilder:
         sequence.num_pending_tokens += num_logits > 0
         sequence.num_draft_tokens = len(drafts)
 
-    def write_source(self, sequence: Sequence) -> bool:
-        """Has the step write the output of a sequence's encoder, if its budget allows it; returns whether it does.
+    def room_beside(self, num_source_rows: int) -> int:
+        """How many tokens an entry may have in a step that also writes so many rows of an encoder's output for it.
 
-        A step writes at least one output, however long it is. The rows count as tokens.
+        The rows count as tokens, but a step's first output fits always, however long it is. 0 or less: no entry.
         """
-        if self.sources and sequence.num_source_rows >= self.num_tokens:
-            return False
-        self.sources.append((sequence.seq_id, sequence.num_source_rows))
-        self.num_tokens = max(1, self.num_tokens - sequence.num_source_rows)
-        sequence.needs_source = False
-        return True
+        if not self.sources and num_source_rows >= self.num_tokens:
+            return self.num_tokens
+        return self.num_tokens - num_source_rows
+
+    def write_source(self, seq_id: int, num_source_rows: int) -> None:
+        """Has the step write the output of the encoder of a sequence that has an entry in it."""
+        self.sources.append((seq_id, num_source_rows))
+        self.num_tokens -= num_source_rows
 
     def fork(self, parent_seq_id: int, child_seq_id: int, position: int) -> None:
         """Adds a fork; the step needs the parent to stay open."""
@@ -102,6 +105,7 @@ class PlanBuilder:
     def add_rows(self, sequence: Sequence, rows: SequenceOf[PlannedRow]) -> None:
         """Adds the rows of a sequence that has a row policy, all with as many tokens, and their forks."""
         num_tokens, num_logits = rows[0].entry.num_tokens, rows[0].entry.num_logits
+        assert num_tokens >= 1, f"entries of {num_tokens} tokens"
         self.seq_ids.add(sequence.seq_id)
         for entry, num_blocks, parent_seq_id, forced_token_ids in rows:
             if parent_seq_id is not None:

@@ -81,7 +81,10 @@ class StepPlanner:
         return step
 
     def _find_others(self, suspect: Sequence | None) -> tuple[list[Sequence], list[Prefill]]:
-        """The sequences without a row that need a single token, and those that need more, with their numbers."""
+        """The sequences without a row that need a single token, and those that need more, with their numbers.
+
+        Those whose encoder's output is missing are among the latter, so that it delays no stream.
+        """
         session = self._session
         decodes, prefills = list[Sequence](), list[Prefill]()
         for sequence in session.others:
@@ -92,7 +95,7 @@ class StepPlanner:
             if sequence.policy is not None and sequence.num_pending_tokens:
                 continue  # the result of its last step decides which rows go on
             num_remaining = sequence.num_remaining_tokens
-            if num_remaining > 1:
+            if num_remaining > 1 or (num_remaining and sequence.needs_source):
                 prefills.append((sequence, _num_to_compute(sequence)))
             elif num_remaining == 1:
                 decodes.append(sequence)
@@ -192,7 +195,8 @@ class StepPlanner:
         step.decodes = session.rows.advance(np.array(slots, np.int64), np.array(has_grown, bool))
 
     def _plan_prefills(self, step: PlanBuilder, prefills: list[Prefill], *, is_shared: bool) -> None:
-        """Divides the rest of the step among the sequences that need more than one token."""
+        """Divides the rest of the step among the sequences that need more than one token, or their encoder's output.
+        """
         shares = None  # how many tokens each prompt gets; None: as many as are left
         if is_shared and prefills:
             num_planned = count_rows(entry.sequence for entry in step.planned)
@@ -202,35 +206,45 @@ class StepPlanner:
             # A share may be less than one token for each row of a sequence: it needs the rest from those behind it.
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
-            num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
+            num_source_rows = self._rows_to_write(sequence)
+            room = step.room_beside(num_source_rows)
+            if room < 1:
+                continue
+            num_tokens = min(num_remaining if shares is None else shares[sequence], room)
             for feature in sequence.features:
-                num_tokens = feature.chunk(sequence.num_computed_tokens, num_tokens, step.num_tokens)
+                num_tokens = feature.chunk(sequence.num_computed_tokens, num_tokens, room)
             if num_tokens:
-                self._plan(step, sequence, num_tokens, is_last=num_tokens == sequence.num_remaining_tokens)
+                is_last = num_tokens == sequence.num_remaining_tokens
+                self._plan(step, sequence, num_tokens, is_last=is_last, num_source_rows=num_source_rows)
 
-    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
-        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for draft tokens."""
+    def _plan(
+        self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool, num_source_rows: int = 0
+    ) -> None:
+        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for draft tokens.
+
+        num_source_rows: rows of its encoder's output that the step has to write for it; then it gets no drafts
+        """
         if sequence.policy is not None and _has_forked(sequence):
             self._plan_rows(step, sequence, sequence.policy, num_tokens)
             return
-        drafts = self._drafting.propose(sequence, self._session, step) if is_last else ()
+        drafts = self._drafting.propose(sequence, self._session, step) if is_last and not num_source_rows else ()
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted in this plan
-        if sequence.needs_source and not self._plan_source(step, sequence):
-            return
         num_blocks = self._session.take_blocks(sequence, num_tokens + len(drafts))
         if num_blocks is None:
             self._give_up_blocks(step, sequence)
-        else:
-            has_evicted = self._session.evict_blocks(sequence)
-            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_evicted)
+            return
+        has_evicted = self._session.evict_blocks(sequence)
+        step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_evicted)
+        if num_source_rows:
+            step.write_source(sequence.seq_id, num_source_rows)
+        sequence.needs_source = False
 
-    def _plan_source(self, step: PlanBuilder, sequence: Sequence) -> bool:
-        """Has the step write what the sequence reads of its encoder; returns whether the sequence may run in it."""
-        if self._session.has_written(sequence):
-            sequence.needs_source = False
-            return True
-        return step.write_source(sequence)
+    def _rows_to_write(self, sequence: Sequence) -> int:
+        """Rows of its encoder's output that a step has to write before the sequence can run; mostly none."""
+        if not sequence.needs_source or self._session.has_written(sequence):
+            return 0
+        return sequence.num_source_rows
 
     def _plan_rows(self, step: PlanBuilder, sequence: Sequence, policy: RowPolicy, num_tokens: int) -> None:
         """Adds all rows of a sequence that has a policy, or nothing.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
 import numpy as np
+import pytest
 
+from services.pb import gateway_pb2
 from tests.support.clients.gateway_calls import ids
 from tests.support.clients.http_gateway import COMPLETIONS, with_client
 from tests.support.running_gateway import RunningGateway
@@ -71,3 +74,51 @@ def test_inputs_of_a_request_count_as_one_request_and_all_their_tokens(tmp_path:
         assert refused.status_code == 429 and "39 tokens a minute" in refused.text
 
     serve(tmp_path, test_tokens, limits="tokens_per_minute = 39")
+
+
+def test_documents_and_pairs_are_counted_as_the_client_gives_them(tmp_path: Path) -> None:
+    """With embeddings: equal texts are computed once, and the two of a pair each by itself."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        def scoring(num_pairs: int) -> dict[str, Any]:
+            return {"text_1": [f"a{i}" for i in range(num_pairs)], "text_2": [f"b{i}" for i in range(num_pairs)]}
+
+        for path, field, make in (
+            ("/rerank", "documents", lambda count: {"query": "a", "documents": [f"b{i}" for i in range(count)]}),
+            ("/rerank", "documents", lambda count: {"query": "a", "documents": ["b"] * count}),
+            ("/score", "text_2", scoring),
+            ("/score", "text_2", lambda count: {"text_1": "a", "text_2": ["a"] * count}),
+        ):
+            response = await client.post(path, json=make(8), headers=HEADERS)
+            assert response.status_code == 200, response.text
+            assert len(response.json()["results" if path == "/rerank" else "data"]) == 8
+            error = (await client.post(path, json=make(9), headers=HEADERS)).json()["error"]
+            assert error["param"] == field and f"{field} has 9 elements, must have 1 to 8" in error["message"]
+        for count in (8, 9):
+            pairs = [gateway_pb2.TextPair(first=f"a{i}", second=f"b{i}") for i in range(count)]
+            metadata = tuple(HEADERS.items())
+            call = gateway.stub.Score(gateway_pb2.ScoreRequest(pairs=pairs), metadata=metadata)
+            if count == 8:
+                assert len((await call).scores) == 8
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match="pairs has 9 elements"):
+                    await call
+
+    serve(tmp_path, test, max_inputs=8)
+
+
+def test_documents_are_cut_and_the_query_is_not(tmp_path: Path) -> None:
+    """Neither where it is a document, too."""
+    query = " a b c d e f g h"
+    assert len(ids(query)) == 8
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"query": query, "documents": [query, " a b"], "max_tokens_per_doc": 3, "add_special_tokens": False}
+        response = await client.post("/rerank", json=body, headers=HEADERS)
+        found = {each["index"]: each["relevance_score"] for each in response.json()["results"]}
+        units = [fake_vector(each) / np.linalg.norm(fake_vector(each)) for each in wanted]
+        assert [found[0], found[1]] == pytest.approx([units[0] @ units[1], units[0] @ units[2]], abs=1e-6)
+
+    wanted = [ids(query), ids(query)[:3], ids(" a b")]
+    dense = serve(tmp_path, test)
+    assert sorted(list(each.spec.prompt_token_ids) for each in dense.submits) == sorted(wanted)
