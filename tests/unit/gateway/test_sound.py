@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 import soundfile
 
-from services.gateway.sound.decode import SoundError, read_sound
+from services.gateway.sound.decode import _BLOCK_FRAMES, SoundError, read_sound
 from services.gateway.sound.speech_model import Segment, SpeechModel, split_window
 
 RATE = 16_000
@@ -58,6 +61,44 @@ def test_a_header_that_lies_about_the_length_is_no_way_around_the_limit() -> Non
     lying[40:44] = (2**32 - 1).to_bytes(4, "little")
     with pytest.raises(SoundError):
         read_sound(bytes(lying), RATE, 2)
+
+
+def test_a_high_rate_takes_no_more_memory_than_the_rate_of_the_model() -> None:
+    num_seconds, rate = 10, 384_000
+    data = file_of(np.zeros(num_seconds * rate, np.int16), rate, "FLAC")
+    tracemalloc.start()
+    try:
+        sound = read_sound(data, RATE, num_seconds)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(sound) == num_seconds * RATE
+    of_a_block = 4 * _BLOCK_FRAMES
+    assert peak_bytes < 4 * len(sound) + 8 * of_a_block < 4 * num_seconds * rate
+
+
+def test_blocks_join_without_a_seam() -> None:
+    rate, num_samples = 48_000, 2 * _BLOCK_FRAMES + 1000
+    tone = np.sin(2 * np.pi * 440 * np.arange(num_samples) / rate).astype(np.float32)
+    found = read_sound(file_of(tone, rate, subtype="FLOAT"), RATE, 20)
+    expected = np.sin(2 * np.pi * 440 * np.arange(len(found)) / RATE)
+    assert len(found) == round(num_samples / 3)
+    assert np.abs(found - expected)[200:-200].max() < 1e-3
+
+
+def test_memory_beyond_that_of_the_longest_sound_is_refused() -> None:
+    program = """
+import numpy as np
+from services.gateway.sound.decode import MAX_MEMORY_BYTES, MAX_MEMORY_BYTES_PER_S, limit_memory
+limit_memory(100)
+kept = np.empty(MAX_MEMORY_BYTES // 2, np.uint8)
+try:
+    np.empty(MAX_MEMORY_BYTES // 2 + 100 * MAX_MEMORY_BYTES_PER_S, np.uint8)
+except MemoryError:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "refused\n"
 
 
 def seconds(value: float) -> int:
