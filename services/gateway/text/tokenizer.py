@@ -97,14 +97,16 @@ class Tokenizer:
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
     async def encode_input(
-        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int | None
+        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int, is_cut: bool, max_last: int | None
     ) -> tuple[list[int], int]:
         """Token ids of a text, or of two that belong together, and how many of them are before the second one's part:
         0 if the model is not told.
 
-        With `max_tokens` the longer text loses tokens at its end until all are so many; special tokens remain.
+        If `is_cut`, the longer text loses tokens at its end until all are `max_tokens`; special tokens remain. With
+        `max_last` the last text keeps at most so many of its own, and so many that all are `max_tokens` if they can be.
         """
-        return await self.off_loop(sum(map(len, texts)), self._encode_input, texts, adds_special_tokens, max_tokens)
+        size = sum(map(len, texts))
+        return await self.off_loop(size, self._encode_input, texts, adds_special_tokens, max_tokens, is_cut, max_last)
 
     async def encode_chat(
         self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0, num_bytes: int = 0
@@ -245,17 +247,19 @@ class Tokenizer:
         return encoding.ids
 
     def _encode_input(
-        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int | None
+        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int, is_cut: bool, max_last: int | None
     ) -> tuple[list[int], int]:
         pieces = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        if max_tokens is not None:
-            num_special = self._backend.num_special_tokens_to_add(len(texts) > 1) if adds_special_tokens else 0
-            room = max(0, max_tokens - num_special)
-            if sum(len(piece.ids) for piece in pieces) > room:
-                by_length = sorted(pieces, key=lambda piece: len(piece.ids))
-                shorter = min(len(by_length[0].ids), room // 2) if len(pieces) > 1 else 0
-                for piece, count in zip(reversed(by_length), (room - shorter, shorter), strict=False):
-                    piece.truncate(count)
+        num_special = self._backend.num_special_tokens_to_add(len(texts) > 1) if adds_special_tokens else 0
+        room = max(0, max_tokens - num_special)
+        if max_last is not None:
+            num_before = sum(len(piece.ids) for piece in pieces[:-1])
+            pieces[-1].truncate(min(max_last, max(0, room - num_before)))
+        if is_cut and sum(len(piece.ids) for piece in pieces) > room:
+            by_length = sorted(pieces, key=lambda piece: len(piece.ids))
+            shorter = min(len(by_length[0].ids), room // 2) if len(pieces) > 1 else 0
+            for piece, count in zip(reversed(by_length), (room - shorter, shorter), strict=False):
+                piece.truncate(count)
         encoding = self._backend.post_process(*pieces, add_special_tokens=adds_special_tokens)
         if len(texts) == 1 or "token_type_ids" not in self.hf_tokenizer.model_input_names:
             return encoding.ids, 0

@@ -29,28 +29,31 @@ def sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def score_pairs(
-    pairs: Sequence[Pair], names: Sequence[Pair], pooling: PoolingConfig
+    pairs: Sequence[Pair], names: Sequence[Pair], pooling: PoolingConfig, max_second_tokens: int | None = None
 ) -> tuple[list[VectorInput], Callable[[Sequence[PooledInput]], list[float]]]:
     """The inputs whose vectors give the scores of pairs, and what makes the scores of these vectors.
 
     A classifier with one label reads both texts at once. With embeddings the score is the cosine between the two.
-    names: of the texts in error messages. Raises `InvalidRequest` for a classifier with several labels.
+    names: of the texts in error messages. max_second_tokens: cut the second texts behind so many tokens of their own.
+    Raises `InvalidRequest` for a classifier with several labels.
     """
     if pooling.is_classifier:
         if not pooling.is_scorer:
             raise InvalidRequest(
                 f"this model cannot score pairs: it is a classifier with {len(pooling.labels)} labels, must be 1"
             )
-        inputs = [VectorInput(name, *pair) for (_, name), pair in zip(names, pairs, strict=True)]
+        inputs = [VectorInput(name, *pair, max_second_tokens) for (_, name), pair in zip(names, pairs, strict=True)]
         return inputs, lambda pooled: [float(probabilities(each.values, pooling)[0]) for each in pooled]
-    texts = dict[str, VectorInput]()  # each is computed once
+    texts = dict[tuple[str, int | None], VectorInput]()  # with where each is cut; each is computed once
     for pair, pair_names in zip(pairs, names, strict=True):
-        for text, name in zip(pair, pair_names, strict=True):
-            texts.setdefault(text, VectorInput(name, text))
-    places = {text: place for place, text in enumerate(texts)}
+        for text, name, most in zip(pair, pair_names, (None, max_second_tokens), strict=True):
+            texts.setdefault((text, most), VectorInput(name, text, max_own_tokens=most))
+    places = {key: place for place, key in enumerate(texts)}
 
     def cosines(pooled: Sequence[PooledInput]) -> list[float]:
         units = [normalized(each.values) for each in pooled]
-        return [float(units[places[first]] @ units[places[second]]) for first, second in pairs]
+        return [
+            float(units[places[first, None]] @ units[places[second, max_second_tokens]]) for first, second in pairs
+        ]
 
     return list(texts.values()), cosines

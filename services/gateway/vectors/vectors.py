@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class VectorInput:
     name: str  # in error messages, such as input[3]
     first: Text
     second: str | None = None
+    max_own_tokens: int | None = None  # cut the last text behind so many of its own, and where the model's limit is
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,6 @@ class InputOptions:
     adds_special_tokens: bool = True
     max_tokens: int | None = None  # longer inputs are cut behind so many tokens; 0: the model's limit; None: refused
     cache_salt: str = ""
-
-    def cut(self, max_tokens: int) -> InputOptions:
-        """The same, with inputs cut behind so many tokens."""
-        return replace(self, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +109,21 @@ class Vectors:
         caller: Caller,
         held: HeldMemory,
         field: str = "input",
+        num_given: int | None = None,
     ) -> list[PooledInput]:
         """The vector of each input, in order. The caller releases `held`, which takes their memory.
 
-        field: what has the inputs, in error messages. Raises the `TwostrokeError` of the first input that fails, and
-        cancels the others then.
+        field: what has the inputs, in error messages. num_given: elements of it, at most `max_inputs`; None: one for
+        each input (two texts of a pair may be an input each, and equal ones are one). Raises the `TwostrokeError` of
+        the first input that fails, and cancels the others then.
         """
         service = self.service
         try:
             assert self.pooling is not None
-            if not 1 <= len(inputs) <= self.max_inputs:
+            num_given = len(inputs) if num_given is None else num_given
+            if not 1 <= num_given <= self.max_inputs:
                 raise InvalidRequest(
-                    f"{field} has {len(inputs)} elements, must have 1 to {self.max_inputs} (gateway.max_inputs)", field
+                    f"{field} has {num_given} elements, must have 1 to {self.max_inputs} (gateway.max_inputs)", field
                 )
             num_bytes = 4 * service.model.hidden_size * len(inputs)
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
@@ -175,7 +175,7 @@ class Vectors:
         is_cut, second_segment = options.max_tokens is not None, 0
         if isinstance(each.first, str):
             texts = [each.first] if each.second is None else [each.first, each.second]
-            num_characters = sum(map(len, texts))
+            num_characters = sum(map(len, texts if each.max_own_tokens is None else texts[:-1]))
             # A space may stand between two tokens. What is cut may be of any length: long texts are read in a thread.
             if not is_cut and num_characters > limit * (1 + tokenizer.max_token_characters):
                 raise too_long(
@@ -184,7 +184,7 @@ class Vectors:
                     name,
                 )
             token_ids, second_segment = await tokenizer.encode_input(
-                texts, options.adds_special_tokens, most if is_cut else None
+                texts, options.adds_special_tokens, most, is_cut, each.max_own_tokens
             )
         else:
             check_token_ids("input", each.first[: most + 1], self.service.model.vocab_size, name)

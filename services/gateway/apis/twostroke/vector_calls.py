@@ -31,7 +31,7 @@ class VectorCalls:
         self._vectors.check_dimensions(dimensions)
         normalizes = request.normalize if request.HasField("normalize") else pooling.normalizes
         inputs = [_read_input(f"inputs[{i}]", each) for i, each in enumerate(request.inputs)]
-        pooled = await self._pool(inputs, request.options, context, "inputs")
+        pooled = await self._pool(inputs, request.options, context, "inputs", len(inputs))
         response = gateway_pb2.EmbedResponse(labels=pooling.labels, num_prompt_tokens=_count(pooled))
         for index, each in enumerate(pooled):
             if index % VECTORS_PER_TURN == VECTORS_PER_TURN - 1:
@@ -47,7 +47,7 @@ class VectorCalls:
         names = [(f"pairs[{i}].first", f"pairs[{i}].second") for i in range(len(request.pairs))]
         pairs = [(each.first, each.second) for each in request.pairs]
         inputs, scores_of = score_pairs(pairs, names, self._vectors.pooling)
-        pooled = await self._pool(inputs, request.options, context, "pairs")
+        pooled = await self._pool(inputs, request.options, context, "pairs", len(pairs))
         return gateway_pb2.ScoreResponse(scores=scores_of(pooled), num_prompt_tokens=_count(pooled))
 
     async def _pool(
@@ -56,6 +56,7 @@ class VectorCalls:
         options: gateway_pb2.InputOptions,
         context: grpc.aio.ServicerContext,
         field: str,
+        num_given: int,
     ) -> list[PooledInput]:
         caller = current_caller()
         held = HeldMemory(self._vectors.service.memory, caller.number)
@@ -69,7 +70,7 @@ class VectorCalls:
             priority=options.priority if options.HasField("priority") else None,
             max_tokens=options.truncate_tokens if options.HasField("truncate_tokens") else None,
         )
-        return await self._vectors.pool(inputs, asked, caller, held, field)
+        return await self._vectors.pool(inputs, asked, caller, held, field, num_given)
 
 
 def _read_input(name: str, message: gateway_pb2.EmbedInput) -> VectorInput:

@@ -37,11 +37,12 @@ class PooledAnswer(Response):
         options: InputOptions,
         write: Write,
         field: str = "input",
+        num_given: int | None = None,
     ) -> None:
-        """field: what the client calls the inputs"""
+        """field, num_given: see `Vectors.pool`"""
         super().__init__()
         self._vectors, self._inputs, self._options = vectors, inputs, options
-        self._write, self._field = write, field
+        self._write, self._field, self._num_given = write, field, num_given
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent."""
@@ -57,7 +58,9 @@ class PooledAnswer(Response):
         service = self._vectors.service
         held = HeldMemory(service.memory, caller.number)
         try:
-            pooled = await self._vectors.pool(self._inputs, self._options, caller, held, self._field)
+            pooled = await self._vectors.pool(
+                self._inputs, self._options, caller, held, self._field, self._num_given
+            )
             heavy_work: HeavyWork = service.heavy_work
             if sum(len(each.values) for each in pooled) > MAX_INLINE_VALUES:
                 await send_pieces(send, heavy_work.pieces(self._write(pooled)))

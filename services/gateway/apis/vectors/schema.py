@@ -148,7 +148,7 @@ class RerankRequest(InputFields):
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="Give only so many first ones; 0: all")
     return_documents: bool | None = Field(None, description="Give the texts, too; default true")
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Cohere's field: cut a query with its document behind so many tokens"
+        None, description="Cohere's field: cut each document behind so many tokens, and where the model's limit is"
     )
 
     def texts(self) -> list[str]:

@@ -62,7 +62,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             objects = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores_of(pooled)))
             return answer(request_id, body, map(_whole, objects), pooled)
 
-        return PooledAnswer(vectors, inputs, options, write, "text_2")
+        return PooledAnswer(vectors, inputs, options, write, "text_2", len(pairs))
 
     @router.post("/v2/rerank", response_class=Response, include_in_schema=False)
     @router.post("/v1/rerank", response_class=Response, responses={200: {"model": RankList}})
@@ -70,11 +70,10 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """The documents in the order of how well they belong to the query."""
         request_id, options = await begin(body, request)
-        if body.max_tokens_per_doc is not None and options.max_tokens is None:
-            options = options.cut(body.max_tokens_per_doc)
         texts = body.texts()
         names = [("query", f"documents[{i}]") for i in range(len(texts))]
-        inputs, scores_of = score_pairs([(body.query, text) for text in texts], names, vectors.pooling)
+        pairs = [(body.query, text) for text in texts]
+        inputs, scores_of = score_pairs(pairs, names, vectors.pooling, body.max_tokens_per_doc)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             scores = scores_of(pooled)
@@ -96,7 +95,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             yield from list_pieces(map(ranked, order))
             yield b"}"
 
-        return PooledAnswer(vectors, inputs, options, write, "documents")
+        return PooledAnswer(vectors, inputs, options, write, "documents", len(texts))
 
     @router.post("/v1/classify", response_class=Response, include_in_schema=False)
     @router.post("/classify", response_class=Response, responses={200: {"model": ClassList}})
