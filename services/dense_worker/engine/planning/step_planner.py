@@ -195,8 +195,7 @@ class StepPlanner:
         step.decodes = session.rows.advance(np.array(slots, np.int64), np.array(has_grown, bool))
 
     def _plan_prefills(self, step: PlanBuilder, prefills: list[Prefill], *, is_shared: bool) -> None:
-        """Divides the rest of the step among the sequences that need more than one token, or their encoder's output.
-        """
+        """Divides the rest of the step among the sequences that need more than one token, or their encoder's output."""
         shares = None  # how many tokens each prompt gets; None: as many as are left
         if is_shared and prefills:
             num_planned = count_rows(entry.sequence for entry in step.planned)

@@ -1,0 +1,143 @@
+"""The scheduler with sequences that read an encoder's output, and the real KV cache with slots for these outputs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.attn_worker.cache.build_cache import SourceSlots, build_cache
+from services.attn_worker.cache.cached_sequence import PlannedStep
+from services.attn_worker.servicer import describe_opened
+from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.limits import Policy, SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import PublishedPlan, Session
+from services.step import PlanAccepted, SequenceOpened, SourceRef, StepPlan
+from tests.support.dense.sequences import ask
+from tests.support.examples import examples
+from tests.unit.dense_worker.engine.test_scheduler import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Cluster,
+    expected_output,
+    make_sequence,
+    new_session,
+)
+
+MAX_SOURCE_LEN = 40
+
+
+class SourceCluster(Cluster):
+    """The same with a slot for each sequence's output of an encoder. The cache gets plans and openings in their order.
+    """
+
+    def __init__(self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+        super().__init__(policy, num_blocks, max_num_seqs, budget)
+        slots = SourceSlots(max_num_seqs, MAX_SOURCE_LEN)
+        self.cache = build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, sources=slots)
+        attachment = replace(new_session(self.cache).attachment, max_num_sources=max_num_seqs)
+        self.scheduler.begin(Session(attachment))
+        self._steps = deque[PlannedStep]()
+
+    def answer_opens(self) -> None:
+        while self._opening:
+            new = self._opening.popleft().describe()
+            sizes = {"prefix_key": new.prefix_key, "num_source_tokens": new.num_source_tokens}
+            result = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens, **sizes)
+            self.scheduler.opened(describe_opened(new.seq_id, result))
+
+    def check(self, plan: StepPlan) -> None:
+        check_tokens(plan, self.limits.max_num_batched_tokens)
+        self._steps.append(self.cache.plan_step(plan))
+
+    def _complete(self, published: PublishedPlan) -> None:
+        plan, step = published.plan, self._steps.popleft()
+        assert not step.errors, "both sides must agree on lengths, blocks and outputs of encoders"
+        self.cache.commit_step()
+        if plan.frees_blocks:
+            self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
+        self.outputs += self.scheduler.update(published, self.result_of(plan))
+
+
+def check_tokens(plan: StepPlan, budget: int) -> None:
+    """The numbers of tokens and of rows of encoders' outputs that any plan may have."""
+    num_tokens, seq_ids = plan.entries.num_tokens.tolist(), plan.entries.seq_ids.tolist()
+    assert min(num_tokens, default=1) >= 1 and sum(num_tokens) <= budget
+    num_rows = [num_rows for _, num_rows in plan.sources]
+    assert len(num_rows) == 1 or sum(num_tokens) + sum(num_rows) <= budget, "only one long output may exceed it"
+    assert {seq_id for seq_id, _ in plan.sources} <= set(seq_ids), "who reads an output has it written"
+
+
+def reader(seq_id: int, prompt_len: int, max_tokens: int, source: int, num_rows: int) -> Sequence:
+    """A sequence that reads the encoder's output for input number `source`."""
+    sequence = make_sequence(seq_id, prompt_len, max_tokens)
+    ask(sequence, source=SourceRef(f"{source:064x}", num_rows))
+    return sequence
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 12),  # prompt
+        st.integers(1, 24),  # max_tokens
+        st.integers(0, 5),  # number of its input
+        st.integers(0, 2),  # steps before the next request
+        st.one_of(st.none(), st.integers(0, 12)),  # the number of steps after which it is cancelled
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    requests,
+    st.lists(st.integers(1, MAX_SOURCE_LEN), min_size=6, max_size=6),
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(10, 24),
+    st.integers(1, 6),
+    st.integers(6, 40),
+)
+def test_no_plan_has_an_entry_without_tokens_or_is_longer_than_its_budget(
+    arrivals: list[tuple[int, int, int, int, int | None]],
+    lengths: list[int],
+    policy: Policy,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+) -> None:
+    cluster, sequences, cancels = SourceCluster(policy, num_blocks, max_num_seqs, budget), [], {}
+    num_steps = 0
+    for seq_id, (prompt_len, max_tokens, source, gap, cancel_after) in enumerate(arrivals, start=1):
+        sequences.append(reader(seq_id, prompt_len, max_tokens, source, lengths[source]))
+        cluster.scheduler.add(sequences[-1])
+        if cancel_after is not None:
+            cancels[seq_id] = num_steps + cancel_after
+        for _ in range(gap):
+            for each in [each for each, at in cancels.items() if at == num_steps]:
+                cluster.scheduler.cancel(each)
+            num_steps += 1
+            cluster.step()
+    cluster.run_until_idle()
+    for sequence in sequences:
+        if cancels.get(sequence.seq_id, num_steps) >= num_steps:
+            assert sequence.output_token_ids == expected_output(sequence)
+
+
+@pytest.mark.parametrize(("sources", "in_cache"), [((1, 1), ()), ((1, 2), (2,))])
+def test_a_long_sound_leaves_no_tokens_to_others_in_its_step(sources: tuple[int, int], in_cache: tuple[int]) -> None:
+    scheduler = Scheduler(SchedulerLimits(8, 512, 448, 1000, "guaranteed_no_evict"))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sources=8)))
+    for seq_id, source in enumerate(sources, start=1):
+        scheduler.add(reader(seq_id, 4, 10, source, 1500))
+    for sequence in scheduler.next_to_open():
+        scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_source=sequence.seq_id in in_cache))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None and second is not None
+    assert first.plan.sources == ((1, 1500),) and second.plan.sources == ()
+    assert [(entry.seq_id, entry.num_tokens) for entry in first.plan.entries] == [(1, 4)]
+    assert sorted((entry.seq_id, entry.num_tokens) for entry in second.plan.entries) == [(1, 1), (2, 4)]
