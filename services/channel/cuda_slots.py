@@ -15,7 +15,7 @@ from cuda.bindings import driver
 from services.channel.cuda_flags import check
 from services.common.batch_buckets import SHORT_STEP_TOKENS
 
-NUM_SLOTS = 32  # a warp: each thread handles the flag of one
+NUM_SLOTS = 32  # a warp: each thread handles the flag of one; the limit `MAX_ATTENTION_WORKERS`
 _POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; the abort mark is in host memory and slow to read
 
 

@@ -26,6 +26,7 @@ MAX_MODEL_NAME_CHARACTERS = 256  # of a name that clients use for the model
 MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as expired
 MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
 MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
+MAX_ATTENTION_WORKERS = 32  # of one dense worker: on a GPU a thread of one warp handles each one's flag
 MAX_INPUTS = 16_384  # the same of inputs for vectors
 SPECULATION_WITH_HEADS = ("medusa", "eagle3")
 SERVICES = ("attn_worker", "dense_worker", "gateway")
@@ -252,7 +253,7 @@ class AttentionSection(Section):
 
     address: Address = "127.0.0.1:50053"  # address of its gRPC API, which the dense worker calls
     # attention workers that the launcher starts, for one dense worker; each has some of the sequences
-    workers: Annotated[int, Field(ge=1, le=32)] = 1
+    workers: Annotated[int, Field(ge=1, le=MAX_ATTENTION_WORKERS)] = 1
     elastic: bool = False  # whether more may be added while clients are served; with several workers they may anyway
     # where several attention workers are that others than this launcher have started; in the dense worker's config.
     # With a *, such as unix:/run/twostroke/attention-*.sock: those that are there, and those that come later. Empty:

@@ -214,7 +214,14 @@ class DenseWorker:
         if config.attention.addresses:
             heads = model.resolved.config.layer_heads
             layers = [LayerSizes(each.qkv_size, each.attn_size) for each in heads]
-            client = AttentionWorkersClient(config.attention.addresses, first[1], layers, *first[2:])
+            options = self._options
+            client = AttentionWorkersClient(
+                config.attention.addresses,
+                first[1],
+                layers,
+                *first[2:],
+                is_successor=options.is_restarted or options.has_predecessor or options.standby is not None,
+            )
             self._servicer.attention_workers = client
             self._metrics.watch_caches(lambda: self._engine.caches, lambda: client.addresses)
             return client

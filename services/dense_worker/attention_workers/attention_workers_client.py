@@ -1,7 +1,8 @@
 """`AttentionWorkersClient`: an `AttentionClient` of several attention workers, each with some of the sequences.
 
-At first it waits for all of them. An address with a `*` names sockets: those that are there at first, one at least, and
-whatever comes later. From then on each has a link of its own: one that breaks takes its own sequences
+At first it waits for all of them; the successor of a dense worker that has served takes those that are there. An
+address with a `*` names sockets: those that are there at first, one at least, and whatever comes later. From then on
+each has a link of its own: one that breaks takes its own sequences
 only, and is sought again at its address as long as others are left. When the last one has gone, the attachment ends, as
 that of a single attention worker does.
 """
@@ -23,7 +24,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.channel import QUEUED, Channel
-from services.common.config import PeerSection
+from services.common.config import MAX_ATTENTION_WORKERS, PeerSection
 from services.common.errors import ConfigError, DeviceError, InvalidRequest, PeerError
 from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
 from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
@@ -92,6 +93,10 @@ class _Link:
     def drop(self) -> None:
         """Gives up a link that no step uses yet."""
         self.call.cancel()
+        self.drop_seam()
+
+    def drop_seam(self) -> None:
+        """Unmaps the data region of a link that no step uses yet."""
         self.channel.abort()
         self.channel.close()
 
@@ -106,14 +111,17 @@ class AttentionWorkersClient(AttentionClient):
         layers: Sequence[LayerSizes],
         peers: PeerSection,
         may_attach: asyncio.Event,
+        *,
+        is_successor: bool = False,
     ) -> None:
+        """`is_successor`: a dense worker before this one has served, so that workers may be missing."""
         super().__init__(addresses[0], options, peers, may_attach)
         self._address = ", ".join(addresses)  # for messages
         self._peers = peers
         self._layers = layers
         self._patterns = [each.removeprefix("unix:") for each in addresses if "*" in each]
         self._workers = {address: _Worker(address, peers) for address in addresses if "*" not in address}
-        self._has_attached = False
+        self._may_miss = is_successor  # whether it serves without those that are missing
         self._links: dict[int, _Link] = {}  # by cache_id
         self._next_cache_id = 0
         self._joined: JoinedChannel | CudaJoinedChannel | None = None
@@ -154,6 +162,7 @@ class AttentionWorkersClient(AttentionClient):
         """
         if address in self._workers:
             raise InvalidRequest(f"the attention worker at {address} is one of those that serve")
+        _check_room(len(self._links), f"the attention worker at {address}")
         attachment = self._require_attachment()
         worker = self._workers[address] = _Worker(address, self._peers)
         self._start(seeking := self._loop.create_task(self._seek(attachment, worker)))
@@ -176,8 +185,8 @@ class AttentionWorkersClient(AttentionClient):
     async def remove(self, address: str, timeout_s: float) -> None:
         """Lets the sequences of a worker move to the others, and detaches from it when it has none.
 
-        Raises `InvalidRequest` if it is not there or no other one is, and `PeerError` if it still has some after
-        `timeout_s` seconds: then it stays.
+        Raises `InvalidRequest` if it is not there, is leaving already or no other one is there, and `PeerError` if it
+        still has some after `timeout_s` seconds, or no other one is left before: then it stays.
         """
         attachment = self._require_attachment()
         assert self._listener is not None, "it is attached"
@@ -187,7 +196,9 @@ class AttentionWorkersClient(AttentionClient):
             raise InvalidRequest(f"no attention worker at {address} is attached; there are {known}")
         if not self._links.keys() - self._leaving.keys() - {cache_id}:
             raise InvalidRequest(f"the attention worker at {address} is the last one: add another one before")
-        left = self._leaving.setdefault(cache_id, self._loop.create_future())
+        if cache_id in self._leaving:
+            raise InvalidRequest(f"the attention worker at {address} is being taken away already")
+        left = self._leaving[cache_id] = self._loop.create_future()
         self._listener.on_cache_given_up(attachment, cache_id, True)
         try:
             async with asyncio.timeout(timeout_s):
@@ -220,24 +231,23 @@ class AttentionWorkersClient(AttentionClient):
     async def _attach_once(self) -> Attachment:
         """Attaches to all workers; after the first time to those that are there, at least one."""
         self._links, self._next_cache_id, self._awaited = {}, 0, {}
-        for left in self._leaving.values():
-            left.cancel()
-        self._leaving.clear()
         links = list[_Link]()
         try:
             self._find()
-            await self._check_health()
-            for worker in list(self._workers.values()):  # in turn, so that each sees what memory the others leave
+            for worker in await self._ready_workers():  # in turn, so that each sees what memory the others leave
                 try:
-                    if worker.socket is not None and not await self._is_ready(worker):
-                        continue  # it may be one of a container that has ended
                     links.append(await self._link(worker, links))
                 except (PeerError, ConfigError) as error:
-                    if not self._has_attached or isinstance(error, ConfigError):
+                    may_miss = self._may_miss and not isinstance(error, ConfigError)
+                    if not may_miss and worker.socket is None:
                         raise
+                    worker.last_error = str(error)
                     log.warning("an attention worker is missing", address=worker.address, reason=str(error))
             if not links:
-                raise PeerError(f"none of the attention workers at {self._address} is there")
+                reasons = "; ".join(f"{each.address}: {each.last_error}" for each in self._workers.values())
+                raise PeerError(
+                    f"none of the attention workers at {self._address} is there" + (reasons and f" ({reasons})")
+                )
             cache_of = _cache_of_orphans(links)
             for link in links:
                 await self._close_others(link, [each for each, owner in cache_of.items() if owner == link.cache_id])
@@ -245,7 +255,7 @@ class AttentionWorkersClient(AttentionClient):
             for link in links:
                 link.drop()
             raise
-        self._has_attached = True
+        self._may_miss = True
         first, *others = links
         self._links = {each.cache_id: each for each in links}
         members = {each.cache_id: each.channel for each in links}
@@ -266,15 +276,24 @@ class AttentionWorkersClient(AttentionClient):
         with torch.cuda.device(self._options.device):
             return CudaJoinedChannel(*arguments, self._options.device)
 
-    async def _check_health(self) -> None:
-        """Raises `PeerError`, which names the worker, if one is not ready, before anything is asked of the others."""
-        if not self._has_attached:
-            for worker in self._workers.values():
-                if worker.socket is None and not await self._is_ready(worker):
-                    raise PeerError(
-                        f"the attention worker at {worker.address} is not ready: {worker.last_error} (attention.workers"
-                        f" or attention.addresses name {len(self._workers)}, which must all run at start)"
-                    )
+    async def _ready_workers(self) -> list[_Worker]:
+        """Asks all at once, so that one that hangs holds up nobody else for longer than `peers.rpc_timeout_s`.
+
+        Raises `PeerError`, which names the worker, if one is not ready that must be there.
+        """
+        workers = list(self._workers.values())
+        ready = []
+        for worker, is_ready in zip(workers, await asyncio.gather(*map(self._is_ready, workers)), strict=True):
+            if is_ready:
+                ready.append(worker)
+            elif worker.socket is None and not self._may_miss:
+                raise PeerError(
+                    f"the attention worker at {worker.address} is not ready: {worker.last_error} (attention.workers"
+                    f" or attention.addresses name {len(workers)}, which must all run at start)"
+                )
+            else:  # one at a socket that was found may be one of a container that has ended
+                log.warning("an attention worker is missing", address=worker.address, reason=worker.last_error)
+        return ready
 
     def _find(self) -> list[_Worker]:
         """Workers at sockets that patterns name and that are new."""
@@ -304,6 +323,7 @@ class AttentionWorkersClient(AttentionClient):
     async def _link(self, worker: _Worker, present: Sequence[_Link]) -> _Link:
         """Attaches to one worker. Raises `PeerError`, or `ConfigError` if a retry cannot help; both name it."""
         where = f"the attention worker at {worker.address}"
+        _check_room(len(present), where)
         try:
             reply = await worker.stub.Attach(attach_request(self._options), timeout=self._connect_timeout_s)
             [channel] = map_channels(
@@ -380,6 +400,7 @@ class AttentionWorkersClient(AttentionClient):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._keep_leaving("the attachment has ended before it had no sequences")
         raise AssertionError("an attachment ends with an error")
 
     async def _wait_ended(self) -> None:
@@ -447,9 +468,21 @@ class AttentionWorkersClient(AttentionClient):
         self._joined.lose(cache_id)
         if self._links:
             self._listener.on_cache_lost(attachment, cache_id, end)
+            if self._links.keys() <= self._leaving.keys():
+                for each in self._leaving:
+                    self._listener.on_cache_given_up(attachment, each, False)
+                self._keep_leaving(f"none is left beside it: {end.reason}")
             for step_id in [each for each, awaited in self._awaited.items() if cache_id in awaited]:
                 if self._note_answered(step_id, cache_id):
                     self._listener.on_answer(attachment, PlanAccepted(step_id, cache_id=cache_id))
+
+    def _keep_leaving(self, reason: str) -> None:
+        """Workers that were to leave stay; whoever waits for that gets a `PeerError`."""
+        leaving, self._leaving = self._leaving, {}
+        for cache_id, left in leaving.items():
+            link = self._links.get(cache_id)
+            where = "the attention worker" if link is None else f"the attention worker at {link.worker.address}"
+            left.set_exception(PeerError(f"{where} goes on: {reason}"))
 
     def _lost_in_step(self, cache_id: int, reason: str) -> None:
         """A wait on the engine thread has lost a worker: its link ends, too, if it has not noticed."""
@@ -473,7 +506,8 @@ class AttentionWorkersClient(AttentionClient):
                     link = await self._link(worker, list(self._links.values()))
                     try:
                         await self._close_others(link, ())  # their sequences have gone on elsewhere
-                    except PeerError:
+                        _check_room(len(self._links), f"the attention worker at {worker.address}")
+                    except BaseException:
                         link.drop()
                         raise
                     break
@@ -487,7 +521,7 @@ class AttentionWorkersClient(AttentionClient):
         self._links[link.cache_id] = link
         assert self._listener is not None and self._joined is not None, "a link is served with them"
         add_seam = partial(self._joined.add, link.cache_id, link.channel)
-        self._listener.on_cache_added(attachment, link.cache, add_seam)
+        self._listener.on_cache_added(attachment, link.cache, add_seam, link.drop_seam)
         self._start(self._serve_link(attachment, link))
 
     async def _send(self, split: SplitPlan) -> None:
@@ -533,6 +567,12 @@ def _describe(first: _Link, joined: JoinedChannel | CudaJoinedChannel) -> Attach
         num_sink_tokens=reply.num_sink_tokens,
         layer_window=reply.layer_window if reply.HasField("layer_window") else None,
     )
+
+
+def _check_room(num_present: int, where: str) -> None:
+    """Raises `ConfigError` if there may be no further worker."""
+    if num_present >= MAX_ATTENTION_WORKERS:
+        raise ConfigError(f"{where} is one too many: {num_present} are attached, the limit is {MAX_ATTENTION_WORKERS}")
 
 
 def _check_alike(reply: attn_pb2.AttachReply, present: Sequence[_Link], where: str) -> None:

@@ -77,7 +77,8 @@ class CudaJoinedChannel:
 
     def add(self, cache_id: int, channel: CudaIpcChannel) -> None:
         """A further worker has rows of later steps."""
-        slot = next(each for each in range(NUM_SLOTS) if each not in self._slots.values())
+        self._forget_lost()
+        slot = next(each for each in range(NUM_SLOTS) if each not in self._slots.values())  # the client sees to it
         self._members[cache_id], self._slots[cache_id] = channel, slot
         self._host_table[slot] = torch.tensor(channel.slot_addresses)
         self._table.copy_(self._host_table)  # waits for the device; no step that is enqueued has rows in this slot
@@ -97,9 +98,7 @@ class CudaJoinedChannel:
         dealt = self._expected.pop(step_id)
         for past in [each for each in self._expected if each < step_id]:
             del self._expected[past]
-        for cache_id in self._lost & self._members.keys():
-            self._members.pop(cache_id).close()  # waits for the device
-            del self._slots[cache_id]
+        self._forget_lost()
         stage = self._stages[self._num_begun % _NUM_STAGES]
         self._num_begun += 1
         counts, owners, places = _unpack(stage, num_rows)
@@ -113,6 +112,12 @@ class CudaJoinedChannel:
                 places[index] = torch.arange(len(rows), dtype=torch.int32)
         used = NUM_SLOTS + 2 * num_rows
         self._inputs[:used].copy_(stage[:used], non_blocking=True)
+
+    def _forget_lost(self) -> None:
+        """Frees the slots of those that are gone."""
+        for cache_id in self._lost & self._members.keys():
+            self._members.pop(cache_id).close()  # waits for the device
+            del self._slots[cache_id]
 
     def begin_layers(self, num_rows: int) -> None:
         """The layers of a step of so many rows are enqueued, or captured, from now on."""

@@ -149,9 +149,19 @@ class Engine:
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None:
         self._thread.post(self._detach, attachment, end)
 
-    def on_cache_added(self, attachment: Attachment, cache: AttachedCache, add_seam: Callable[[], None]) -> None:
-        """One more attention worker has attached. `add_seam` adds its data regions to the attachment's channels."""
-        self._thread.post(self._add_cache, attachment, cache, add_seam)
+    def on_cache_added(
+        self,
+        attachment: Attachment,
+        cache: AttachedCache,
+        add_seam: Callable[[], None],
+        drop_seam: Callable[[], None],
+    ) -> None:
+        """One more attention worker has attached.
+
+        One of both is called on the engine thread: `add_seam` adds its data regions to the attachment's channels,
+        `drop_seam` unmaps them because the attachment has ended.
+        """
+        self._thread.post(self._add_cache, attachment, cache, add_seam, drop_seam)
 
     def on_cache_given_up(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None:
         """One of several attention workers is to go, or is to stay after all."""
@@ -382,12 +392,20 @@ class Engine:
                 observer.on_handoff_abort()
             (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
 
-    def _add_cache(self, attachment: Attachment, cache: AttachedCache, add_seam: Callable[[], None]) -> None:
+    def _add_cache(
+        self,
+        attachment: Attachment,
+        cache: AttachedCache,
+        add_seam: Callable[[], None],
+        drop_seam: Callable[[], None],
+    ) -> None:
         session = self._session
-        if session is not None and session.attachment is attachment:
-            add_seam()
-            self._scheduler.add_cache(cache)
-            log.info("one more attention worker", cache_id=cache.cache_id, num_blocks=cache.num_blocks)
+        if session is None or session.attachment is not attachment:
+            drop_seam()
+            return
+        add_seam()
+        self._scheduler.add_cache(cache)
+        log.info("one more attention worker", cache_id=cache.cache_id, num_blocks=cache.num_blocks)
 
     def _give_up_cache(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None:
         session = self._session

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from services.channel import ChannelSpec
-from services.common.config import PeerSection
-from services.common.errors import ConfigError, InvalidRequest
+from services.common.config import MAX_ATTENTION_WORKERS, PeerSection
+from services.common.errors import ConfigError, InvalidRequest, PeerError
 from services.dense_worker.attention_workers.attention_workers_client import (
     AttentionWorkersClient,
     _cache_of_orphans,
     _check_alike,
     _Link,
 )
-from services.dense_worker.engine.attachment import AttachedCache
+from services.dense_worker.engine.attachment import AttachedCache, AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, Ended, execute, receive_answers
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.step import PlanAccepted, SequenceOpened, StepPlan
@@ -30,6 +30,24 @@ from services.step.codec import encode_accepted, encode_plan
 
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
 LIMIT_S = 30.0
+
+
+class Worker:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+
+class Channel:
+    """The data region of a link."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Call:
@@ -40,6 +58,9 @@ class Call:
 
     async def write(self, plan: Any) -> None:
         self.closed += plan.close_seq_ids
+
+    def cancel(self) -> None:
+        pass
 
     async def read(self) -> attn_pb2.PlanAnswer:
         return encode_accepted(PlanAccepted(0, num_freed_blocks=5 * len(self.closed)))
@@ -72,19 +93,42 @@ async def served(directory: Path) -> AsyncIterator[attn_pb2_grpc.AttentionWorker
 
 
 def make_link(cache_id: int, orphans: dict[int, int] | None = None, **reply: int) -> _Link:
-    worker: Any = SimpleNamespace(address=f"unix:/{cache_id}")
+    worker: Any = Worker(f"unix:/{cache_id}")
     cache = AttachedCache(cache_id, 100, 50, orphans or {})
     answer = attn_pb2.AttachReply(block_size=16, max_model_len=1600)
     for field, value in reply.items():
         setattr(answer, field, value)
-    channel: Any = None
+    channel: Any = Channel()
     call: Any = Call()
     return _Link(worker, cache, answer, channel, call)
 
 
-def make_client() -> AttentionWorkersClient:
+def make_client(*, is_successor: bool = False, peers: PeerSection | None = None) -> AttentionWorkersClient:
     options = AttachOptions("", "", 1, SPEC, torch.device("cpu"), 1.0)
-    return AttentionWorkersClient(["unix:/0", "unix:/1"], options, (), PeerSection(), asyncio.Event())
+    addresses = ["unix:/0", "unix:/1"]
+    may_attach = asyncio.Event()
+    return AttentionWorkersClient(addresses, options, (), peers or PeerSection(), may_attach, is_successor=is_successor)
+
+
+def script_workers(client: AttentionWorkersClient, attached: dict[str, Any]) -> list[str]:
+    """Workers by address: a link, an error of attaching, or None: health is not answered. Returns who is asked."""
+    asked = list[str]()
+
+    async def is_ready(worker: Any) -> bool:
+        await asyncio.sleep(0)
+        return attached[worker.address] is not None
+
+    async def link(worker: Any, present: Any) -> _Link:
+        asked.append(worker.address)
+        found = attached[worker.address]
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, _Link)
+        return found
+
+    scripted: Any = client
+    scripted._is_ready, scripted._link = is_ready, link
+    return asked
 
 
 def test_a_worker_with_other_blocks_is_refused_by_its_address() -> None:
@@ -167,3 +211,129 @@ def test_a_plan_is_answered_when_the_last_of_its_workers_has_answered_or_gone() 
         (7, 1, True),
         (8, 1, True),
     ]
+
+
+def test_only_a_successor_serves_without_workers_that_are_missing() -> None:
+    attached = {"unix:/0": None, "unix:/1": make_link(1)}
+
+    async def attach(*, is_successor: bool) -> list[str]:
+        client = make_client(is_successor=is_successor)
+        asked = script_workers(client, attached)
+        await client._attach_once()
+        assert list(client._links) == [1]
+        return asked
+
+    with pytest.raises(PeerError, match="the attention worker at unix:/0 is not ready"):
+        asyncio.run(attach(is_successor=False))
+    assert asyncio.run(attach(is_successor=True)) == ["unix:/1"], "one that hangs is not asked to attach"
+
+
+def test_a_stray_socket_that_a_pattern_names_is_left_out() -> None:
+    attached = {"unix:/0": make_link(0), "unix:/1": ConfigError("another model")}
+
+    async def attach(*, is_found: bool) -> None:
+        client = make_client()
+        client._workers["unix:/1"].socket = Path("/1") if is_found else None
+        script_workers(client, attached)
+        await client._attach_once()
+        assert list(client._links) == [0]
+
+    asyncio.run(attach(is_found=True))
+    with pytest.raises(ConfigError, match="another model"):
+        asyncio.run(attach(is_found=False))
+
+
+class Serving:
+    """A client that serves links, and what the engine is told."""
+
+    def __init__(self, num_links: int) -> None:
+        self.client = make_client()
+        self.given_up = list[tuple[int, bool]]()
+        attachment: Any = SimpleNamespace(abort=lambda: None)
+        joined: Any = SimpleNamespace(lose=lambda cache_id: None)
+        listener: Any = SimpleNamespace(
+            on_cache_lost=lambda *arguments: None,
+            on_cache_given_up=lambda attachment, *given_up: self.given_up.append(given_up),
+        )
+        self.client._attachment, self.client._joined, self.client._listener = attachment, joined, listener
+        self.client._links = {each: make_link(each) for each in range(num_links)}
+
+    def lose(self, cache_id: int) -> None:
+        end: Any = SimpleNamespace(is_crash=True, reason="it crashed")
+        attachment: Any = self.client._attachment
+        self.client._lose(attachment, cache_id, end)
+
+
+def test_a_worker_that_leaves_stays_if_it_is_the_only_one_left() -> None:
+    async def run() -> None:
+        serving = Serving(2)
+        removing = asyncio.create_task(serving.client.remove("unix:/1", LIMIT_S))
+        await asyncio.sleep(0)
+        serving.lose(0)
+        with pytest.raises(PeerError, match="at unix:/1 goes on: none is left beside it: it crashed"):
+            await removing
+        assert serving.given_up == [(1, True), (1, False)]
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_whoever_lets_a_worker_leave_is_told_when_the_attachment_ends_first() -> None:
+    async def run() -> None:
+        serving = Serving(2)
+        client: Any = serving.client
+        client._serve_link = lambda *arguments: asyncio.sleep(LIMIT_S)
+        client._seek = client._serve_link
+        served = asyncio.create_task(client._serve(client._attachment, client._listener, None))
+        removing = asyncio.create_task(client.remove("unix:/1", LIMIT_S))
+        await asyncio.sleep(0.01)
+        client._ended.set_exception(Ended(AttachmentEnd("it crashed", is_crash=True)))
+        await served
+        with pytest.raises(PeerError, match="at unix:/1 goes on: the attachment has ended before"):
+            await removing
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_a_worker_that_leaves_already_is_not_asked_twice() -> None:
+    async def run() -> None:
+        serving = Serving(3)
+        removing = asyncio.create_task(serving.client.remove("unix:/1", 0.05))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequest, match="at unix:/1 is being taken away already"):
+            await serving.client.remove("unix:/1", LIMIT_S)
+        with pytest.raises(PeerError, match="still has sequences"):
+            await removing
+        assert serving.given_up == [(1, True), (1, False)]
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_one_worker_too_many_is_refused_with_the_limit() -> None:
+    async def run() -> None:
+        serving = Serving(MAX_ATTENTION_WORKERS)
+        with pytest.raises(ConfigError, match="at unix:/99 is one too many: 32 are attached, the limit is 32"):
+            await serving.client.add("unix:/99", LIMIT_S)
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_a_link_is_dropped_if_the_attachment_ends_while_old_sequences_are_closed() -> None:
+    link = make_link(1, {1: 3})
+
+    async def hang() -> None:
+        await asyncio.sleep(LIMIT_S)
+
+    async def run() -> None:
+        client = Serving(1).client
+        script_workers(client, {"unix:/1": link})
+        call: Any = link.call
+        call.read = hang
+        attachment: Any = client._attachment
+        seeking = asyncio.create_task(client._seek(attachment, client._workers["unix:/1"]))
+        await asyncio.sleep(0.01)
+        seeking.cancel()
+        await asyncio.gather(seeking, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    channel: Any = link.channel
+    assert channel.is_closed

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.attachment import AttachmentEnd
+from services.dense_worker.engine.attachment import AttachedCache, AttachmentEnd
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import (
@@ -58,6 +58,20 @@ def test_published_steps_are_delivered_before_the_engine_leaves() -> None:
     engine.stop(TIMEOUT_S)
     assert runner.launched.empty(), "no further step may be planned"
     assert [output.token_ids for report in reports.queue for output in report.outputs] == [[9], [9]]
+
+
+def test_the_data_region_of_a_worker_that_comes_after_its_attachment_is_unmapped() -> None:
+    attention, called = FakeAttention(bad_step=0), queue.Queue[str]()
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
+    cache = AttachedCache(7, 10, 10, {})
+    past, present = make_attachment(attention, 2), make_attachment(attention, 3)
+    engine.on_attached(past)
+    engine.on_detached(past, AttachmentEnd("gone", is_crash=True))
+    engine.on_attached(present)
+    for attachment, expected in ((past, "dropped"), (present, "added")):
+        engine.on_cache_added(attachment, cache, lambda: called.put("added"), lambda: called.put("dropped"))
+        assert called.get(timeout=TIMEOUT_S) == expected
+    engine.stop(TIMEOUT_S)
 
 
 def test_steps_lost_with_an_attachment_are_run_again_by_the_next() -> None:
