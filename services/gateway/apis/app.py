@@ -34,6 +34,7 @@ from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
+from services.gateway.apis.vectors.errors import COHERE
 from services.gateway.apis.vectors.routes import vector_routes
 from services.gateway.apis.vectors.score_routes import score_routes
 from services.gateway.core.request_service import RequestService
@@ -44,7 +45,7 @@ from services.gateway.resume.http_calls import HttpResumption
 from services.gateway.resume.resumption import Resumption
 from services.gateway.vectors.vectors import Vectors
 
-DIALECTS = (TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's
+DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's; the first that is meant
 
 
 def build_app(

@@ -40,7 +40,8 @@ def score_pairs(
     if pooling.is_classifier:
         if not pooling.is_scorer:
             raise InvalidRequest(
-                f"this model cannot score pairs: it is a classifier with {len(pooling.labels)} labels, must be 1"
+                f"this model cannot score pairs: it is a classifier with {len(pooling.labels)} labels, must be 1",
+                "model",
             )
         inputs = [VectorInput(name, *pair, max_second_tokens) for (_, name), pair in zip(names, pairs, strict=True)]
         return inputs, lambda pooled: [float(probabilities(each.values, pooling)[0]) for each in pooled]

@@ -78,7 +78,8 @@ class Vectors:
         """How the model makes vectors. Raises `InvalidRequest` if it makes none."""
         if self._pooling is None:
             raise InvalidRequest(
-                "this model makes no vectors: its checkpoint is one that generates, and model.runner is not pooling"
+                "this model makes no vectors: its checkpoint is one that generates, and model.runner is not pooling",
+                "model",
             )
         return self._pooling
 
@@ -86,7 +87,7 @@ class Vectors:
     def embeds(self) -> PoolingConfig:
         """The same of a model whose vectors are embeddings; otherwise raises `InvalidRequest`."""
         if self.pooling.is_classifier:
-            raise InvalidRequest("this model makes no embeddings: it is a classifier")
+            raise InvalidRequest("this model makes no embeddings: it is a classifier", "model")
         return self.pooling
 
     @property

@@ -21,7 +21,7 @@ def text_error(error: Exception) -> TextErrorBody:
 
 
 def is_inference(scope: Scope) -> bool:
-    """Whether the request is one of this protocol."""
+    """Whether the request is one of this protocol, unless it is of another API with paths below /v2."""
     return scope["path"] == "/v2" or scope["path"].startswith("/v2/")
 
 

@@ -138,13 +138,19 @@ class Document(RequestModel):
     text: str
 
 
+TextOrDocument = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Document, Tag("<document>")],
+    Discriminator(lambda value: "<document>" if isinstance(value, dict | Document) else "<text>"),
+]
+
+
 class RerankRequest(InputFields):
     """Documents to put in order, as Cohere and Jina have them."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rank_fields": ([], ["text"]), "max_chunks_per_doc": ()}
 
     query: str
-    documents: Annotated[list[str | Document], at_most(MAX_INPUTS)]
+    documents: Annotated[list[TextOrDocument], Field(fail_fast=True), at_most(MAX_INPUTS)]
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="Give only so many first ones; 0: all")
     return_documents: bool | None = Field(None, description="Give the texts, too; default true")
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(

@@ -104,7 +104,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         request_id, options = await begin(body, request)
         pooling = vectors.pooling
         if not pooling.is_classifier:
-            raise InvalidRequest("this model is no classifier: it makes embeddings")
+            raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             def class_of(index: int, values: np.ndarray) -> dict[str, Any]:

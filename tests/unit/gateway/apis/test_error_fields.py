@@ -132,6 +132,46 @@ def test_a_prompt_that_is_too_long_has_openais_code(
     with_client(tmp_path, FakeDense(say(" one")), test)
 
 
+def test_ranks_have_the_errors_of_their_vendors(tmp_path: Path) -> None:
+    """Beside those of KServe's protocol below the same path."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for documents, field in (
+            ([{"txt": "x"}], "documents[0].text"),
+            (["x", {"text": 5}], "documents[1].text"),
+            (["x", 5], "documents[1]"),
+            ([], "documents"),
+        ):
+            body = {"query": "a", "documents": documents}
+            response = await client.post("/v2/rerank", json=body, headers={"x-request-id": "r-1"})
+            found = response.json()  # docs.cohere.com, "Errors"
+            assert response.status_code == 400 and found.keys() == {"id", "message"} and found["id"] == "r-1"
+            assert found["message"].startswith(field), found
+            error = (await client.post("/v1/rerank", json=body)).json()["error"]
+            assert error["param"] == field, error
+        wrong = await client.post("/v2/models/none/infer", json={})
+        assert wrong.status_code >= 400 and wrong.json().keys() == {"error"}
+        long = await client.post("/v2/rerank", content=b" " * 3_000_000)
+        assert long.status_code == 413 and long.json()["message"]
+
+    with_client(tmp_path, FakeDense(say(" one")), test, runner="pooling")
+
+
+def test_a_model_that_makes_no_vectors_is_what_is_wrong(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, body in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/classify", {"input": "a"}),
+            ("/score", {"text_1": "a", "text_2": "b"}),
+        ):
+            response = await client.post(path, json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "model"), error
+            assert error["message"].startswith("this model makes no vectors")
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
 def test_routes_that_do_not_exist_are_named(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path in ("/v1/images/generations", "/v1/audio/speech", "/v1/moderations"):
