@@ -27,9 +27,11 @@ class PictureShape(_message.Message):
     def __init__(self, num_tiles: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., original_height: _Optional[int] = ..., original_width: _Optional[int] = ...) -> None: ...
 
 class PicturePart(_message.Message):
-    __slots__ = ("hash", "values")
+    __slots__ = ("hash", "values", "forgotten")
     HASH_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     values: bytes
-    def __init__(self, hash: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
+    forgotten: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, hash: _Optional[bytes] = ..., values: _Optional[bytes] = ..., forgotten: _Optional[_Iterable[bytes]] = ...) -> None: ...

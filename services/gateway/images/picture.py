@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
 from services.common.vision.layout import Layout, PictureShape
-from services.pb import dense_pb2, images_pb2
+from services.pb import images_pb2
 from services.step.prompt_span import PromptSpan
-
-MAX_PART_BYTES = 2**20  # of a picture in one message: about a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +69,3 @@ def encode_pictures(pictures: Sequence[Picture]) -> bytes:
         for each in pictures
     ]
     return images_pb2.Pictures(shapes=shapes).SerializeToString()
-
-
-def picture_parts(pictures: Sequence[Picture]) -> Iterator[dense_pb2.GatewayMessage]:
-    """The messages that a worker needs before the first sequence with these pictures."""
-    for picture in {each.hash: each for each in pictures}.values():
-        for start in range(0, len(picture.tiles), MAX_PART_BYTES):
-            values = picture.tiles[start : start + MAX_PART_BYTES]
-            part = images_pb2.PicturePart(hash=bytes.fromhex(picture.hash), values=values)
-            yield dense_pb2.GatewayMessage(picture_part=part)

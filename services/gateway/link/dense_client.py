@@ -16,7 +16,7 @@ import structlog
 
 from services.common.config import PeerSection
 from services.common.errors import CapacityError, PeerError
-from services.gateway.images.picture import picture_parts
+from services.gateway.images.sent_pictures import SentPictures
 from services.gateway.link.crash_record import CrashRecord
 from services.gateway.link.dense_messages import (
     encode_submit,
@@ -197,7 +197,7 @@ class DenseClient:
         A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
         """
         table_hash = ""  # of the prompt table that the worker has
-        picture_hashes = set[str]()  # of the pictures that the worker has
+        sent_pictures = SentPictures()
         while True:
             message = await outbox.get()
             if message is None:
@@ -210,11 +210,8 @@ class DenseClient:
                     for part in table_parts(table):
                         await _write_message(call, part)
                     table_hash = table.hash
-                own_hashes = {picture.hash for picture in message.request.pictures}
-                if not own_hashes <= picture_hashes:
-                    for part in picture_parts(message.request.pictures):
-                        await _write_message(call, part)
-                    picture_hashes = own_hashes
+                for part in sent_pictures.parts_for(message.request.pictures):
+                    await _write_message(call, part)
                 if message.search is None:
                     message = encode_submit(message)
                 else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,27 +13,19 @@ from services.pb import images_pb2
 from services.step import SequenceSpec
 
 
-@dataclass(slots=True)
-class _Stream:
-    """What a stream has sent since its last sequence with pictures, or for it."""
-
-    pixels: dict[str, bytearray] = field(default_factory=dict)  # by hash
-    are_used: bool = False  # the next part begins anew
-
-
 class ReceivedPictures:
     """Sequences with equal pictures share them, for as long as one of them has them."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, dict[str, bytearray]] = {}  # pixels by hash, of each stream
         self._pictures: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # by hash
 
     def receive(self, part: images_pb2.PicturePart, stream: int) -> None:
-        """Keeps a part."""
-        received = self._streams.get(stream)
-        if received is None or received.are_used:
-            received = self._streams[stream] = _Stream()
-        received.pixels.setdefault(part.hash.hex(), bytearray()).extend(part.values)
+        """Keeps a part, and forgets what the gateway says."""
+        pixels = self._streams.setdefault(stream, {})
+        for each in part.forgotten:
+            pixels.pop(each.hex(), None)
+        pixels.setdefault(part.hash.hex(), bytearray()).extend(part.values)
 
     def end_stream(self, stream: int) -> None:
         """Forgets what a stream has sent."""
@@ -48,8 +39,7 @@ class ReceivedPictures:
         shapes = images_pb2.Pictures.FromString(message).shapes
         if len(shapes) != len(spec.spans):
             raise InvalidRequest(f"the prompt has {len(spec.spans)} spans and {len(shapes)} pictures", "messages")
-        received = self._streams.get(stream, _Stream())
-        received.are_used = True
+        received = self._streams.get(stream, {})
         found = []
         for span, each in zip(spec.spans, shapes, strict=True):
             picture = self._pictures.get(span.hash)
@@ -64,7 +54,7 @@ class ReceivedPictures:
                     span.grid_rows,
                     span.grid_columns,
                 )
-                pixels = received.pixels.get(span.hash, b"")
+                pixels = received.get(span.hash, b"")
                 if len(pixels) != shape.num_bytes:
                     raise RequestAborted(
                         f"picture {span.hash[:16]} has {shape.num_bytes} bytes, {len(pixels)} have been sent"
