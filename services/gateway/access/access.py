@@ -21,7 +21,7 @@ from services.common.errors import ConfigError, PeerError, PermissionDenied, Una
 from services.common.shared_counts import Counts
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
 from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of
-from services.gateway.access.rate_limits import RateLimits, Usage
+from services.gateway.access.rate_limits import PartsUsage, RateLimits, Usage
 from services.gateway.request.generation_request import GenerationRequest, Owner, owner_of
 
 log = structlog.get_logger()
@@ -52,6 +52,10 @@ class Caller:
     def owner(self) -> Owner:
         """Whose the sender's requests are."""
         return owner_of(self.name, self.client)
+
+    def for_parts(self) -> Caller:
+        """The caller for the parts of a request that is counted already: only their tokens count."""
+        return replace(self, usage=PartsUsage(self.usage))
 
     def adapt(self, request: GenerationRequest) -> GenerationRequest:
         """The request with the client's number, and the key's priority, salt and name.

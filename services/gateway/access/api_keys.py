@@ -4,7 +4,7 @@
     name = "team-a"                  # in logs and messages; unique
     key = "…"                        # at least 16 characters; or key_sha256 = "…", so that the file holds no secret
     max_concurrent_answers = 8       # optional, like all keys below
-    requests_per_minute = 600        # each prompt counts as a request, and each /tokenize and /detokenize
+    requests_per_minute = 600        # each prompt, file of sound, /tokenize and /detokenize counts as one
     tokens_per_minute = 100000       # of prompts and answers together
     priority = 0                     # of requests that name none; lower goes first
     min_priority = 0                 # the lowest that requests may name; default: `priority`

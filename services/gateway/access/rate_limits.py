@@ -168,6 +168,18 @@ class Usage:
         return RateLimited(f"the API key {self._name!r} {what}", retry_after_s=retry_after_s)
 
 
+class PartsUsage(Usage):
+    """What the parts of one request use that is counted already: their tokens count, and nothing else."""
+
+    def __init__(self, whole: Usage) -> None:
+        super().__init__("", RateLimits())
+        self._whole = whole
+
+    def add_tokens(self, count: int) -> None:
+        """Counts tokens towards the limit of the whole."""
+        self._whole.add_tokens(count)
+
+
 def _with_rate(
     bucket: TokenBucket | None, per_minute: float | None, now_s: float, taken: Count
 ) -> TokenBucket | None:

@@ -311,6 +311,14 @@ class RequestService:
             self.metrics.on_rejected(error)
             raise
 
+    def count_answers(self, count: int, caller: Caller) -> None:
+        """Counts answers that are under way, until `caller.usage.close_answers`. Raises `RateLimited`."""
+        try:
+            caller.usage.add_answers(count)
+        except TwostrokeError as error:
+            self.metrics.on_rejected(error)
+            raise
+
     def _counts(self) -> GatewayCounts:
         return GatewayCounts(
             num_open=len(self.journal),

@@ -29,6 +29,18 @@ LONG_S = 2.6  # several windows
 WHOLE_S = 80.0
 MAX_SECONDS = 90
 MAX_BYTES = 6_000_000  # more than gateway.max_body_bytes
+KEY, SLOW_KEY = "without-any-limit", "one-file-a-minute"
+KEYS = f"""
+[[keys]]
+name = "free"
+key = "{KEY}"
+[[keys]]
+name = "slow"
+key = "{SLOW_KEY}"
+max_concurrent_answers = 1
+requests_per_minute = 1
+tokens_per_minute = 1
+"""
 MAX_NEW_TOKENS = 29  # what the longest text before leaves of the decoder's 64 positions
 
 
@@ -40,14 +52,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     limits = (f"gateway.max_audio_seconds={MAX_SECONDS}", f"gateway.max_audio_bytes={MAX_BYTES}")
-    with running_cluster(tmp_path_factory.mktemp("cluster"), f"model.path={path}", *limits, is_warm=True) as cluster:
+    directory = tmp_path_factory.mktemp("cluster")
+    (directory / "keys.toml").write_text(KEYS)
+    settings = (f"model.path={path}", f"gateway.api_keys_file={directory}/keys.toml", *limits)
+    with running_cluster(directory, *settings, is_warm=True) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def http(cluster: Cluster) -> Iterator[httpx2.Client]:
     transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
-    with httpx2.Client(transport=transport, base_url="http://localhost") as http:
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx2.Client(transport=transport, base_url="http://localhost", headers=headers) as http:
         yield http
 
 
@@ -55,7 +71,7 @@ def http(cluster: Cluster) -> Iterator[httpx2.Client]:
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
     transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
     with openai.OpenAI(
-        api_key="none", base_url="http://localhost/v1", http_client=httpx2.Client(transport=transport), max_retries=0
+        api_key=KEY, base_url="http://localhost/v1", http_client=httpx2.Client(transport=transport), max_retries=0
     ) as client:
         yield client
 
@@ -225,6 +241,7 @@ def test_only_forms_with_files_are_read(http: httpx2.Client, media_type: str | N
 
 def test_a_body_that_is_no_form_is_not_waited_for(cluster: Cluster) -> None:
     head = ["POST /v1/audio/translations HTTP/1.1", "host: localhost", "content-type: text/plain", "content-length: 9"]
+    head.append(f"authorization: Bearer {KEY}")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(30)
         connection.connect(cluster.http_address.removeprefix("unix:"))
@@ -249,6 +266,19 @@ def test_broken_forms_are_refused_as_other_requests(
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
     assert words in error["message"] and "object at" not in error["message"]
+
+
+def test_a_file_of_several_windows_is_one_request_and_all_its_tokens_count(
+    path: Path, client: openai.OpenAI
+) -> None:
+    slow = client.with_options(api_key=SLOW_KEY)
+    file = upload(sound_of(LONG_S, seed=3))
+    answer = slow.audio.transcriptions.create(model=path.name, file=file, response_format="verbose_json")
+    assert len({each.seek for each in answer.segments}) > 1
+    num_tokens = sum(len(each.tokens) for each in answer.segments)
+    with pytest.raises(openai.RateLimitError, match="has used up its 1 tokens a minute") as refused:
+        slow.audio.transcriptions.create(model=path.name, file=file)
+    assert int(refused.value.response.headers["retry-after"]) > 60 * (num_tokens - 2)
 
 
 def test_openapi_knows_the_routes(http: httpx2.Client) -> None:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote
+from services.gateway.access.access import Caller
 from services.gateway.apis.audio import formats
 from services.gateway.apis.shared.answer import events
 from services.gateway.core.request_service import RequestService
@@ -63,11 +64,13 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         if options.language is not None and speech.model.languages:
             speech.model.language_code(options.language)
         speech.model.task_tokens(task, options.language or next(iter(speech.model.languages), None))
-        sound = await speech.reader.read(data, request.state.caller.number)
+        caller = request.state.caller
+        service.count_requests(1, caller)
+        sound = await speech.reader.read(data, caller.number)
         del data
         await request.state.held.reserve(sound.features.nbytes, "features of sound", "file", "send a shorter one")
-        transcription = Transcription(service, speech.model, sound, options, request.state.caller)
-        return _TranscriptionAnswer(transcription, response_format, is_stream=is_stream)
+        transcription = Transcription(service, speech.model, sound, options, caller.for_parts())
+        return _TranscriptionAnswer(transcription, caller, response_format, is_stream=is_stream)
 
     @router.post("/v1/audio/transcriptions", response_class=Response)
     async def transcribe(request: Request) -> Response:
@@ -83,21 +86,30 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
 
 
 class _TranscriptionAnswer(Response):
-    """Runs the transcription when the server calls it. Cancels it if the client disconnects."""
+    """Runs the transcription when the server calls it. Cancels it if the client disconnects.
 
-    def __init__(self, transcription: Transcription, response_format: str, *, is_stream: bool) -> None:
+    It counts as one answer of its caller, however many windows it has.
+    """
+
+    def __init__(
+        self, transcription: Transcription, caller: Caller, response_format: str, *, is_stream: bool
+    ) -> None:
         super().__init__()
         self._transcription = transcription
+        self._caller = caller
         self._format = response_format
         self._is_stream = is_stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
+        self._transcription.service.count_answers(1, self._caller)
         work = self._stream(send) if self._is_stream else self._whole(scope, receive, send)
         try:
             await while_connected(receive, work)
         except ClientGone:
             return
+        finally:
+            self._caller.usage.close_answers(1)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         segments = [each async for each in self._transcription.segments()]

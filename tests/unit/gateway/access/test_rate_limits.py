@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import PermissionDenied, RateLimited
-from services.gateway.access.rate_limits import RateLimits, TokenBucket, Usage
+from services.gateway.access.rate_limits import PartsUsage, RateLimits, TokenBucket, Usage
 
 events = st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 50)), max_size=60)  # pause in seconds, amount
 
@@ -105,3 +105,17 @@ def test_several_prompts_are_admitted_together_or_not_at_all() -> None:
     for _ in range(5):  # the checks above counted nothing
         usage.open_request()
     Usage("slow", RateLimits(requests_per_minute=0.5)).check_prompts(1, 1)
+
+
+def test_the_parts_of_a_request_count_their_tokens_and_nothing_else() -> None:
+    whole = Usage("team", RateLimits(max_concurrent_answers=1, requests_per_minute=1, tokens_per_minute=100))
+    whole.open_request()
+    parts = PartsUsage(whole)
+    for _ in range(3):
+        parts.open_request()
+        parts.add_tokens(50)
+        parts.close_answers(1)
+    assert whole.num_open_answers == 1
+    whole.close_answers(1)
+    with pytest.raises(RateLimited, match="has used up its 100 tokens a minute"):
+        whole.open_request()
