@@ -145,3 +145,62 @@ def test_openai_with_text_and_a_prompt_of_the_decoder(
         longest = truth.config.to_dict().get("max_position_embeddings") or 512
         with pytest.raises(openai.BadRequestError, match=f"context length is {longest} tokens"):
             client.completions.create(prompt=[7] * (longest + 1), model=path.name)
+
+
+def test_openai_with_several_prompts_answers_and_log_probabilities(
+    served: tuple[Path, Cluster], truth: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    path, cluster = served
+    transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
+    with openai.OpenAI(
+        api_key="none", base_url="http://localhost/v1", http_client=httpx2.Client(transport=transport), max_retries=0
+    ) as client:
+        create, options = client.completions.create, {"model": path.name, "max_tokens": 5, "logprobs": 2}
+        options["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+        prompts = [[each for each in prompt if each // 10 != 3] for prompt in prompts]  # "w3" is unknown words
+        prompts[3] += 64 * [7]
+        del prompts[3][64:]  # BART's encoder reads no more
+        texts = [" ".join(f"w{each}" for each in prompt) for prompt in prompts[:3]]
+        for given in (prompts[:3], texts):
+            answer = create(prompt=given, temperature=0, **options)
+            assert [each.index for each in answer.choices] == [0, 1, 2]
+            for prompt, choice in zip(prompts, answer.choices, strict=False):
+                assert choice.token_ids == true_tokens(truth, prompt)[:5]
+                check_log_probabilities(truth, prompt, choice)
+        several = create(prompt=prompts[2:4], n=2, best_of=3, temperature=1.0, seed=5, **options)
+        assert [each.index for each in several.choices] == [0, 1, 2, 3]
+        assert len({tuple(each.token_ids) for each in several.choices}) == 4
+        for index, choice in enumerate(several.choices):
+            check_log_probabilities(truth, prompts[2 + index // 2], choice)
+        for first, second in (several.choices[:2], several.choices[2:]):
+            assert sum(first.logprobs.token_logprobs) >= sum(second.logprobs.token_logprobs)
+        body = {"decoder_prompt": true_tokens(truth, prompts[1])[:4], "prompt_logprobs": 0}
+        [choice] = create(prompt=prompts[1], model=path.name, max_tokens=1, extra_body=body).choices
+        tokens = [truth.generation_config.decoder_start_token_id, *body["decoder_prompt"]]
+        rows = true_decoder_logits(truth, torch.tensor(prompts[1]), tokens).log_softmax(-1)
+        assert choice.prompt_logprobs[0] is None  # of the decoder's prompt: a text is scored against its source
+        for row, token, found in zip(rows, tokens[1:], choice.prompt_logprobs[1:], strict=False):
+            assert found[str(token)]["logprob"] == pytest.approx(row[token].item(), abs=1e-4)
+        assert len(choice.prompt_logprobs) == 5
+        refused = {"echo": True, "suffix": "w7"}
+        for field, value in refused.items():
+            with pytest.raises(openai.BadRequestError) as error:
+                create(prompt=texts[0], model=path.name, extra_body={field: value})
+            assert error.value.param == field and f"{field} cannot be used" in error.value.message
+        with pytest.raises(openai.BadRequestError) as error:
+            create(prompt=[7, 99_999], model=path.name)
+        assert error.value.param == "prompt" and "99999" in error.value.message
+
+
+def check_log_probabilities(truth: PreTrainedModel, prompt: list[int], choice: openai.types.CompletionChoice) -> None:
+    """In OpenAI's form, those of transformers."""
+    start, tokens, found = truth.generation_config.decoder_start_token_id, choice.token_ids, choice.logprobs
+    expected = true_decoder_logits(truth, torch.tensor(prompt), [start, *tokens])[:-1].log_softmax(-1)
+    own = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert found.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
+    assert [each.strip() for each in found.tokens] == [f"w{each}" for each in tokens]
+    for row, top in zip(expected, found.top_logprobs, strict=True):
+        likeliest = {f"w{each}": value for value, each in zip(*map(torch.Tensor.tolist, row.topk(2)), strict=True)}
+        given = {name.strip(): value for name, value in top.items()}
+        assert {name: given.get(name) for name in likeliest} == pytest.approx(likeliest, abs=1e-4)
+    assert len(found.text_offset) == len(tokens)

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from services.common.config import MAX_PROMPTS
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.request_model import TokenIdList, at_most
-from services.gateway.request.context_length import check_prompt_length
+from services.gateway.request.context_length import too_long
 
 
 def _kind_of_prompt(value: Any) -> str:
@@ -40,7 +40,7 @@ def prompt_list(given: str | list[Any]) -> list[str] | list[list[int]]:
 def check_prompts(
     prompts: Sequence[str | Sequence[Any]],
     max_prompts: int,
-    max_model_len: int,
+    max_prompt_len: int,
     *,
     are_cut: bool,
     num_embeds: int = 0,
@@ -54,5 +54,5 @@ def check_prompts(
     if not 1 <= num_prompts <= max_prompts:
         raise InvalidRequest(f"there are {num_prompts} prompts, must be 1 to {max_prompts}", "prompt")
     longest = max(prompts, key=len, default=None)
-    if isinstance(longest, list) and not are_cut:  # before copying the tokens costs time
-        check_prompt_length(len(longest), max_model_len)
+    if isinstance(longest, list) and len(longest) > max_prompt_len and not are_cut:  # before copying them costs time
+        raise too_long(max_prompt_len, f"a prompt has {len(longest)}", "prompt")
