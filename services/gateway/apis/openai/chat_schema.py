@@ -20,7 +20,7 @@ from services.gateway.apis.openai.tool_schema import (
     ToolObjects,
 )
 from services.gateway.apis.shared.logprobs import ChatLogprobs
-from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS
+from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS, by_field
 from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.generation_request import MAX_MESSAGES
@@ -57,14 +57,6 @@ class ImagePart(RequestModel):
     image_url: ImageUrl
 
 
-_KINDS_OF_PARTS = {"prompt_embeds": "<embeds>", "image_url": "<image>"}
-
-
-def _kind_of_part(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return _KINDS_OF_PARTS.get(kind, "<text>") if isinstance(kind, str) else "<text>"
-
-
 def _as_part(value: Any) -> Any:
     return {"type": "text", "text": value} if isinstance(value, str) else value  # as vLLM reads a bare text
 
@@ -75,9 +67,9 @@ Content = Annotated[
         list[
             Annotated[
                 Annotated[TextPart, Tag("<text>")]
-                | Annotated[EmbedsPart, Tag("<embeds>")]
-                | Annotated[ImagePart, Tag("<image>")],
-                Discriminator(_kind_of_part),
+                | Annotated[EmbedsPart, Tag("<prompt_embeds>")]
+                | Annotated[ImagePart, Tag("<image_url>")],
+                by_field("type", "text, image_url or prompt_embeds"),
                 pydantic.BeforeValidator(_as_part),
             ]
         ],

@@ -112,8 +112,15 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (CHATS, {"messages": [{"role": "user", "content": None}]}, "messages[0].content", ("required",)),
     (CHATS, {"messages": [*USER, {"role": "system"}]}, "messages[1].content", ("required", "system")),
     (CHATS, {"messages": [*USER, {"role": "assistant", "content": 5}]}, "messages[1].content", ("5",)),
-    (CHATS, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type", ()),
-    (CHATS, {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0].type", ()),
+    *(
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": [part]}]},
+            "messages[0].content[0]",
+            ("text, image_url or prompt_embeds",),
+        )
+        for part in ({"type": "input_audio"}, {"type": "video_url"}, {"type": ["text"]}, {"text": "a"})
+    ),
     (
         CHATS,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
