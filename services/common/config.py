@@ -125,7 +125,8 @@ class GatewaySection(Section):
     # connects by Unix socket. Clients with the same API key, or without keys, get equal shares by address
     trusted_proxies: tuple[Proxy, ...] = ()
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9100
-    max_body_bytes: Count = 2 * 2**20  # size of the body of one HTTP request
+    # size of the body of one HTTP request; none: 2 MiB, and 16 MiB of models that see pictures
+    max_body_bytes: Count | None = None
     max_audio_bytes: Count = 25 * 2**20  # size of a file of sound that is uploaded to be transcribed
     max_audio_seconds: Count = 1_800  # length of its sound
     max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; parsing this many takes 20 ms

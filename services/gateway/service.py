@@ -19,7 +19,7 @@ from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
 from services.common.pooling.pooling_config import read_pooling
 from services.common.shared_counts import Counts, SharedCounts
-from services.common.vision.vision_config import load_vision_config
+from services.common.vision.vision_config import VisionConfig, load_vision_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.reception import Reception
@@ -31,6 +31,7 @@ from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.core.request_service import RequestService
+from services.gateway.http.body_limit import fit_bodies
 from services.gateway.http.server import HttpServer
 from services.gateway.images.picture_reader import PictureReader, picture_text
 from services.gateway.link.dense_pool import DensePool
@@ -116,13 +117,14 @@ class Gateway:
             }
         )
         self._opened.push_async_callback(self._grammar_trials.close)
-        section = self._section = fit_connections(config.gateway)
+        vision = load_vision_config(config.model.path) if config.model.images else None
+        section = self._section = fit_bodies(fit_connections(config.gateway), sees_pictures=vision is not None)
         self._metrics = GatewayMetrics(self._registry)
         counts = self._counts = self._open_counts()
         self._access = Access(
             section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies, counts
         )
-        self._pictures = self._make_pictures(tokenizer)
+        self._pictures = None if vision is None else self._make_pictures(vision, tokenizer)
         self._journal = Journal(counts)
         self._memory = MemoryBudget(section.max_held_bytes, section.max_held_wait_s, section.max_held_waiting, counts)
         self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens, counts)
@@ -273,12 +275,8 @@ class Gateway:
             pictures=self._pictures,
         )
 
-    def _make_pictures(self, tokenizer: Tokenizer) -> PictureReader | None:
-        """What reads pictures, if the model sees any."""
-        model = self._config.model
-        vision = load_vision_config(model.path) if model.images else None
-        if vision is None:
-            return None
+    def _make_pictures(self, vision: VisionConfig, tokenizer: Tokenizer) -> PictureReader:
+        """What reads pictures, of a model that sees them."""
         tokenizer.use_pictures(picture_text(vision, tokenizer))
         reader = PictureReader(vision, self._section, tokenizer)
         self._opened.push_async_callback(reader.close)

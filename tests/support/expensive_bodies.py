@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.common.config import GatewaySection
+from services.gateway.http.body_limit import MAX_BODY_BYTES
 
 MODEL = "tiny-llama"
 RESPONSES, MESSAGES, COUNT, CHATS = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 GENERATE, INFER = "/v2/models/ensemble/generate", "/v2/models/ensemble/infer"
-BODY_BYTES = GatewaySection().max_body_bytes - 4096
+BODY_BYTES = MAX_BODY_BYTES - 4096
 HI = {"role": "user", "content": "Hi"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -21,6 +22,13 @@ UPLOADS = ("/v1/audio/",)  # routes that take forms with files
 FORM_TYPE = "multipart/form-data"
 
 
+class _Limit(NamedTuple):
+    """Of a body."""
+
+    num_bytes: int
+    key: str  # of the configuration
+
+
 class Envelope:
     """An ASGI middleware. Handlers find the id as `request.state.request_id`."""
 
@@ -33,11 +41,11 @@ class Envelope:
         max_upload_bytes: int = 0,
     ) -> None:
         """`max_upload_bytes`: of a file that is uploaded in a form to a route of `UPLOADS`, if that is more."""
-        self._max_form_bytes = max(max_body_bytes, max_upload_bytes + FORM_BYTES)
         self._app = app
         self._dialects = dialects
         self._host_check = host_check
-        self._max_body_bytes = max_body_bytes
+        self._limit = _Limit(max_body_bytes, "gateway.max_body_bytes")
+        self._form_limit = max(self._limit, _Limit(max_upload_bytes + FORM_BYTES, "gateway.max_audio_bytes"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises nothing: the handlers of `services.gateway.http.errors` have already answered every error."""
@@ -58,7 +66,7 @@ class Envelope:
                 message["headers"] = [*message.get("headers", ()), *id_headers]
             await send(message)
 
-        limit = self._max_form_bytes if _has_upload(scope) else self._max_body_bytes
+        limit = self._form_limit if _has_upload(scope) else self._limit
         refusal = refusal or self._host_check.refuse(scope["headers"]) or _refuse_length(scope, limit)
         if refusal is not None:
             await error_response(refusal, scope)(scope, receive, send_with_id)
@@ -79,15 +87,15 @@ def _has_upload(scope: Scope) -> bool:
     return scope["path"].startswith(UPLOADS) and media_type_of(scope) == FORM_TYPE
 
 
-def _refuse_length(scope: Scope, limit: int) -> HTTPException | None:
+def _refuse_length(scope: Scope, limit: _Limit) -> HTTPException | None:
     """The error for a body whose content-length is above the limit; the body is not read."""
     lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-    if lengths and int(lengths[0]) > limit:  # the parser allows only digits and one such header
+    if lengths and int(lengths[0]) > limit.num_bytes:  # the parser allows only digits and one such header
         return _too_large(f"{int(lengths[0])}", limit)
     return None
 
 
-def _limited(receive: Receive, limit: int) -> Receive:
+def _limited(receive: Receive, limit: _Limit) -> Receive:
     """Limits `receive` to the allowed size: a chunked body does not declare its length."""
     num_bytes = 0
 
@@ -96,12 +104,12 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         if message["type"] == "http.request":
             num_bytes += len(message.get("body", b""))
-            if num_bytes > limit:
-                raise _too_large(f"more than {limit}", limit)
+            if num_bytes > limit.num_bytes:
+                raise _too_large(f"more than {limit.num_bytes}", limit)
         return message
 
     return receive_limited
 
 
-def _too_large(num_bytes: str, limit: int) -> HTTPException:
-    return HTTPException(413, f"the body has {num_bytes} bytes, the limit is {limit}")
+def _too_large(num_bytes: str, limit: _Limit) -> HTTPException:
+    return HTTPException(413, f"the body has {num_bytes} bytes, the limit is {limit.num_bytes} ({limit.key})")

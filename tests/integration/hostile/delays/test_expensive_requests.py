@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.message import Message
 
 from services.common.config import GatewaySection
+from services.gateway.http.body_limit import MAX_BODY_BYTES
 from services.pb import gateway_pb2, triton_pb2
 from tests.support.clients.http_clients import client, connect_socket, request_bytes
 from tests.support.clients.wire_format import field, repeated
@@ -166,7 +167,7 @@ def test_bodies_of_the_newer_protocols(cluster: Cluster, names: list[str]) -> No
     assert_undisturbed(cluster, attack, max_growth_bytes=MAX_GROWTH_BYTES)
 
 
-BODY_BYTES = GatewaySection().max_body_bytes - 64
+BODY_BYTES = MAX_BODY_BYTES - 64
 BODIES = {
     "empty lists": ("/v1/completions", '{"prompt":[%s[]]}' % ("[]," * (BODY_BYTES // 3 - 8)), 413),
     "keys": ("/v1/completions", "{" + ",".join(f'"{i:x}":1' for i in range(175_000)) + "}", 413),
@@ -190,7 +191,7 @@ def test_bodies_of_many_elements(cluster: Cluster, path: str, body: str, status:
                 response = http.post(path, content=body, headers={"content-type": "application/json"})
                 assert response.status_code == status, response.text[:500]
 
-    assert len(body) <= GatewaySection().max_body_bytes
+    assert len(body) <= MAX_BODY_BYTES
     assert_undisturbed(cluster, attack)
 
 

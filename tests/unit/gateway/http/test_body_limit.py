@@ -1,0 +1,70 @@
+"""How large a body may be: what is refused names the setting, and photos fit if the model sees pictures."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.clients.http_gateway import CHATS, check_error, with_client
+from tests.support.dense.vision_models import noise
+from tests.support.running_gateway import RunningGateway
+from tests.support.served_vision import make_served_vision_model
+from tests.support.workers.fake_dense import FakeDense
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_served_vision_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def photo() -> dict[str, Any]:
+    """A chat with a picture of 3 MB, as a phone makes them."""
+    buffer = io.BytesIO()
+    noise(1000, 1100, 1).save(buffer, "PNG", compress_level=0)
+    assert len(buffer.getvalue()) > 3_000_000
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Hi"}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+
+def test_a_photo_fits_if_the_model_sees_pictures(tmp_path: Path, model: Path, photo: dict[str, Any]) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        answer = await client.post(CHATS, json=photo)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["prompt_tokens"] > 10
+        check_error(await client.post(CHATS, content=bytes(2**24 + 1)), 413, None, "16777216 (gateway.max_body_bytes)")
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test, model=model)
+
+
+def test_others_have_2_mib_unless_they_are_configured(tmp_path: Path, photo: dict[str, Any]) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        check_error(await client.post(CHATS, json=photo), 413, None, "the limit is 2097152 (gateway.max_body_bytes)")
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield bytes(2**20)
+            yield bytes(2**20)
+            yield b"x"
+
+        headers = {"content-type": "application/json"}
+        refused = await client.post(CHATS, content=pieces(), headers=headers)
+        check_error(refused, 413, None, "more than 2097152 bytes", "(gateway.max_body_bytes)")
+        upload = {"file": ("a.wav", bytes(2**21 + 2**16), "audio/wav")}
+        refused = await client.post("/v1/audio/transcriptions", files=upload)
+        check_error(refused, 413, None, "(gateway.max_audio_bytes)")
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test, max_audio_bytes=2**21)
+
+
+def test_what_is_configured_holds_for_every_model(tmp_path: Path, model: Path, photo: dict[str, Any]) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        check_error(await client.post(CHATS, json=photo), 413, None, "the limit is 4000000 (gateway.max_body_bytes)")
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test, model=model, max_body_bytes=4_000_000)
