@@ -307,6 +307,8 @@ class Scheduler:
             self._residency.close(sequence)
         else:
             self._residency.enter(sequence)
+            if answer.has_source:
+                session.hold_source(sequence)
         return None
 
     def schedule(self) -> PublishedPlan | None:

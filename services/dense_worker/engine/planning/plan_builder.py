@@ -24,7 +24,7 @@ class PlanBuilder:
         self.decodes = decodes  # the step's first entries
         self.entries: list[PlanEntry] = []  # after these
         self.planned: list[PlannedEntry] = []  # aligned with the entries
-        self.seq_ids: set[int] = set()  # of the entries' sequences, and of those that are forked
+        self.seq_ids: set[int] = set()  # of the entries' sequences, and of others that have to stay open
         self.forks: list[Fork] = []
         self.forced: list[tuple[int, int]] = []  # (seq_id, token_id)
         self.evicts_blocks = False

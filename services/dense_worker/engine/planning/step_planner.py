@@ -205,28 +205,21 @@ class StepPlanner:
             # A share may be less than one token for each row of a sequence: it needs the rest from those behind it.
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
-            num_source_rows = self._rows_to_write(sequence)
-            room = step.room_beside(num_source_rows)
+            room = step.room_beside(self._num_rows_to_write(sequence))
             if room < 1:
                 continue
             num_tokens = min(num_remaining if shares is None else shares[sequence], room)
             for feature in sequence.features:
                 num_tokens = feature.chunk(sequence.num_computed_tokens, num_tokens, room)
             if num_tokens:
-                is_last = num_tokens == sequence.num_remaining_tokens
-                self._plan(step, sequence, num_tokens, is_last=is_last, num_source_rows=num_source_rows)
+                self._plan(step, sequence, num_tokens, is_last=num_tokens == sequence.num_remaining_tokens)
 
-    def _plan(
-        self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool, num_source_rows: int = 0
-    ) -> None:
-        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for draft tokens.
-
-        num_source_rows: rows of its encoder's output that the step has to write for it; then it gets no drafts
-        """
+    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
+        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for draft tokens."""
         if sequence.policy is not None and _has_forked(sequence):
             self._plan_rows(step, sequence, sequence.policy, num_tokens)
             return
-        drafts = self._drafting.propose(sequence, self._session, step) if is_last and not num_source_rows else ()
+        drafts = self._drafting.propose(sequence, self._session, step) if is_last and not sequence.needs_source else ()
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted in this plan
         num_blocks = self._session.take_blocks(sequence, num_tokens + len(drafts))
@@ -235,15 +228,23 @@ class StepPlanner:
             return
         has_evicted = self._session.evict_blocks(sequence)
         step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_evicted)
-        if num_source_rows:
-            step.write_source(sequence.seq_id, num_source_rows)
-        sequence.needs_source = False
+        if sequence.needs_source:
+            self._plan_source(step, sequence)
 
-    def _rows_to_write(self, sequence: Sequence) -> int:
+    def _num_rows_to_write(self, sequence: Sequence) -> int:
         """Rows of its encoder's output that a step has to write before the sequence can run; mostly none."""
-        if not sequence.needs_source or self._session.has_written(sequence):
+        if not sequence.needs_source or self._session.holder_of_source(sequence) is not None:
             return 0
         return sequence.num_source_rows
+
+    def _plan_source(self, step: PlanBuilder, sequence: Sequence) -> None:
+        """The step writes what a sequence of it reads of its encoder, or keeps it by keeping another sequence open."""
+        holder = self._session.holder_of_source(sequence)
+        if holder is None:
+            step.write_source(sequence.seq_id, sequence.num_source_rows)
+        else:
+            step.seq_ids.add(holder.seq_id)
+        self._session.hold_source(sequence)
 
     def _plan_rows(self, step: PlanBuilder, sequence: Sequence, policy: RowPolicy, num_tokens: int) -> None:
         """Adds all rows of a sequence that has a policy, or nothing.

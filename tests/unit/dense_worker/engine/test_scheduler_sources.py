@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from services.attn_worker.cache.build_cache import SourceSlots, build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.servicer import describe_opened
-from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
+from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PublishedPlan, Session
-from services.step import PlanAccepted, SequenceOpened, SourceRef, StepPlan
+from services.step import PlanAccepted, SequenceOpened, SequenceSpec, SourceRef, StepPlan
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
@@ -141,3 +142,59 @@ def test_a_long_sound_leaves_no_tokens_to_others_in_its_step(sources: tuple[int,
     assert first.plan.sources == ((1, 1500),) and second.plan.sources == ()
     assert [(entry.seq_id, entry.num_tokens) for entry in first.plan.entries] == [(1, 4)]
     assert sorted((entry.seq_id, entry.num_tokens) for entry in second.plan.entries) == [(1, 1), (2, 4)]
+
+
+def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_named, prefix_key = 0, SequenceSpec.prefix_key
+
+    def count(spec: SequenceSpec) -> bytes:
+        nonlocal num_named
+        num_named += 1
+        return prefix_key.fget(spec)
+
+    scheduler = Scheduler(SchedulerLimits(60, 512, 448, 1000, "guaranteed_no_evict"))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sources=60)))
+    for seq_id in range(1, 61):
+        scheduler.add(reader(seq_id, 1, 10, seq_id, 1500))
+    for sequence in scheduler.next_to_open():  # the cache has every other output
+        scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_source=sequence.seq_id % 2 == 0))
+    monkeypatch.setattr(SequenceSpec, "prefix_key", property(count))
+    assert scheduler.schedule() is not None
+    assert num_named <= 4 * 60, "each sequence is compared with all others"
+
+
+def test_an_output_stays_in_the_cache_for_those_that_count_on_it_in_a_plan() -> None:
+    scheduler = Scheduler(SchedulerLimits(3, 8, 448, 1000, "max_utilization"))
+    scheduler.begin(Session(Attachment(1, 1, {}, 4, 100, 100, {}, 448, max_num_sources=3)))
+    writer, other, heir = reader(1, 20, 2, 1, 4), reader(2, 4, 2, 2, 2), reader(3, 2, 2, 1, 4)
+    open_in(scheduler, writer)
+    first = scheduler.schedule()
+    assert first is not None and first.plan.sources == ((1, 4),)
+    for sequence, priority in ((heir, -2), (other, -1)):
+        ask(sequence, priority=priority)
+        open_in(scheduler, sequence)
+    session = scheduler.session
+    session.release_reservation(other)
+    session.ledger.take(session.ledger.num_available_blocks)  # so that it finds none
+    second = scheduler.schedule()
+    assert second is not None and second.plan.sources == ()
+    assert 3 in second.plan.entries.seq_ids.tolist(), "it counts on the output that the first one has written"
+    assert second.plan.close_seq_ids == (2,)
+
+
+def test_each_cache_gets_an_output_of_its_own() -> None:
+    scheduler = Scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), placement=SpreadPlacement())
+    attached = Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sources=8, others=(AttachedCache(1, 100, 100, {}),))
+    scheduler.begin(Session(attached))
+    readers = [reader(seq_id, 2, 10, 1, 8) for seq_id in (1, 2)]
+    for sequence in readers:
+        open_in(scheduler, sequence)
+    assert [sequence.cache_id for sequence in readers] == [0, 1], "for this test they are in different caches"
+    planned = scheduler.schedule()
+    assert planned is not None and planned.plan.sources == ((1, 8), (2, 8))
+
+
+def open_in(scheduler: Scheduler, sequence: Sequence) -> None:
+    scheduler.add(sequence)
+    assert scheduler.next_to_open() == [sequence]
+    scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_source=False))
