@@ -168,7 +168,9 @@ class Decoder:
 
 
 def _hash_of(encoded: Encoding) -> bytes:
-    return hashlib.blake2b(encoded.data, digest_size=32, key=b"low" if encoded.is_low else b"").digest()
+    digest = hashlib.sha256(b"low" if encoded.is_low else b"any")
+    digest.update(encoded.data)
+    return digest.digest()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
