@@ -2,14 +2,15 @@
 
 Each input is a request of its own to the dense worker, which batches it with all others. Those of one client's request
 are started one by one, so that thousands of them delay no stream, and only some of all requests are under way, by
-clients in turns. Towards the limits of an API key they are one request with one answer, and the tokens of all.
+clients in turns. A client's own streams and small requests do not wait for its bulk. Towards the limits of an API key
+all inputs of a request are one request with one answer, and their tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,12 +22,14 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import POOLING
 from services.gateway.features.pooling import PooledVector
 from services.gateway.request.context_length import too_long
-from services.gateway.request.generation_request import check_token_ids
+from services.gateway.request.generation_request import MAX_PRIORITY, check_token_ids
 from services.gateway.resources.gather import gather_or_cancel
 from services.gateway.resources.memory_budget import HeldMemory
 from services.pb import gateway_pb2
 
-MAX_AT_ONCE = 256  # inputs of all requests that wait or run in the dense worker
+MAX_AT_ONCE = 256  # inputs of all requests that wait or run in the dense worker, and as many of bulk ones
+MAX_PROMPT_INPUTS = 64  # somebody may wait for a request with so many; one with more is bulk
+BULK_DELAY = 10  # by how many priorities bulk comes later, unless the client says which it has
 
 Text = str | Sequence[int]  # or its token ids, used as they are
 
@@ -72,6 +75,7 @@ class Vectors:
         self.max_inputs = max_inputs
         self._pooling = pooling
         self._turns = ClientTurns(MAX_AT_ONCE)
+        self._bulk_turns = ClientTurns(MAX_AT_ONCE)
 
     @property
     def pooling(self) -> PoolingConfig:
@@ -134,10 +138,15 @@ class Vectors:
             raise
         results: list[PooledInput | None] = [None] * len(inputs)
         waiting, starting = iter(enumerate(inputs)), asyncio.Lock()
-        num_readers = min(len(inputs), MAX_AT_ONCE)
+        num_readers, turns = min(len(inputs), MAX_AT_ONCE), self._turns
+        if len(inputs) > MAX_PROMPT_INPUTS:
+            turns = self._bulk_turns
+            if options.priority is None:
+                usual = caller.key.priority if caller.key is not None else 0
+                options = replace(options, priority=min(usual + BULK_DELAY, MAX_PRIORITY))
         try:
             await gather_or_cancel(
-                [self._read_some(waiting, options, caller, starting, results) for _ in range(num_readers)]
+                [self._read_some(waiting, options, caller, turns, starting, results) for _ in range(num_readers)]
             )
         finally:
             caller.usage.close_answers(1)
@@ -148,12 +157,13 @@ class Vectors:
         waiting: Iterator[tuple[int, VectorInput]],
         options: InputOptions,
         caller: Caller,
+        turns: ClientTurns,
         starting: asyncio.Lock,
         results: list[PooledInput | None],
     ) -> None:
         """Takes inputs until none is left."""
         for index, each in waiting:
-            async with self._turns.turn(caller.number):
+            async with turns.turn(caller.number):
                 async with starting:
                     await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
                     message = await self._message(each, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import httpx2
 import numpy as np
 import pytest
 
-from services.pb import gateway_pb2
+from services.gateway.vectors import vectors
+from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.gateway_calls import ids
 from tests.support.clients.http_gateway import COMPLETIONS, with_client
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense, fake_vector
 
 EMBEDDINGS = "/v1/embeddings"
@@ -122,3 +124,48 @@ def test_documents_are_cut_and_the_query_is_not(tmp_path: Path) -> None:
     wanted = [ids(query), ids(query)[:3], ids(" a b")]
     dense = serve(tmp_path, test)
     assert sorted(list(each.spec.prompt_token_ids) for each in dense.submits) == sorted(wanted)
+
+
+class HoldingDense(FakeDense):
+    """Runs nothing of a priority above that of the key until it is released."""
+
+    is_held = True
+
+    def _step(self, running: dict[int, Any]) -> dense_pb2.StepOutput:
+        held = {
+            seq_id: each for seq_id, each in running.items() if self.is_held and each.submit.spec.priority > PRIORITY
+        }
+        for seq_id in held:
+            del running[seq_id]
+        output = super()._step(running)
+        running |= held
+        return output
+
+    def release(self) -> None:
+        self.is_held = False
+        self._updates.set()
+
+
+PRIORITY = 95
+
+
+def test_a_clients_small_requests_do_not_wait_for_its_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "MAX_AT_ONCE", 66)
+    bulk = [[5, 10 + i] for i in range(70)]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        running = asyncio.ensure_future(embed(client, bulk))
+        await until(lambda: len(dense.submits) == 66)
+        assert (await embed(client, PROMPTS)).status_code == 200
+        body = {"prompt": "a", "max_tokens": 2}
+        assert (await client.post(COMPLETIONS, json=body, headers=HEADERS)).status_code == 200
+        assert {each.spec.priority for each in dense.submits[:66]} == {100}  # 105 is too late to be allowed
+        assert {each.spec.priority for each in dense.submits[66:]} == {PRIORITY}
+        assert not running.done()
+        dense.release()
+        assert (await embed(client, bulk, priority=97)).status_code == 200
+        assert sum(each.spec.priority == 97 for each in dense.submits) == len(bulk)
+        assert len((await running).json()["data"]) == len(bulk)
+
+    dense = HoldingDense(lambda submit: ids(" a") * 2, step_s=0.001)
+    with_client(tmp_path, dense, test, runner="pooling", api_keys_file=keys_file(tmp_path, f"priority = {PRIORITY}"))
