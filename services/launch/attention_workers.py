@@ -19,6 +19,7 @@ from services.launch.service_configs import attention_worker_config, with_attent
 from services.launch.standby import Standby
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
+from services.rpc.error_details import error_of
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
@@ -128,5 +129,7 @@ async def _called(
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
+        if error.code() is grpc.StatusCode.UNAVAILABLE and error_of(error) is None:
+            return f"the dense worker has ended, or does not answer: {error.details()}"
         return error.details() or error.code().name
     return str(error) if isinstance(error, TwostrokeError) else repr(error)

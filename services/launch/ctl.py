@@ -19,6 +19,7 @@ from services.common.errors import PeerError
 from services.launch.addresses import control_address
 from services.launch.run_directory import live_directories
 from services.pb import launch_pb2, launch_pb2_grpc
+from services.rpc.error_details import error_of
 
 DONE, FAILED, NO_LAUNCHER = 0, 1, 3
 STATUS_TIMEOUT_S = 10.0
@@ -45,7 +46,9 @@ def main(argv: Sequence[str], program: str = "services.launch ctl") -> int:
                 return drain_attention(stub, arguments)
             return replace_dense(stub, arguments)
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
+            if (
+                error.code() is grpc.StatusCode.UNAVAILABLE and error_of(error) is None
+            ):  # else the launcher's own answer
                 return _fail(program, f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return _fail(program, _describe_timeout(arguments), FAILED)

@@ -39,7 +39,7 @@ def rich_status(error: TwostrokeError) -> grpc.Status:
     return rpc_status.to_status(status)
 
 
-def error_of(error: grpc.aio.AioRpcError) -> TwostrokeError | None:
+def error_of(error: grpc.RpcError) -> TwostrokeError | None:
     """The error behind a status that `rich_status` made in another process; None if it has no details."""
     data = dict(error.trailing_metadata() or ()).get(rpc_status.GRPC_DETAILS_METADATA_KEY)
     if data is None:

@@ -221,6 +221,21 @@ class AttentionWorkersClient(AttentionClient):
         if cache_id in self._leaving and (link := self._links.get(cache_id)) is not None:
             link.plans.put_nowait(AttachmentEnd("it was asked to leave", is_crash=False))
 
+    def keep(self, attachment: Attachment, cache_id: int, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._keep, attachment, cache_id, reason)
+
+    def _keep(self, attachment: Attachment, cache_id: int, reason: str) -> None:
+        if (link := self._links.get(cache_id)) is None or attachment is not self._attachment:
+            return
+        if (left := self._leaving.pop(cache_id, None)) is not None:
+            assert self._listener is not None, "it is attached"
+            self._listener.on_cache_given_up(attachment, cache_id, False)
+            left.set_exception(PeerError(f"the attention worker at {link.worker.address} goes on: {reason}"))
+
+    def forget(self, attachment: Attachment, cache_id: int) -> None:
+        if attachment is self._attachment and self._splitter is not None:
+            self._splitter.forget(cache_id)
+
     def _require_attachment(self) -> Attachment:
         if self._attachment is None or not self._links:
             raise PeerError("no attention worker is attached now")

@@ -68,8 +68,9 @@ class PlanSplitter:
         return SplitPlan(plan.step_id, parts, rows, plan.frees_blocks)
 
     def forget(self, cache_id: int) -> None:
-        """An attention worker is gone."""
+        """An attention worker is gone, with its sequences; later plans have none of them."""
         self._sampled.pop(cache_id, None)
+        self._cache_of = {seq_id: each for seq_id, each in self._cache_of.items() if each != cache_id}
 
     def _caches_of(self, seq_ids: np.ndarray) -> np.ndarray:
         """cache_ids, int64 [num_entries]. Steps of the same rows share the array of their seq_ids."""

@@ -139,6 +139,14 @@ class AttentionClient:
         """A KV cache that was given up is empty. Called on the engine thread; never blocks."""
         raise AssertionError("a single attention worker is not given up")
 
+    def keep(self, attachment: Attachment, cache_id: int, reason: str) -> None:
+        """A KV cache that was given up must stay. Called on the engine thread; never blocks."""
+        raise AssertionError("a single attention worker is not given up")
+
+    def forget(self, attachment: Attachment, cache_id: int) -> None:
+        """The engine plans nothing any more for a KV cache that has gone. Called on the engine thread."""
+        raise AssertionError("a single attention worker goes with its attachment")
+
     def _post(self, attachment: Attachment, message: _Message) -> None:
         self._loop.call_soon_threadsafe(self._inbox.put_nowait, (attachment, message))
 

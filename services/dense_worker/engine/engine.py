@@ -217,7 +217,8 @@ class Engine:
         """Chooses the sequences to open next; the next plan opens them."""
         if session.draining:
             for cache_id in self._scheduler.empty_caches():
-                self._attention.release(session.attachment, cache_id)
+                if not self._keep_if_needed(session, cache_id):
+                    self._attention.release(session.attachment, cache_id)
         if session.is_leaving or self._drains or not (admitted := self._scheduler.next_to_open()):
             return
         if self._has_run_suspect:
@@ -411,6 +412,14 @@ class Engine:
         session = self._session
         if session is not None and session.attachment is attachment and cache_id in session.ledgers:
             self._scheduler.give_up_cache(cache_id, is_given_up)
+            if is_given_up:
+                self._keep_if_needed(session, cache_id)
+
+    def _keep_if_needed(self, session: Session, cache_id: int) -> bool:
+        """Whether a KV cache that is given up must stay after all, which whoever gave it up is told."""
+        if (reason := self._scheduler.why_needed()) is not None:
+            self._attention.keep(session.attachment, cache_id, reason)
+        return reason is not None
 
     def _lose_cache(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Known already if a step found it first."""
@@ -421,6 +430,7 @@ class Engine:
             self._give_up(session, end)
             return
         outputs = self._scheduler.lose_cache(cache_id, is_crash=end.is_crash)
+        self._attention.forget(attachment, cache_id)
         (log.warning if end.is_crash else log.info)("one attention worker less", cache_id=cache_id, reason=end.reason)
         if outputs:
             self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))

@@ -130,6 +130,20 @@ class Scheduler:
         """Those that are given up and have no sequence any more."""
         return [each for each in self.session.draining if self._moves.is_empty(each)]
 
+    def why_needed(self) -> str | None:
+        """Why the KV caches that are given up must stay: a request that no other one could hold. None: they may go."""
+        session, limit = self.session, self.limits.max_num_batched_tokens
+        largest = max(
+            (each.num_blocks for key, each in session.ledgers.items() if key not in session.draining), default=0
+        )
+        num_blocks = max(
+            (session.ledger.most_blocks(each.max_num_cached_tokens, limit) for each in self._sequences.values()),
+            default=0,
+        )
+        if num_blocks <= largest:
+            return None
+        return f"a request needs {num_blocks} KV cache blocks, the largest cache that would be left has {largest}"
+
     def lose_cache(self, cache_id: int, *, is_crash: bool) -> list[SequenceOutput]:
         """An attention worker has gone, and others are left: its sequences wait again, in their order.
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from services.common.errors import PeerError
 from services.launch import ctl
 from services.launch.run_directory import run_directory
 from services.pb import launch_pb2_grpc
+from services.rpc.error_details import rich_status
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,23 @@ def test_a_launcher_that_hangs_is_reported_with_the_limit(
         assert re.search(limit, capsys.readouterr().err)
     finally:
         is_over.set()
+        server.stop(None).wait()
+
+
+def test_a_refusal_of_the_launcher_is_no_missing_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    class Refusing(launch_pb2_grpc.LauncherServicer):
+        def DrainAttention(self, request: object, context: grpc.ServicerContext) -> None:
+            context.abort_with_status(rich_status(PeerError("attn_worker-3 was not drained: others have no room")))
+
+    address = f"unix:{tmp_path}/launch.sock"
+    server = grpc.server(ThreadPoolExecutor(1))
+    launch_pb2_grpc.add_LauncherServicer_to_server(Refusing(), server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        assert ctl.main(["--launcher", address, "drain-attention", "attn_worker-3"]) == ctl.FAILED
+        assert capsys.readouterr().err.endswith(": attn_worker-3 was not drained: others have no room\n")
+    finally:
         server.stop(None).wait()
 
 

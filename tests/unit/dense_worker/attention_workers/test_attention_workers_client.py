@@ -337,3 +337,17 @@ def test_a_link_is_dropped_if_the_attachment_ends_while_old_sequences_are_closed
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
     channel: Any = link.channel
     assert channel.is_closed
+
+
+def test_a_worker_that_a_request_needs_stays_and_whoever_waits_is_told() -> None:
+    async def run() -> None:
+        serving = Serving(2)
+        removing = asyncio.create_task(serving.client.remove("unix:/1", LIMIT_S))
+        await asyncio.sleep(0)
+        attachment: Any = serving.client._attachment
+        serving.client.keep(attachment, 1, "a request needs 9 KV cache blocks")
+        with pytest.raises(PeerError, match="at unix:/1 goes on: a request needs 9 KV cache blocks"):
+            await removing
+        assert serving.given_up == [(1, True), (1, False)]
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))

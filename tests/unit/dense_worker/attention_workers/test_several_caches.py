@@ -249,6 +249,33 @@ def test_what_an_earlier_dense_worker_left_is_closed_in_every_cache_even_if_it_h
     assert published is not None and sorted(published.plan.close_seq_ids) == [1, 2, 3, 4]
 
 
+def test_a_cache_that_a_waiting_request_needs_is_not_given_up() -> None:
+    workers = Workers(1, num_blocks=8)
+    workers.num_blocks = NUM_BLOCKS
+    large = workers.add()
+    running = make_sequence(1, 10 * BLOCK_SIZE, 8)
+    workers.scheduler.give_up_cache(large)
+    assert workers.scheduler.why_needed() is None
+    workers.scheduler.add(running)
+    reason = workers.scheduler.why_needed()
+    assert reason is not None and reason.endswith("the largest cache that would be left has 8")
+    workers.scheduler.give_up_cache(large, False)
+    workers.run_until_idle()
+    assert running.output_token_ids == expected_output(running)
+
+
+def test_nothing_is_remembered_of_a_worker_that_has_gone() -> None:
+    workers = Workers(2)
+    for seq_id in range(1, 5):
+        workers.scheduler.add(make_sequence(seq_id, 6, 20))
+    workers.step()
+    workers.step()
+    assert set(workers.splitter._cache_of.values()) == {0, 1}
+    workers.lose(1)
+    assert set(workers.splitter._cache_of.values()) == {0}
+    workers.run_until_idle()
+
+
 def test_a_new_worker_gets_the_next_sequence() -> None:
     workers = Workers(1)
     for seq_id in (1, 2):
