@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,7 +24,9 @@ import numpy as np
 import soundfile
 import soxr
 
-MAX_CPU_S = 60.0  # for one file
+# CPU time for one file. Eight channels of 384 kHz take 0.023 s for each second, the usual files a tenth of that.
+MAX_CPU_S = 5.0
+MAX_CPU_S_PER_S = 0.03  # of its length
 # Address space beyond that of the imported libraries. Samples and features of a second take 0.6 MB while they are made.
 MAX_MEMORY_BYTES = 2**30
 MAX_MEMORY_BYTES_PER_S = 2**20
@@ -51,9 +54,9 @@ def main() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while size := requests.read(8):
         data = requests.read(int.from_bytes(size, "little"))
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # ends the process with SIGPROF
+        limit_cpu(0.0)
         try:
-            sound = read_sound(data, extractor.sampling_rate, options["max_seconds"])
+            sound = read_sound(data, extractor.sampling_rate, options["max_seconds"], limit_cpu)
             found = extractor(
                 sound,
                 sampling_rate=extractor.sampling_rate,
@@ -78,11 +81,23 @@ def limit_memory(max_seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def read_sound(data: bytes, sample_rate: int, max_seconds: float) -> np.ndarray:
-    """The samples of a file, float32 [num_samples]: the mean of its channels, at this rate. Raises `SoundError`."""
+def limit_cpu(seconds: float) -> None:
+    """Ends this process by SIGPROF when it takes more time, from now on, than a file of so many seconds may."""
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S + MAX_CPU_S_PER_S * seconds)
+
+
+def read_sound(
+    data: bytes, sample_rate: int, max_seconds: float, on_length: Callable[[float], None] | None = None
+) -> np.ndarray:
+    """The samples of a file, float32 [num_samples]: the mean of its channels, at this rate. Raises `SoundError`.
+
+    `on_length`: called with the seconds that the header names, before anything is decoded.
+    """
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check(file, max_seconds)
+            if on_length is not None:
+                on_length(file.frames / file.samplerate)
             sound = _resample(file, sample_rate, max_seconds)
     except soundfile.SoundFileError as error:
         names = ", ".join(name for name in FORMATS if name != "WAVEX")

@@ -1,30 +1,35 @@
-"""`SoundReader`: decodes sound and computes its features, in a process of its own (`decode.py`)."""
+"""`SoundReader`: decodes sound and computes its features, in a few processes of their own (`decode.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import structlog
 
-from services.common.errors import CapacityError, InvalidRequest
+from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
 
 log = structlog.get_logger()
 
-START_TIMEOUT_S = 60.0  # it imports torch
-TIMEOUT_S = 120.0  # for one file; `decode.MAX_CPU_S` ends most of them before
+MOST_PROCESSES = 4  # each takes 250 MB
+TIMEOUT_S = 120.0  # far above the limits of CPU time (`decode.py`), for a busy machine; with it a process starts
+MAX_WAIT_S = 60.0  # for a turn
 MAX_WAITING = 64
 MAX_WAITING_OF_CLIENT = 16
+# Signals from outside, at any moment. A file ends the process by others.
+_KILLED_BY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
+_MAX_KILLS = 2  # of the process, for one file
 _MODULE = "services.gateway.sound.decode"
 _ROOT = Path(__file__).parents[3]
 
@@ -44,86 +49,146 @@ class Sound:
         return np.pad(part, ((0, 0), (0, num_frames - part.shape[1]))).astype("<f4").tobytes()
 
 
+class _KilledError(Exception):
+    """The process was killed from outside, and no file is to blame."""
+
+
 class SoundReader:
-    """Runs in the event loop. One file at a time is decoded, clients take turns. `close` ends the process."""
+    """Runs in the event loop. Clients take turns at a few processes, which `close` ends."""
 
     def __init__(self, path: Path, max_seconds: int) -> None:
         """path: the model's directory, with preprocessor_config.json"""
         self.max_seconds = max_seconds
         self._options = json.dumps({"path": str(path.resolve()), "max_seconds": max_seconds})
-        self._turns = ClientTurns(1)
+        num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+        self._turns = ClientTurns(num_processes)
         self._num_waiting_of = Counter[Client]()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._work = set[asyncio.Task[Sound]]()  # one for each file that is being decoded
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="sound")
 
     async def read(self, data: bytes, client: Client) -> Sound:
-        """The features of a file. Raises `InvalidRequest` for one that cannot be used, `CapacityError` if many wait."""
+        """The features of a file.
+
+        Raises `InvalidRequest` for one that cannot be used, `CapacityError` if many wait, or if it takes too long here.
+        """
         for count, most in (
             (self._num_waiting_of[client], MAX_WAITING_OF_CLIENT),
             (self._num_waiting_of.total(), MAX_WAITING),
         ):
             if count >= most:
                 raise CapacityError(f"{count} files of sound wait to be decoded, at most {most} may", retry_after_s=1.0)
-        self._num_waiting_of[client] += 1
-        try:
-            async with self._turns.turn(client):
-                return await self._read_now(data)
-        finally:
-            self._num_waiting_of[client] -= 1
+        async with contextlib.AsyncExitStack() as place:
+            self._num_waiting_of[client] += 1
+            place.callback(self._count_out, client)
+            try:
+                async with asyncio.timeout(MAX_WAIT_S):
+                    await place.enter_async_context(self._turns.turn(client))
+            except TimeoutError:
+                raise CapacityError(f"the file has waited {MAX_WAIT_S:g} s to be decoded, the limit") from None
+            work = asyncio.create_task(self._read_and_leave(data, place.pop_all()))
+        self._work.add(work)
+        work.add_done_callback(self._work_done)
+        return await asyncio.shield(work)  # if the client leaves, its file keeps its place until the process is free
 
     async def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
+        """Ends the processes."""
+        for work in self._work:
+            work.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        for process in self._idle:
             process.kill()
-            await asyncio.to_thread(_close, process)
+            await asyncio.to_thread(_end, process)
+        self._idle.clear()
+        await asyncio.to_thread(self._threads.shutdown)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _count_out(self, client: Client) -> None:
+        self._num_waiting_of[client] -= 1
+        if not self._num_waiting_of[client]:
+            del self._num_waiting_of[client]
+
+    def _work_done(self, work: asyncio.Task[Sound]) -> None:
+        self._work.discard(work)
+        if not work.cancelled():
+            work.exception()  # whoever waits for it gets it too; nobody may, if the client has left
+
+    async def _read_and_leave(self, data: bytes, place: contextlib.AsyncExitStack) -> Sound:
+        async with place:
+            return await self._read_now(data)
+
+    async def _read_now(self, data: bytes) -> Sound:
+        for _ in range(_MAX_KILLS):
+            process = self._take()
+            is_free = False
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    loop = asyncio.get_running_loop()
+                    sound = await loop.run_in_executor(self._threads, _exchange, process, data)
+                is_free = True
+                return sound
+            except TimeoutError:
+                raise CapacityError(f"the sound has not been decoded within {TIMEOUT_S:g} s") from None
+            except InvalidRequest:
+                is_free = process.poll() is None
+                raise
+            except _KilledError:
+                continue
+            finally:
+                if is_free:
+                    self._idle.append(process)
+                else:
+                    process.kill()  # its thread then ends
+        raise CapacityError(f"the process that decodes sound was killed {_MAX_KILLS} times")
+
+    def _take(self) -> subprocess.Popen[bytes]:
+        """An idle process that is alive, or a new one."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.poll() is None:
+                return process
+            log.warning("an idle process that decodes sound has ended", status=_end(process))
         # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then.
         return subprocess.Popen(
             [sys.executable, "-m", _MODULE, self._options],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    async def _read_now(self, data: bytes) -> Sound:
-        limit_s = TIMEOUT_S if self._process is not None else START_TIMEOUT_S + TIMEOUT_S
-        process = self._process = self._process or self._start()
-        try:
-            async with asyncio.timeout(limit_s):
-                answer, features = await asyncio.to_thread(_exchange, process, data)
-        except TimeoutError:
-            await self.close()
-            raise InvalidRequest(f"the sound has not been decoded within {limit_s:g} s", "file") from None
-        except asyncio.CancelledError:
-            await asyncio.shield(self.close())  # a thread still waits for its answer
-            raise
-        if answer is None:
-            self._process = None
-            status = await asyncio.to_thread(_close, process)
-            log.warning("the process that decodes sound has ended", status=status)
-            raise InvalidRequest("the sound takes too much time or memory to decode", "file")
-        if "error" in answer:
-            raise InvalidRequest(answer["error"], "file")
-        return Sound(np.frombuffer(features, "<f4").reshape(answer["shape"]), answer["seconds"])
 
-
-def _exchange(process: subprocess.Popen[bytes], data: bytes) -> tuple[Mapping[str, Any] | None, bytes]:
-    """The answer to a file, and its features; None if the process has ended."""
+def _exchange(process: subprocess.Popen[bytes], data: bytes) -> Sound:
+    """Writes a file and reads what became of it. On a thread, until the process answers or ends."""
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
     try:
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
+        process.stdin.write(len(data).to_bytes(8, "little"))
+        process.stdin.write(data)
         process.stdin.flush()
     except BrokenPipeError:
-        return None, b""
+        raise _why_ended(process) from None
     line = process.stdout.readline()
     if not line.endswith(b"\n"):
-        return None, b""
+        raise _why_ended(process)
     answer = json.loads(line)
-    num_bytes = 4 * answer["shape"][0] * answer["shape"][1] if "shape" in answer else 0
-    features = process.stdout.read(num_bytes)
-    return (answer, features) if len(features) == num_bytes else (None, b"")
+    if "error" in answer:
+        raise InvalidRequest(answer["error"], "file")
+    num_rows, num_frames = answer["shape"]
+    features = process.stdout.read(4 * num_rows * num_frames)
+    if len(features) < 4 * num_rows * num_frames:
+        raise _why_ended(process)
+    return Sound(np.frombuffer(features, "<f4").reshape(num_rows, num_frames), answer["seconds"])
 
 
-def _close(process: subprocess.Popen[bytes]) -> int:
+def _why_ended(process: subprocess.Popen[bytes]) -> Exception:
+    status = _end(process)
+    log.warning("the process that decodes sound has ended", status=status)
+    if status in _KILLED_BY:
+        return _KilledError()
+    if status >= 0:
+        return TwostrokeError("sound cannot be decoded: see the gateway's log")
+    if status == -signal.SIGPROF:
+        return InvalidRequest("the sound takes more CPU time to decode than sound of its length may", "file")
+    return InvalidRequest("the sound cannot be decoded: it ended the process that reads it", "file")
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
     """Closes the pipes of a process that ends; returns its exit status when it has ended."""
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
     with contextlib.suppress(BrokenPipeError):  # a file has been written in part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -99,6 +100,23 @@ except MemoryError:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "refused\n"
+
+
+def test_the_limit_of_cpu_time_grows_with_the_length_that_the_header_names() -> None:
+    lengths = list[float]()
+    read_sound(file_of(np.zeros(RATE * 3 // 2, np.float32)), RATE, 2, lengths.append)
+    assert lengths == [1.5]
+    program = """
+import signal
+from services.gateway.sound import decode
+decode.MAX_CPU_S, decode.MAX_CPU_S_PER_S = 0.01, 0.02
+decode.limit_cpu(100.0)
+assert 1.9 < signal.getitimer(signal.ITIMER_PROF)[0] <= 2.1
+decode.limit_cpu(1.0)
+while True:
+    pass
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -signal.SIGPROF
 
 
 def seconds(value: float) -> int:

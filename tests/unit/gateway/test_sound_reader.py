@@ -1,0 +1,81 @@
+"""Processes that decode sound: who kills them or leaves harms no other file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import WhisperFeatureExtractor
+
+from services.common.errors import CapacityError
+from services.gateway.sound import sound_reader
+from services.gateway.sound.sound_reader import Sound, SoundReader
+from tests.support.speech import NUM_MEL_BINS, RATE, WINDOW_S, sound_file, sound_of
+
+CLIENT, OTHER = (0, 1), (0, 2)
+FILE = sound_file(sound_of(0.4))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Callable[[SoundReader], Coroutine[Any, Any, None]]], None]:
+    extractor = WhisperFeatureExtractor(feature_size=NUM_MEL_BINS, sampling_rate=RATE, chunk_length=WINDOW_S)
+    extractor.save_pretrained(tmp_path)
+
+    def run(body: Callable[[SoundReader], Awaitable[None]]) -> None:
+        async def run_body() -> None:
+            reader = SoundReader(tmp_path, 5)
+            try:
+                await body(reader)
+            finally:
+                await reader.close()
+
+        asyncio.run(run_body())
+
+    return run
+
+
+def check(sound: Sound) -> None:
+    assert sound.features.shape == (NUM_MEL_BINS, 100) and sound.seconds == 0.4
+
+
+def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(reader: SoundReader) -> None:
+        check(await reader.read(FILE, CLIENT))
+        [killed] = reader._idle
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+        check(await reader.read(FILE, CLIENT))
+
+        [process] = reader._idle
+        os.kill(process.pid, signal.SIGSTOP)  # so that it has the file while the client leaves
+        leaving = asyncio.create_task(reader.read(FILE, CLIENT))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        check(await reader.read(FILE, OTHER))  # in another process
+        os.kill(process.pid, signal.SIGCONT)
+        [work] = reader._work
+        check(await work)
+        assert process in reader._idle and process.poll() is None, "it is still good"
+
+        for each in reader._idle:
+            os.kill(each.pid, signal.SIGSTOP)
+        monkeypatch.setattr(sound_reader, "MAX_WAIT_S", 0.1)
+        busy = [asyncio.create_task(reader.read(FILE, CLIENT)) for _ in range(2)]
+        stopped = list(reader._idle)
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError, match=r"waited 0\.1 s"):
+            await reader.read(FILE, OTHER)
+        for each in stopped:
+            os.kill(each.pid, signal.SIGCONT)
+        for each in busy:
+            check(await each)
+
+    monkeypatch.setattr(sound_reader, "MOST_PROCESSES", 2)
+    run(body)
