@@ -272,10 +272,12 @@ class Scheduler:
             self._waiting.choose(sequence)
             for feature in sequence.features:
                 feature.enter()
-            sequence.num_reserved_blocks = self._admission.blocks_to_reserve(sequence)
+            is_forked = self._forks.takes(sequence, session)
+            is_held = is_forked or sequence.seq_id in session.orphaned_blocks
+            sequence.num_reserved_blocks = self._admission.blocks_to_reserve(sequence, None if is_held else 0)
             session.ledger_of(sequence).reserve(sequence.num_reserved_blocks)
             chosen.append(sequence)
-            if self._forks.takes(sequence, session):
+            if is_forked:
                 self._waiting.note_opened(sequence)
                 self._residency.enter(sequence)
                 continue

@@ -26,10 +26,13 @@ class ForkPolicy(Protocol):
         """The blocks that a waiting sequence need not be promised, because it would share them."""
 
     def source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
-        """The sequence from which a waiting one would be forked, in the same KV cache; None: it would be opened."""
+        """The sequence from which a waiting one would be forked, if its KV cache has room; None: it is opened."""
 
     def takes(self, sequence: Sequence, session: Session) -> bool:
-        """Whether a sequence that has its turn will be forked; then it is part of `Session.to_fork` from now on."""
+        """Whether a sequence that has its turn will be forked; then it is part of `Session.to_fork` from now on.
+
+        Only in the KV cache that it names: beside a full one it is opened in another.
+        """
 
     def plan(self, step: PlanBuilder, session: Session) -> list[Sequence]:
         """Adds forks and the first rows of what is forked to a step. Returns those that cannot be forked any more."""

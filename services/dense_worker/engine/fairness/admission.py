@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from services.dense_worker.engine.fairness.victims import choose_victims
 from services.dense_worker.engine.placement import Placement
@@ -120,23 +120,31 @@ class Admission:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
         if sequence.num_rows > self._num_places or not self._session.has_room_for_source:
             return False
-        session, num_blocks = self._session, self.blocks_to_reserve(sequence)
+        session = self._session
+        everywhere = [each for each in session.ledgers if each not in session.draining]
         if sequence.seq_id in session.orphaned_blocks:
-            candidates = [session.cache_of_orphan(sequence.seq_id)]
+            fitting = self._fitting([session.cache_of_orphan(sequence.seq_id)], self.blocks_to_reserve(sequence))
         elif (source := self._forks.source_of(sequence, session)) is not None:
-            candidates = [source.cache_id]
+            fitting = self._fitting([source.cache_id], self.blocks_to_reserve(sequence))
+            if not fitting:  # it is opened in another cache, if one has room for all of it
+                others = [each for each in everywhere if each != source.cache_id]
+                fitting = self._fitting(others, self.blocks_to_reserve(sequence, 0))
         else:
-            candidates = [each for each in session.ledgers if each not in session.draining]
-        fitting = [
-            each
-            for each in candidates
-            if each not in session.short_caches and num_blocks <= session.ledgers[each].num_available_blocks
-        ]
+            fitting = self._fitting(everywhere, self.blocks_to_reserve(sequence))
         if not fitting:
             return False
         sequence.cache_id = self._placement.choose(sequence, fitting, session) if len(fitting) > 1 else fitting[0]
         self._placement.note(sequence)
         return True
+
+    def _fitting(self, cache_ids: Iterable[int], num_blocks: int) -> list[int]:
+        """The KV caches that have so many blocks available."""
+        session = self._session
+        return [
+            each
+            for each in cache_ids
+            if each not in session.short_caches and num_blocks <= session.ledgers[each].num_available_blocks
+        ]
 
     def _ready_heads(self) -> Iterator[Sequence]:
         """The first sequence of each waiting client, in the order of their turns.

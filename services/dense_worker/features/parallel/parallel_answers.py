@@ -55,7 +55,7 @@ class ParallelAnswers:
     def takes(self, sequence: Sequence, session: Session) -> bool:
         """Whether a sequence joins another one now; then it will be forked at the last token of its prompt."""
         source = self.source_of(sequence, session)
-        if source is None:
+        if source is None or source.cache_id != sequence.cache_id:
             return False
         session.to_fork[sequence] = source
         sequence.num_computed_tokens = sequence.num_prompt_tokens - 1

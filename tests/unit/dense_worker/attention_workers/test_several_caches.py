@@ -310,3 +310,23 @@ def test_a_request_that_workers_die_of_ends_alone() -> None:
         "3 attention workers died while they computed this request"
     )
     assert other.output_token_ids == expected_output(other)
+
+
+def test_an_answer_that_does_not_fit_beside_its_first_one_is_opened_in_another_cache() -> None:
+    """And those behind it, of other requests, do not wait."""
+    scheduler = Scheduler(
+        SchedulerLimits(8, 64, MAX_MODEL_LEN, 1000, "guaranteed_no_evict"),
+        forks=ParallelAnswers(),
+        placement=SpreadPlacement(),
+    )
+    attachment = Attachment(1, 1, {}, BLOCK_SIZE, 10, 10, {}, MAX_MODEL_LEN, others=(AttachedCache(1, 10, 10, {}),))
+    scheduler.begin(Session(attachment))
+    answers = [make_sequence(seq_id, 17, 16) for seq_id in (1, 2)]  # 8 blocks each, 4 of them could be shared
+    for sequence in answers:
+        sequence.group_id = 1
+        scheduler.add(sequence)
+    scheduler.add(make_sequence(3, 4, 4))  # 2 blocks
+    assert scheduler.next_to_open() == [*answers, scheduler.session.openings[3].sequence]
+    assert [each.cache_id for each in answers] == [0, 1]
+    assert not scheduler.session.to_fork, "the second one is not forked: it cannot be in another cache"
+    assert [each.num_reserved_blocks for each in answers] == [8, 8], "it shares no blocks there"
