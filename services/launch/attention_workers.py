@@ -61,10 +61,7 @@ class AttentionWorkers:
                 await uninterrupted(child.wait(config.launch.stop_grace_s))
                 await asyncio.gather(watcher, return_exceptions=True)
                 raise PeerError(f"no attention worker was added: {_describe(error)}") from error
-            child.may_restart = True
-            self._children.adopt(child, watcher)
-            await self._tell_successors(lambda addresses: (*addresses, address))
-            log.info("attention worker added", name=name, pid=child.pid)
+            await uninterrupted(self._keep(child, watcher))  # the dense worker has it now, whatever the caller wants
             return child
 
     async def drain(self, name: str, timeout_s: float) -> None:
@@ -86,11 +83,20 @@ class AttentionWorkers:
                     await stub.RemoveAttentionWorker(request, timeout=timeout_s + child.config.peers.rpc_timeout_s)
             except grpc.aio.AioRpcError as error:
                 raise PeerError(f"{name} was not drained: {_describe(error)}") from error
-            await self._tell_successors(lambda addresses: tuple(each for each in addresses if each != child.address))
-            child.stop()
-            await uninterrupted(child.wait(child.config.launch.stop_grace_s))
-            await self._children.forget(child)
-            log.info("attention worker drained", name=name)
+            await uninterrupted(self._end(child))  # the dense worker has left it, whatever the caller wants
+
+    async def _keep(self, child: Child, watcher: asyncio.Task[None]) -> None:
+        child.may_restart = True
+        self._children.adopt(child, watcher)
+        await self._tell_successors(lambda addresses: (*addresses, child.address))
+        log.info("attention worker added", name=child.name, pid=child.pid)
+
+    async def _end(self, child: Child) -> None:
+        await self._tell_successors(lambda addresses: tuple(each for each in addresses if each != child.address))
+        child.stop()
+        await child.wait(child.config.launch.stop_grace_s)
+        await self._children.forget(child)
+        log.info("attention worker drained", name=child.name)
 
     async def _attach(self, child: Child, watcher: asyncio.Task[None]) -> None:
         """Lets the dense worker attach to a worker that starts. Raises the worker's error if it ends before that."""
