@@ -120,22 +120,23 @@ class Admission:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
         if sequence.num_rows > self._num_places or not self._session.has_room_for_source:
             return False
-        session = self._session
-        everywhere = [each for each in session.ledgers if each not in session.draining]
-        if sequence.seq_id in session.orphaned_blocks:
-            fitting = self._fitting([session.cache_of_orphan(sequence.seq_id)], self.blocks_to_reserve(sequence))
-        elif (source := self._forks.source_of(sequence, session)) is not None:
-            fitting = self._fitting([source.cache_id], self.blocks_to_reserve(sequence))
-            if not fitting:  # it is opened in another cache, if one has room for all of it
-                others = [each for each in everywhere if each != source.cache_id]
-                fitting = self._fitting(others, self.blocks_to_reserve(sequence, 0))
-        else:
-            fitting = self._fitting(everywhere, self.blocks_to_reserve(sequence))
+        session, home = self._session, self._home_of(sequence)
+        fitting = [] if home is None else self._fitting([home], self.blocks_to_reserve(sequence))
+        if not fitting and sequence.seq_id not in session.orphaned_blocks:
+            others = [each for each in session.ledgers if each != home and each not in session.draining]
+            fitting = self._fitting(others, self.blocks_to_reserve(sequence, 0))
         if not fitting:
             return False
         sequence.cache_id = self._placement.choose(sequence, fitting, session) if len(fitting) > 1 else fitting[0]
         self._placement.note(sequence)
         return True
+
+    def _home_of(self, sequence: Sequence) -> int | None:
+        """The KV cache that has blocks of it already, or blocks that it could share; None: none has."""
+        if sequence.seq_id in self._session.orphaned_blocks:
+            return self._session.cache_of_orphan(sequence.seq_id)
+        source = self._forks.source_of(sequence, self._session)
+        return None if source is None else source.cache_id
 
     def _fitting(self, cache_ids: Iterable[int], num_blocks: int) -> list[int]:
         """The KV caches that have so many blocks available."""
@@ -165,7 +166,7 @@ class Admission:
             return None
         if self._entitled is not None and self._session.awaits_blocks:
             return None
-        heads = ((sequence, self.blocks_to_reserve(sequence)) for sequence in self._ready_heads())
+        heads = ((each, self.blocks_to_reserve(each), self._home_of(each)) for each in self._ready_heads())
         self._entitled, victims = choose_victims(self._session, heads, self._num_places)
         for victim in victims:
             self._residency.preempt(victim)

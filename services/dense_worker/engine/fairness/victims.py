@@ -69,19 +69,24 @@ def _claim(held: int, amount: int) -> int:
 
 
 def choose_victims(
-    session: Session, newcomers: Iterable[tuple[Sequence, int]], num_free_places: int
+    session: Session, newcomers: Iterable[tuple[Sequence, int, int | None]], num_free_places: int
 ) -> tuple[Sequence | None, list[Sequence]]:
-    """The first of `newcomers`, given with the blocks they need, that has a right to room; and whom to preempt for it.
+    """The first of `newcomers` that has a right to room; and whom to preempt for it.
 
+    They are given with the blocks that they need, and the KV cache that has the rest; None: they need it in any cache.
     None, and nobody, if none has; nobody if blocks are about to come back. Only sequences that are not more urgent give
     way, and never the very first one, so that at least that one always advances.
     """
     opening = [each.sequence for each in session.openings.values()]
     places = Holdings([*opening, *session.to_fork], held_places, session.rows_of_client)
     blocks: Holdings | None = None  # counted only if blocks are scarce
-    cache_id, num_available = _roomiest(session)
+    num_in_caches = _num_available(session)
+    taking = [each for each in num_in_caches if each not in session.draining]
+    roomiest = max(taking, key=num_in_caches.__getitem__, default=0)
     num_tried = 0
-    for newcomer, num_blocks in newcomers:
+    for newcomer, num_blocks, home in newcomers:
+        cache_id = roomiest if home is None else home
+        num_available = num_in_caches.get(cache_id, 0)
         num_missing, num_missing_places = num_blocks - num_available, newcomer.num_rows - num_free_places
         if num_missing_places > 0:
             is_poor = places.may_be_poor(newcomer, newcomer.num_rows)
@@ -103,15 +108,12 @@ def choose_victims(
     return None, []
 
 
-def _roomiest(session: Session) -> tuple[int, int]:
-    """The KV cache with the most available blocks that takes sequences, and how many there are."""
-    num_available = {
-        cache_id: 0 if cache_id in session.short_caches else ledger.num_available_blocks
+def _num_available(session: Session) -> dict[int, int]:
+    """The available blocks of each KV cache; none where a running sequence could not grow, or which is given up."""
+    return {
+        cache_id: 0 if cache_id in session.short_caches | session.draining else ledger.num_available_blocks
         for cache_id, ledger in session.ledgers.items()
-        if cache_id not in session.draining
     }
-    cache_id = max(num_available, key=num_available.__getitem__, default=0)
-    return cache_id, num_available.get(cache_id, 0)
 
 
 def _victims_of(

@@ -21,7 +21,8 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
-from services.step import PlanAccepted, RaggedTokens, StepResult
+from services.step import PlanAccepted, RaggedTokens, SequenceOpened, StepResult
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
     BLOCK_SIZE,
@@ -330,3 +331,22 @@ def test_an_answer_that_does_not_fit_beside_its_first_one_is_opened_in_another_c
     assert [each.cache_id for each in answers] == [0, 1]
     assert not scheduler.session.to_fork, "the second one is not forked: it cannot be in another cache"
     assert [each.num_reserved_blocks for each in answers] == [8, 8], "it shares no blocks there"
+
+
+def test_a_client_takes_blocks_where_its_sequence_has_its_own() -> None:
+    """Another cache has room, but not for a sequence of an earlier dense worker."""
+    limits = SchedulerLimits(8, 64, MAX_MODEL_LEN, 1000, "guaranteed_no_evict")
+    scheduler = Scheduler(limits, placement=InTurn())
+    others = (AttachedCache(1, 30, 27, {9: 3}),)
+    scheduler.begin(Session(Attachment(1, 1, {}, BLOCK_SIZE, 30, 30, {}, MAX_MODEL_LEN, others=others)))
+    for seq_id, num_tokens in ((2, 52), (3, 8), (4, 56)):  # 13 and 14 blocks in the second cache, which are all it has
+        scheduler.add(make_sequence(seq_id, num_tokens - 3, 4))
+    opened = scheduler.next_to_open()
+    assert {each.seq_id: each.cache_id for each in opened} == {2: 1, 3: 0, 4: 1}
+    for each in opened:
+        scheduler.opened(SequenceOpened(each.seq_id, 0, 0, 0, 0))
+    claimed = make_sequence(9, 33, 4)  # 9 blocks, of which it has 3
+    ask(claimed, client=1)
+    scheduler.add(claimed)
+    assert scheduler.next_to_open() == [claimed]
+    assert claimed.cache_id == 1 and scheduler.num_preemptions == 1
