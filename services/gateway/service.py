@@ -31,7 +31,7 @@ from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.body_limit import fit_bodies
+from services.gateway.http.envelope import fit_bodies
 from services.gateway.http.server import HttpServer
 from services.gateway.images.picture_reader import PictureReader, picture_text
 from services.gateway.link.dense_pool import DensePool

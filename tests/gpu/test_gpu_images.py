@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.gpu.gpu_cluster import gpu_cluster
 from tests.support.clients.streams import collect_all
 from tests.support.dense.vision_models import noise
@@ -15,6 +17,8 @@ from tests.support.served_vision import (
     pictures_of,
     rendered,
 )
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 NUM_TOKENS = 40
 HEADS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.gateway.http.body_limit import MAX_BODY_BYTES
+from services.gateway.http.envelope import MAX_BODY_BYTES
 
 MODEL = "tiny-llama"
 RESPONSES, MESSAGES, COUNT, CHATS = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"

@@ -34,9 +34,8 @@ from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
-from services.gateway.apis.vectors.errors import COHERE
 from services.gateway.apis.vectors.routes import vector_routes
-from services.gateway.apis.vectors.score_routes import score_routes
+from services.gateway.apis.vectors.score_routes import COHERE, score_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas

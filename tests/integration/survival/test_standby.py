@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 from services.pb import gateway_pb2, launch_pb2
@@ -124,6 +125,20 @@ def test_a_worker_that_dies_while_its_standby_is_dead_is_started_again(
 def test_a_worker_that_dies_when_it_has_just_taken_over_is_started_again(
     cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
 ) -> None:
+    for _ in range(3):
+        try:
+            answers = _kill_and_kill_the_successor(cluster, messages)
+        except grpc.RpcError as error:
+            # The second kill came so late that the successor computed one of the streams by itself, which must end.
+            assert "alone in the last one" in str(error.details())
+        else:
+            break
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        answer.assert_equals(expected)
+    ready_pids(cluster)
+
+
+def _kill_and_kill_the_successor(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
     before = ready_pids(cluster)
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(collect_all, cluster.gateway, messages)
@@ -131,10 +146,7 @@ def test_a_worker_that_dies_when_it_has_just_taken_over_is_started_again(
         os.kill(before[DENSE], signal.SIGKILL)
         until(lambda: pids(cluster)[DENSE] != before[DENSE], "the standby serves")
         os.kill(before[f"standby of {DENSE}"], signal.SIGKILL)
-        answers = running.result()
-    for answer, expected in zip(answers, undisturbed, strict=True):
-        answer.assert_equals(expected)
-    ready_pids(cluster)
+        return running.result()
 
 
 def test_a_replacement_with_the_same_config_uses_a_standby_with_weights(

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.message import Message
 
 from services.common.config import GatewaySection
-from services.gateway.http.body_limit import MAX_BODY_BYTES
+from services.gateway.http.envelope import MAX_BODY_BYTES
 from services.pb import gateway_pb2, triton_pb2
 from tests.support.clients.http_clients import client, connect_socket, request_bytes
 from tests.support.clients.wire_format import field, repeated
