@@ -18,7 +18,7 @@ from services.gateway.core.generation import Generation
 from services.gateway.features.feature import HeldBytes
 from services.gateway.features.installed import features_of
 from services.gateway.images.picture import Picture
-from services.gateway.images.picture_reader import PictureReader, pictures_of
+from services.gateway.images.picture_reader import PictureReader, num_pictures
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason
@@ -185,6 +185,7 @@ class RequestService:
                 advice = "send fewer or half precision"
                 await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
             limits = replace(self.limits, names=self.names_for(caller))
+            check_counts(message)
             pictures = await self._read_pictures(message, caller, held)
             read = await read_request(message, self.tokenizer, limits, prompt_name, pictures)
             request = caller.adapt(read)
@@ -219,14 +220,14 @@ class RequestService:
         held: HeldMemory,
     ) -> list[Picture]:
         """The pictures of a message, decoded; mostly none."""
-        if not (given := pictures_of(message)):
+        if not num_pictures(message):
             return []
         if self.pictures is None:
             raise InvalidRequest(
                 "this model sees no pictures here: it has no tower that is supported, or model.images is false",
                 "messages",
             )
-        return await self.pictures.read(given, caller.number, held)
+        return await self.pictures.read(message, caller.number, held)
 
     async def _reserve(self, request: GenerationRequest, held: HeldMemory, num_messages: int) -> None:
         """Reserves the memory of its features, which count together where they are of one kind."""

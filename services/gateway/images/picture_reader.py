@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from services.common.config import GatewaySection
 from services.common.errors import ConfigError, InvalidRequest
@@ -16,6 +17,8 @@ from services.gateway.text.picture_text import PictureText
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 from services.step.prompt_span import PromptSpan
+
+Request: TypeAlias = gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest
 
 DETAILS = ("", "auto", "low", "high")
 
@@ -32,19 +35,17 @@ class PictureReader:
         self._token = picture_token(vision, tokenizer)
         self._ids = {name: _token_id(name, tokenizer) for name in (self._token, *vision.layout.other_tokens)}
 
-    async def read(
-        self, given: Sequence[gateway_pb2.MessagePicture], client: Client, held: HeldMemory
-    ) -> list[Picture]:
-        """Decodes pictures, whose bytes it takes out of their messages. Reserves the memory for their pixels.
+    async def read(self, message: Request, client: Client, held: HeldMemory) -> list[Picture]:
+        """Decodes a message's pictures, whose bytes it takes out of it. Reserves the memory for their pixels.
 
         Raises `InvalidRequest` for a picture that cannot be read, and for too many.
         """
-        if len(given) > self._section.max_images:
+        if (given := num_pictures(message)) > self._section.max_images:
             raise InvalidRequest(
-                f"the request has {len(given)} pictures, gateway.max_images is {self._section.max_images}", "messages"
+                f"the request has {given} pictures, gateway.max_images is {self._section.max_images}", "messages"
             )
         found = []
-        for each in given:
+        for each in _pictures_of(message):
             if each.detail not in DETAILS:
                 raise InvalidRequest(f"detail is {each.detail!r}, must be low, high or auto", "messages")
             data = await self._sources.read(each)
@@ -64,12 +65,18 @@ class PictureReader:
         await self._decoder.close()
 
 
-def pictures_of(
-    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
-) -> list[gateway_pb2.MessagePicture]:
+def num_pictures(message: Request) -> int:
+    """How many pictures a message has, which has passed `check_counts`: only its lists' lengths are looked at."""
+    beside = len(message.pictures) if isinstance(message, gateway_pb2.GenerateRequest) else 0
+    return beside + sum(len(each.pictures) for each in message.chat.messages)
+
+
+def _pictures_of(message: Request) -> Iterator[gateway_pb2.MessagePicture]:
     """All pictures of a message, in order."""
-    beside = message.pictures if isinstance(message, gateway_pb2.GenerateRequest) else ()
-    return [*beside, *(picture for each in message.chat.messages for picture in each.pictures)]
+    if isinstance(message, gateway_pb2.GenerateRequest):
+        yield from message.pictures
+    for each in message.chat.messages:
+        yield from each.pictures
 
 
 def picture_token(vision: VisionConfig, tokenizer: Tokenizer) -> str:

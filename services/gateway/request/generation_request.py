@@ -177,9 +177,8 @@ async def read_request(
 
     `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several. `pictures`: those of
     the message, decoded.
-    Raises `UnknownModel` for another model than the served one.
+    Raises `UnknownModel` for another model than the served one. The message has passed `check_counts`.
     """
-    check_counts(message)
     limits.names.check(message.model)
     if not limits.generates and not message.return_pooled:
         raise InvalidRequest("this model generates nothing: its checkpoint has no language head", "model")

@@ -107,6 +107,13 @@ class Vectors:
         if dimensions is not None and dimensions > self.size:
             raise InvalidRequest(f"dimensions is {dimensions}, the model's vectors have {self.size}", "dimensions")
 
+    def check_num_given(self, num_given: int, field: str) -> None:
+        """Raises `InvalidRequest` if a request has too many elements, or none: two megabytes may hold a million."""
+        if not 1 <= num_given <= self.max_inputs:
+            raise InvalidRequest(
+                f"{field} has {num_given} elements, must have 1 to {self.max_inputs} (gateway.max_inputs)", field
+            )
+
     async def pool(
         self,
         inputs: Sequence[VectorInput],
@@ -126,10 +133,7 @@ class Vectors:
         try:
             assert self.pooling is not None
             num_given = len(inputs) if num_given is None else num_given
-            if not 1 <= num_given <= self.max_inputs:
-                raise InvalidRequest(
-                    f"{field} has {num_given} elements, must have 1 to {self.max_inputs} (gateway.max_inputs)", field
-                )
+            self.check_num_given(num_given, field)
             num_bytes = 4 * service.model.hidden_size * len(inputs)
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
             caller.usage.open_request()

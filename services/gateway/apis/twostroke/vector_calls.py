@@ -26,6 +26,7 @@ class VectorCalls:
         self, request: gateway_pb2.EmbedRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.EmbedResponse:
         """The vector of each input. Raises a `TwostrokeError`."""
+        self._vectors.check_num_given(len(request.inputs), "inputs")
         pooling = self._vectors.pooling
         dimensions = request.dimensions or None
         self._vectors.check_dimensions(dimensions)
@@ -44,6 +45,7 @@ class VectorCalls:
         self, request: gateway_pb2.ScoreRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.ScoreResponse:
         """The score of each pair. Raises a `TwostrokeError`."""
+        self._vectors.check_num_given(len(request.pairs), "pairs")
         names = [(f"pairs[{i}].first", f"pairs[{i}].second") for i in range(len(request.pairs))]
         pairs = [(each.first, each.second) for each in request.pairs]
         inputs, scores_of = score_pairs(pairs, names, self._vectors.pooling)

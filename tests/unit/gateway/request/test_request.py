@@ -12,7 +12,13 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
 from services.common.sampling_params import SamplingParams
-from services.gateway.request.generation_request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
+from services.gateway.request.generation_request import (
+    GenerationRequest,
+    ModelLimits,
+    check_counts,
+    read_request,
+    read_text_or_chat,
+)
 from services.gateway.request.model_names import ModelNames
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
@@ -33,7 +39,9 @@ IDS = {"prompt_token_ids": {"ids": [5, 6, 7]}}
 
 
 def read(fields: dict[str, Any], limits: ModelLimits = LIMITS) -> GenerationRequest:
-    return asyncio.run(read_request(gateway_pb2.GenerateRequest(**fields), TOKENIZER, limits))
+    message = gateway_pb2.GenerateRequest(**fields)
+    check_counts(message)
+    return asyncio.run(read_request(message, TOKENIZER, limits))
 
 
 def test_unset_fields_take_the_defaults_of_the_proto() -> None:
