@@ -11,6 +11,7 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TYPE_INVALID: _ClassVar[DataType]
     TYPE_BOOL: _ClassVar[DataType]
+    TYPE_UINT8: _ClassVar[DataType]
     TYPE_UINT32: _ClassVar[DataType]
     TYPE_UINT64: _ClassVar[DataType]
     TYPE_INT32: _ClassVar[DataType]
@@ -19,6 +20,7 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TYPE_STRING: _ClassVar[DataType]
 TYPE_INVALID: DataType
 TYPE_BOOL: DataType
+TYPE_UINT8: DataType
 TYPE_UINT32: DataType
 TYPE_UINT64: DataType
 TYPE_INT32: DataType
