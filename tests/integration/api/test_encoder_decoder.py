@@ -81,7 +81,10 @@ def test_streams_equal_transformers_over_the_death_of_each_worker(
     cluster = served[1]
     expected = 2 * [true_tokens(truth, prompt) for prompt in prompts]
     num_preemptions = cluster.dense_status().num_preemptions
-    assert [each.token_ids[0] for each in collect_all(cluster.gateway, messages(2 * prompts))] == expected
+    for _ in range(5):  # how many streams run at once, and so whether blocks run out, depends on when they arrive
+        assert [each.token_ids[0] for each in collect_all(cluster.gateway, messages(2 * prompts))] == expected
+        if cluster.dense_status().num_preemptions > num_preemptions:
+            break
     assert cluster.dense_status().num_preemptions > num_preemptions
     for role in ("dense_worker", "attn_worker"):
         pid = cluster.pid_of(role)
