@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import SimpleNamespace
 
 import pytest
+import torch
 from _pytest._io import TerminalWriter
 
 from tests.support.warm_process import end_process
@@ -155,6 +156,8 @@ class _Reports:
 
 def take_files(session: pytest.Session, connection: Connection, number: int) -> None:
     """Runs one file after the other, until there are no more."""
+    # Torch makes its pool of threads anew at the first use after a fork: of two threads at once, one would find none.
+    torch.set_num_threads(torch.get_num_threads())
     config = session.config
     capture = config.pluginmanager.get_plugin("capturemanager")
     capture.stop_global_capturing()  # into files that this process shares with all others
