@@ -28,9 +28,9 @@ def prompt_buckets(max_num_tokens: int) -> list[int]:
     return [size for size in (8, 16, SHORT_STEP_TOKENS, 64, 96, 128, 192, 256, 384) if size < largest] + [largest]
 
 
-def token_buckets(max_num_seqs: int, max_num_tokens: int) -> list[int]:
-    """Ascending numbers of tokens: the batch buckets and larger sizes up to `MAX_CAPTURED_TOKENS`."""
-    largest = min(max_num_tokens, MAX_CAPTURED_TOKENS)
+def token_buckets(max_num_seqs: int, max_num_tokens: int, most: int = MAX_CAPTURED_TOKENS) -> list[int]:
+    """Ascending numbers of tokens: the batch buckets and larger sizes up to `most`."""
+    largest = min(max_num_tokens, most)
     batches = batch_buckets(min(max_num_seqs, largest))
     sizes = {*batches, *_buckets(batches[-1], largest)}
     return sorted(sizes | {SHORT_STEP_TOKENS} if largest > SHORT_STEP_TOKENS else sizes)

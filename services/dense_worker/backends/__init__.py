@@ -62,6 +62,7 @@ class DenseBackend(Protocol):
     gives_hidden_states: bool  # whether `last` may be given `hidden_out`
     logits_dtype: torch.dtype  # of most logits that `last` gives; float32 has room for all
     always_ends: bool  # whether `last` is called also if no token needs logits: another process goes on from there
+    skips_logits: bool  # whether a step may have `hidden` and no `last`, and whether `hidden` may be captured
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.
@@ -106,4 +107,12 @@ class DenseBackend(Protocol):
         `gives_hidden_states`.
         Does not change the residual. It is not called if no token of the step needs logits, unless `always_ends` is
         true, and called several times if more rows need logits than fit into one call.
+        """
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        """Like `last` without logits: only hidden_out [r, hidden] is written, for any number of rows up to the step's.
+
+        Called only if `gives_hidden_states` is true.
         """

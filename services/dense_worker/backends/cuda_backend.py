@@ -51,6 +51,7 @@ class CudaBackend:
     takes_input_embeds = True
     gives_hidden_states = True
     always_ends = False
+    skips_logits = True
 
     def __init__(
         self,
@@ -129,6 +130,12 @@ class CudaBackend:
         if not len(rows):
             return torch.empty(0, self._config.vocab_size, dtype=self.logits_dtype, device=rows.device)
         return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        """Enqueues the last segment for the selected rows, without logits."""
+        self._segments.last.hidden(self._operations, attn_out, residual, rows, hidden_out)
 
     def _choose_kernels(self, linears: list[Linear]) -> None:
         """Measures whole steps. `linears` has one of each kind of layer, in the order of a step."""

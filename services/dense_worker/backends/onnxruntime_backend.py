@@ -22,7 +22,7 @@ class OnnxRuntimeBackend:
 
     takes_input_embeds = False  # the network looks the embeddings up
     gives_hidden_states = False
-    always_ends = False
+    always_ends = skips_logits = False
     logits_dtype = torch.float32
 
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:
@@ -66,6 +66,12 @@ class OnnxRuntimeBackend:
     ) -> torch.Tensor:
         """Runs the last segment -> the logits."""
         return self._run("last", 0, attn_out=attn_out, residual=residual, rows=rows.int())[0]
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        """Never called."""
+        raise AssertionError("onnxruntime keeps the hidden states to itself")
 
     def _run(self, segment: str, layer: int, **activations: torch.Tensor) -> list[torch.Tensor]:
         inputs = {name: _as_value(tensor) for name, tensor in activations.items()} | self._weights[segment][layer]

@@ -22,6 +22,7 @@ class TorchBackend:
     takes_input_embeds = True
     gives_hidden_states = True
     always_ends = False
+    skips_logits = True
     logits_dtype = torch.float32
 
     def __init__(
@@ -63,3 +64,9 @@ class TorchBackend:
     ) -> torch.Tensor:
         """Computes the selected rows -> their logits."""
         return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        """Computes the selected rows without logits."""
+        self._segments.last.hidden(self._operations, attn_out, residual, rows, hidden_out)

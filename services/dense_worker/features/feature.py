@@ -37,6 +37,10 @@ class Feature:
     def start(self, post: Callable[[Event], None]) -> None:
         """Called once, when the engine exists. `post`, which any thread may call, tells the engine of an event."""
 
+    def max_hidden_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:
+        """How many hidden states a step within these limits takes of sequences without output; 0: it has none."""
+        return 0
+
     def encoder_counts(self) -> EncoderCounts | None:
         """What its encoder does, for metrics; None: it has no encoder."""
         return None

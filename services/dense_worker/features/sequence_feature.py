@@ -27,6 +27,9 @@ class SequenceFeature:
     reports_prompt: bool = False
     # How many values steps report of each token of its prompt. One step reports a limited number.
     num_values_per_token: int = 0
+    # Whether anybody reads its output. A step of sequences without output computes no logits: the token that ends each
+    # of them is 0.
+    has_output: bool = True
     # All its tokens are computed, also those that are in the prefix cache.
     ignores_prefix_cache: bool = False
     # Whether draft tokens of it can be verified.

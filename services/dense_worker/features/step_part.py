@@ -61,6 +61,7 @@ class FurtherRows:
 class StepPart:
     """Made by `Feature.prepare_step`. A feature overrides what it needs; the methods are called in this order."""
 
+    hidden_rows: np.ndarray | None = None  # int64: rows of the step whose hidden states `take_hidden` gets; None: none
     needs_further_rows: bool = False  # `compute_rows` has something to compute
     waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
     input_embeds: InputEmbeds | None = None  # vectors in place of embeddings
@@ -71,6 +72,11 @@ class StepPart:
 
     def copy_logits(self, logits: torch.Tensor) -> None:
         """Enqueues what it takes of the logits, [num_sampled, vocab_size], before the sampler changes them."""
+
+    def take_hidden(self, hidden: torch.Tensor) -> None:
+        """Enqueues what it takes of the hidden states of its rows after the final norm, [num_rows, hidden], before the
+        next step overwrites them. Called if `hidden_rows` has any.
+        """
 
     def compute_rows(self, further: FurtherRows) -> None:
         """Enqueues further rows, after the sampler."""

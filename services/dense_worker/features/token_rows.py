@@ -68,6 +68,18 @@ def prompt_tokens(step: StepView, rows: FeatureRows) -> list[TokenRows]:
     return found
 
 
+def rows_of(tokens: SequenceOf[TokenRows]) -> np.ndarray:
+    """The rows of all of them, in order: int64."""
+    return np.concatenate([np.arange(each.first_row, each.first_row + each.num_rows) for each in tokens])
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in float32 on the host, which is filled when the device has run all work enqueued so far."""
+    host = torch.empty(values.shape, dtype=torch.float32, pin_memory=values.device.type == "cuda")
+    host.copy_(values, non_blocking=True)
+    return host
+
+
 def copy_rows(
     compute: Callable[[torch.Tensor], torch.Tensor], tokens: SequenceOf[TokenRows], further: FurtherRows
 ) -> torch.Tensor:
@@ -77,7 +89,7 @@ def copy_rows(
     all work enqueued so far.
     """
     device, size = further.attn_out.device, min(MAX_ROWS_AT_A_TIME, further.max_num_rows)
-    rows = np.concatenate([np.arange(each.first_row, each.first_row + each.num_rows) for each in tokens])
+    rows = rows_of(tokens)
     host: torch.Tensor | None = None
     begin = 0
     for some_rows in upload(rows, device).split(size):

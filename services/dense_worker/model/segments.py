@@ -92,10 +92,27 @@ class Last:
 
         If `hidden_out` [r, hidden] is given, the rows' hidden states after the final norm are written there.
         """
+        return self.head.forward(operations, self._select(operations, attn_out, residual, rows), hidden_out)
+
+    def hidden(
+        self,
+        operations: Operations,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor,
+    ) -> None:
+        """Like `forward`, without logits."""
+        stream = self._select(operations, attn_out, residual, rows)
+        hidden_out.copy_(operations.normalize(stream, self.head.norm)[1])
+
+    def _select(
+        self, operations: Operations, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> Residual:
+        """The residual of the rows behind the last layer."""
         attn_out = rows_of_layer(attn_out, self.after.attn_size)
         attn_rows, stream = operations.select_rows(attn_out, residual, rows)
-        stream = self.after.forward(operations, attn_rows, stream)
-        return self.head.forward(operations, stream, hidden_out)
+        return self.after.forward(operations, attn_rows, stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from services.pb import shard_pb2
 from services.step import StepPlan
 from services.step.codec import encode_plan
 
+_HIDDEN_AT_A_TIME = 256  # rows, so that their logits take limited memory
+
 
 @dataclass(frozen=True, slots=True)
 class LeadingRanks:
@@ -44,7 +46,7 @@ class LeadingBackend:
     """
 
     takes_input_embeds = False
-    always_ends = False
+    always_ends = skips_logits = False
 
     def __init__(self, backend: DenseBackend, operations: ShardOperations) -> None:
         """`operations`: those of the backend."""
@@ -97,3 +99,11 @@ class LeadingBackend:
             self.ranks.send(shard_pb2.ShardCommand(further_rows=further))
         self._has_logits = True
         return self._backend.last(attn_out, residual, rows, hidden_out)
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        """With logits, some rows at a time: they are the further rows that the other ranks know to compute."""
+        self._has_logits = True  # or the step needed none
+        for some_rows, out in zip(rows.split(_HIDDEN_AT_A_TIME), hidden_out.split(_HIDDEN_AT_A_TIME), strict=True):
+            self.last(attn_out, residual, some_rows, out)

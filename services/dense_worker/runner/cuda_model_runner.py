@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from services.channel import Channel
@@ -27,6 +28,7 @@ from services.dense_worker.runner.step_hook import FollowUp, StepHook
 from services.dense_worker.runner.step_input import StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.sampling.upload import upload
 from services.step import NO_ROWS, StepPlan, StepResult
 
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
@@ -39,6 +41,7 @@ class _Size(NamedTuple):
     num_rows: int
     num_sampled: int
     active: frozenset[Feature]  # those with kernels of their own of which the step has rows
+    num_hidden: int | None = None  # rows whose hidden states a step without output gives; None: it samples instead
 
 
 class CudaModelRunner(ModelRunner):
@@ -71,6 +74,16 @@ class CudaModelRunner(ModelRunner):
         # All graphs write their logits here, so that they can share all other memory.
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=logits_dtype, device="cuda")
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
+        features = tuple(features)
+        # Of steps without output.
+        self._max_hidden = max((each.max_hidden_rows(max_num_seqs, max_num_tokens) for each in features), default=0)
+        if self._max_hidden and not backend.skips_logits:
+            self._max_hidden = 0
+        self._hidden_buckets = list[int]()
+        if self._max_hidden:
+            self._hidden_buckets = token_buckets(max_num_seqs, max_num_tokens, max_num_tokens)
+            self._hidden_rows = torch.zeros(self._max_hidden, dtype=torch.int64, device="cuda")
+            self._hidden = torch.empty(self._max_hidden, config.hidden_size, dtype=dtype, device="cuda")
         self._num_launched = 0
         self._unsampled: _Launched | None = None  # a step that waits for tokens of the step before
         self._sampleable: _Launched | None = None  # it, once the step before has been collected
@@ -110,11 +123,15 @@ class CudaModelRunner(ModelRunner):
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:
             with self._activated(size.active):
-                self._logits[: size.num_sampled] = self._run_rows(channel, size.num_rows, size.num_sampled)[0]
+                logits, residual = self._run_rows(channel, size.num_rows, size.num_sampled)
+                if size.num_hidden is None:
+                    self._logits[: size.num_sampled] = logits
+                else:
+                    self._find_hidden(channel.attn_out[: size.num_rows], residual, size.num_hidden)
 
         def warm_up(size: _Size) -> None:
             with self._activated(size.active):
-                self._warm_up(channel, size.num_rows, size.num_sampled)
+                self._warm_up(channel, size)
 
         graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
@@ -191,13 +208,9 @@ class CudaModelRunner(ModelRunner):
     def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> Callable[[], PendingTokens]:
         """Enqueues all layers; returns what enqueues the sampling."""
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
-        # Logits of further rows need another call of `last`, but a graph's residual is in memory that graphs share.
-        # And vectors in place of embeddings are in no graph.
-        is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual and step.input_embeds is None
-        num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
-        active = frozenset([feature for feature in self._with_kernels if feature in step.parts])
-        num_logits = bucket_for(self._sampled_sizes(num_rows), num_sampled) if is_captured else num_sampled
-        graph = self._graphs[channel].find(_Size(num_rows, num_logits, active)) if is_captured else None
+        size = self._captured_size(step)
+        num_rows, num_logits = (num_tokens, num_sampled) if size is None else (size.num_rows, size.num_sampled)
+        graph = None if size is None else self._graphs[channel].find(size)
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any valid token and row
@@ -207,16 +220,46 @@ class CudaModelRunner(ModelRunner):
         sampled_rows[num_sampled:] = 0
         # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
+        if size is not None and size.num_hidden is not None:
+            rows = np.zeros(size.num_hidden, np.int64)  # padding: any valid row
+            if step.hidden_rows is not None:
+                rows[: len(step.hidden_rows)] = step.hidden_rows.numpy()
+            self._hidden_rows[: size.num_hidden].copy_(upload(rows, self._input.device))
         self._begin_step(step, channel, num_rows, num_logits)
         self._before_layers(step, channel)
+        hidden = None
         if graph is not None:
             graph.replay()
             logits, residual = self._logits, None
+            hidden = None if size is None or size.num_hidden is None else self._hidden
         else:
             embeds = None if step.input_embeds is None else step.input_embeds.upload(self._input.device)
             logits, residual = self._run_rows(channel, num_rows, num_sampled, embeds)
         outputs = self._outputs[stage][:num_sampled]
-        return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs)
+        return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs, hidden)
+
+    def _captured_size(self, step: StepInput) -> _Size | None:
+        """The size of the step's graph; None: it has none.
+
+        Further rows need another call of the backend, but a graph's residual is in memory that graphs share. And
+        vectors in place of embeddings are in no graph.
+        """
+        num_tokens = len(step.token_ids)
+        if step.needs_residual or step.input_embeds is not None:
+            return None
+        active = frozenset([feature for feature in self._with_kernels if feature in step.parts])
+        num_hidden = 0 if step.hidden_rows is None else len(step.hidden_rows)
+        if not step.has_output and num_hidden <= self._max_hidden:
+            num_rows = bucket_for(self._hidden_buckets, num_tokens)
+            return _Size(num_rows, 0, active, min(num_rows, self._max_hidden))
+        if num_hidden or num_tokens > self._buckets[-1]:
+            return None
+        num_rows = bucket_for(self._buckets, num_tokens)
+        return _Size(num_rows, bucket_for(self._sampled_sizes(num_rows), len(step.sampled_rows)), active)
+
+    def _find_hidden(self, attn_out: torch.Tensor, residual: torch.Tensor, num_hidden: int) -> None:
+        """Computes the hidden states of so many of the step's rows, all of which a graph reads and writes in place."""
+        self._backend.hidden(attn_out, residual, self._hidden_rows[:num_hidden], self._hidden[:num_hidden])
 
     def _run_rows(
         self, channel: Channel, num_rows: int, num_sampled: int, input_embeds: InputEmbeds | None = None
@@ -234,13 +277,21 @@ class CudaModelRunner(ModelRunner):
         most = min(num_rows, self._max_num_seqs)
         return sorted({min(most, FEW_SAMPLED), most})
 
-    def _warm_up(self, channel: Channel, num_rows: int, num_sampled: int) -> None:
+    def _warm_up(self, channel: Channel, size: _Size) -> None:
         """Runs the segments without handoffs, so that kernels are compiled and libraries choose theirs."""
-        qkv, attn_out = channel.qkv[:num_rows], channel.attn_out[:num_rows]
+        qkv, attn_out = channel.qkv[: size.num_rows], channel.attn_out[: size.num_rows]
         attn_out.zero_()
-        self._run_segments(qkv, attn_out, channel.fetch_attn_out(num_rows), num_sampled)
+        fetched = channel.fetch_attn_out(size.num_rows)
+        self._run_segments(qkv, attn_out, fetched, size.num_sampled, size.num_hidden)
 
-    def _run_segments(self, qkv: torch.Tensor, attn_out: torch.Tensor, fetched: torch.Tensor, num_sampled: int) -> None:
+    def _run_segments(
+        self,
+        qkv: torch.Tensor,
+        attn_out: torch.Tensor,
+        fetched: torch.Tensor,
+        num_sampled: int,
+        num_hidden: int | None = None,
+    ) -> None:
         """Runs each segment once. `fetched` is what `middle` gets of attn_out."""
         self._backend.begin_step(StepPlan(0), len(qkv), num_sampled)  # all rows are padding
         self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
@@ -250,7 +301,11 @@ class CudaModelRunner(ModelRunner):
             residual = self._backend.middle(layer, fetched, residual, qkv)
         if (residuals_out := self._residuals_out()) is not None:
             residuals_out.put(residuals_out.layers[0], residual)
-        self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hidden_out(num_sampled))
+        if num_hidden is None:
+            self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hidden_out(num_sampled))
+        else:
+            self._hidden_rows.zero_()
+            self._find_hidden(attn_out, residual, num_hidden)
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from services.dense_worker.runner.step_hook import FollowUp, KeptResiduals, Step
 from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.sampling.upload import upload
 from services.step import NO_ROWS, PlanEntry, StepPlan, StepResult
 
 
@@ -213,9 +214,13 @@ class ModelRunner:
             feature = self._features[kind]
             if (part := feature.prepare_step(view, rows)) is not None:
                 parts[feature] = part
+        if not batch.has_output and self._backend.skips_logits and self._hook is None:
+            step = replace(step, has_output=False, sampled_rows=step.sampled_rows[:0])
+        hidden_rows = [part.hidden_rows for part in parts.values() if part.hidden_rows is not None]
         return replace(
             step,
             parts=parts,
+            hidden_rows=torch.from_numpy(np.concatenate(hidden_rows)) if hidden_rows else None,
             needs_residual=any(part.needs_further_rows for part in parts.values()),
             waits_for_tokens=any(part.waits_for_tokens for part in parts.values()),
             input_embeds=InputEmbeds.join([each for part in parts.values() if (each := part.input_embeds) is not None]),
@@ -250,11 +255,13 @@ class ModelRunner:
         residual: torch.Tensor | None,
         channel: Channel,
         host_token_ids: torch.Tensor,
+        hidden: torch.Tensor | None = None,
     ) -> PendingTokens:
         """Samples tokens and ranks those to report. The results are on the host when the device has run the step.
 
         logits: [num_sampled, vocab_size], may be overwritten; host_token_ids: int64 [num_sampled], filled;
         residual: that of `LayerRun.finish`; None if the step does not need it
+        hidden: [n, hidden], of the step's hidden rows; None: they are computed from the residual
         """
         parts, num_logprobs = step.parts.values(), dict[int, int]()
         ranked = token_ids = None
@@ -265,6 +272,13 @@ class ModelRunner:
             token_ids = sampled.token_ids
             host_token_ids.copy_(token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
+        elif not step.has_output:
+            host_token_ids = torch.zeros(int(step.bound.plan.entries.num_logits.sum()), dtype=torch.int64)
+        if step.hidden_rows is not None:
+            if hidden is None:
+                assert residual is not None, "hidden states need the step's residual"
+                hidden = self._hidden_states(step.hidden_rows, channel.attn_out[: len(step.token_ids)], residual)
+            _give_hidden(parts, hidden)
         if step.needs_residual:
             assert residual is not None, "further rows need the step's residual"
             attn_out = channel.attn_out[: len(step.token_ids)]
@@ -274,6 +288,13 @@ class ModelRunner:
         if self._hook is not None:
             self._hook.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
         return PendingTokens(step.bound, self._rows, host_token_ids, num_logprobs, ranked, parts, token_ids)
+
+    def _hidden_states(self, rows: torch.Tensor, attn_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Those of some rows, int64 [n] on the host, after the final norm: [n, hidden]."""
+        hidden = torch.empty(len(rows), residual.shape[1], dtype=attn_out.dtype, device=attn_out.device)
+        on_device = upload(rows.numpy(), attn_out.device)
+        self._backend.hidden(attn_out, residual, on_device, hidden)
+        return hidden
 
     def follow(self, tokens: PendingTokens, follow_up: FollowUp) -> PendingTokens:
         """Enqueues what follows the newest step, unless that samples no token."""
@@ -333,6 +354,16 @@ class ModelRunner:
         del self._running[sequence.slot]
         self._free_slots.append(sequence.slot)
         self._rows.end(sequence)
+
+
+def _give_hidden(parts: Iterable[StepPart], hidden: torch.Tensor) -> None:
+    """Gives each part the hidden states of its rows; `hidden` has those of all, and padding."""
+    first = 0
+    for part in parts:
+        if part.hidden_rows is not None:
+            end = first + len(part.hidden_rows)
+            part.take_hidden(hidden[first:end])
+            first = end
 
 
 class LayerRun:

@@ -35,6 +35,7 @@ class Batch:
         self.sequences = sequences
         self.token_lists = [sequence.token_ids for sequence in sequences]
         self.features = self._find_features()
+        self.has_output = not self.features or any(_has_output(sequence) for sequence in sequences)
         self.slots = self.serials = self.num_prompt_tokens = self.forced = np.zeros(0, np.int64)
         self.version = 0  # of `BatchRows`, when the rows were looked up
         # The rows of a step with one token of each sequence, and `slots`: int64 [num_entries], on the host.
@@ -77,8 +78,14 @@ class StepInput:
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
     parts: Mapping[Feature, StepPart] = field(default_factory=dict)  # what features do in this step; mostly nothing
     needs_residual: bool = False  # rows beyond the sampled ones are computed
+    has_output: bool = True  # False: nobody reads its tokens, and no row is sampled, whatever the plan says
+    hidden_rows: torch.Tensor | None = None  # int64 [n]: those whose hidden states parts take, in their order
     waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
     input_embeds: InputEmbeds | None = None  # rows with vectors in place of embeddings, on the host
+
+
+def _has_output(sequence: RequestState) -> bool:
+    return all([each.has_output for each in sequence.features])
 
 
 class SampledRows(NamedTuple):

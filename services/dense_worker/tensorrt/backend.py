@@ -29,7 +29,7 @@ class TensorRTBackend:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
         self.takes_input_embeds = by_torch is not None
-        self.gives_hidden_states = self.always_ends = False
+        self.gives_hidden_states = self.always_ends = self.skips_logits = False
         self.logits_dtype = torch.float32
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
@@ -63,6 +63,12 @@ class TensorRTBackend:
         """Runs the faster backend for this number of rows."""
         assert hidden_out is None, "TensorRT keeps the hidden states to itself"
         return self._faster("last", len(rows)).last(attn_out, residual, rows)
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        """Never called."""
+        raise AssertionError("TensorRT keeps the hidden states to itself")
 
     def _faster(self, segment: str, size: int) -> DenseBackend:
         times = self._measured.get(segment)

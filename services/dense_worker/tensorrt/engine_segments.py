@@ -39,7 +39,7 @@ class TensorRTSegments:
 
     takes_input_embeds = False  # the engine looks the embeddings up
     gives_hidden_states = False
-    always_ends = False
+    always_ends = skips_logits = False
     logits_dtype = torch.float32
 
     def __init__(
@@ -108,6 +108,12 @@ class TensorRTSegments:
         inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
         self._run("last", 0, len(rows), inputs, [("logits", logits)])
         return logits
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        """Never called."""
+        raise AssertionError("TensorRT keeps the hidden states to itself")
 
     def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)

@@ -9,8 +9,8 @@ import torch
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.sequence_feature import SequenceFeature
-from services.dense_worker.features.step_part import FeatureRows, FurtherRows, StepPart, StepView
-from services.dense_worker.features.token_rows import TokenRows, computed_tokens, copy_rows, split_rows
+from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
+from services.dense_worker.features.token_rows import TokenRows, computed_tokens, rows_of, split_rows, to_host
 
 if TYPE_CHECKING:
     from services.pb import dense_pb2
@@ -30,20 +30,13 @@ class SequenceHiddenStates(SequenceFeature):
 class HiddenStateRows(StepPart):
     """The states of a step's tokens, after the final norm."""
 
-    needs_further_rows = True
-
     def __init__(self, tokens: list[TokenRows]) -> None:
         self._tokens = tokens
+        self.hidden_rows = rows_of(tokens)
         self._values: torch.Tensor | None = None  # float32 [num_tokens, hidden], on the host
 
-    def compute_rows(self, further: FurtherRows) -> None:
-        def hidden_states(rows: torch.Tensor) -> torch.Tensor:
-            attn_out, residual = further.attn_out, further.residual
-            hidden = torch.empty(len(rows), residual.shape[1], dtype=attn_out.dtype, device=attn_out.device)
-            further.backend.last(attn_out, residual, rows, hidden)
-            return hidden
-
-        self._values = copy_rows(hidden_states, self._tokens, further)
+    def take_hidden(self, hidden: torch.Tensor) -> None:
+        self._values = to_host(hidden)
 
     def read(self, result: StepResult) -> None:
         assert self._values is not None, "the rows have been computed"

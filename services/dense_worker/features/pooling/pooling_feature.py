@@ -6,7 +6,6 @@ sequence has no output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,8 @@ from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.pooling.pooling_head import PoolingHead
 from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.sequence_feature import SequenceFeature
-from services.dense_worker.features.step_part import FeatureRows, FurtherRows, StepPart, StepView
-from services.dense_worker.features.token_rows import MAX_ROWS_AT_A_TIME, TokenRows
+from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
+from services.dense_worker.features.token_rows import TokenRows, rows_of, to_host
 from services.dense_worker.sampling.upload import upload
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ class PooledSequence(SequenceFeature):
 
     reports = True
     reports_prompt = True
+    has_output = False
 
     def __init__(self, num_prompt_tokens: int, method: PoolingMethod) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -55,25 +55,26 @@ class PooledSpan:
 class PooledRows(StepPart):
     """The hidden states of a step that vectors depend on."""
 
-    needs_further_rows = True
-
     def __init__(self, head: PoolingHead, spans: list[PooledSpan]) -> None:
         self._head, self._spans = head, spans
+        self.hidden_rows = rows_of([span.tokens for span in spans])
         self._ended = [index for index, span in enumerate(spans) if span.is_last]
         self._values: torch.Tensor | None = None  # float32 [num_ended, size], on the host
 
-    def compute_rows(self, further: FurtherRows) -> None:
-        sums = list(self._sums(further))
+    def take_hidden(self, hidden: torch.Tensor) -> None:
+        sums = self._sums(hidden.float())
         for index, span in enumerate(self._spans):
             if span.tokens.start and span.sequence.sum is not None:
-                sums[index] = sums[index] + span.sequence.sum
-            span.sequence.sum = None if span.is_last else sums[index]
+                sums[index] += span.sequence.sum
+            span.sequence.sum = None if span.is_last else sums[index].clone()
         if not self._ended:
             return
-        means = torch.stack([sums[index] / self._spans[index].num_pooled for index in self._ended])
-        values = self._head.forward(means)
-        self._values = torch.empty(values.shape, dtype=torch.float32, pin_memory=values.device.type == "cuda")
-        self._values.copy_(values, non_blocking=True)
+        ended, counts = np.array(self._ended), np.array([span.num_pooled for span in self._spans], np.float32)
+        if len(ended) < len(self._spans):
+            sums = sums[upload(ended, sums.device)]
+        if counts.max() > 1:
+            sums = sums / upload(counts[ended], sums.device)[:, None]
+        self._values = to_host(self._head.forward(sums))
 
     def read(self, result: StepResult) -> None:
         for place, index in enumerate(self._ended):
@@ -81,17 +82,17 @@ class PooledRows(StepPart):
             row = self._values[place : place + 1].numpy()
             result.reports.append(TokenReport(self._spans[index].tokens.seq_id, NAME, 0, row))
 
-    def _sums(self, further: FurtherRows) -> Iterator[torch.Tensor]:
-        """The sum of the hidden states of each span: float32 [hidden]."""
-        attn_out, residual = further.attn_out, further.residual
-        tokens = [span.tokens for span in self._spans]
-        rows = np.concatenate([np.arange(each.first_row, each.first_row + each.num_rows) for each in tokens])
-        hidden = torch.empty(len(rows), residual.shape[1], dtype=attn_out.dtype, device=attn_out.device)
-        size = min(MAX_ROWS_AT_A_TIME, further.max_num_rows)
-        for some_rows, some_hidden in zip(upload(rows, attn_out.device).split(size), hidden.split(size), strict=True):
-            further.backend.last(attn_out, residual, some_rows, some_hidden)
-        for of_span in hidden.split([each.num_rows for each in tokens]):
-            yield of_span.float().sum(0)  # by itself: it does not depend on what else is in the step
+    def _sums(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The sum of each span's hidden states, float32 [num_rows, hidden] -> a new tensor [num_spans, hidden].
+
+        Each is added up by itself, so that it does not depend on what else is in the step.
+        """
+        lengths = np.array([span.tokens.num_rows for span in self._spans])
+        if lengths.max() == 1:
+            return hidden.clone()
+        # Their lengths are right, and checking them would wait for the device.
+        on_device = upload(lengths, hidden.device)
+        return torch.segment_reduce(hidden, "sum", lengths=on_device, axis=0, unsafe=True)
 
 
 class PoolingFeature(Feature):
@@ -110,6 +111,11 @@ class PoolingFeature(Feature):
         if self._pooling is None:
             raise InvalidRequest("this model makes no vectors: model.runner is not pooling")
         return PooledSequence(spec.num_prompt_tokens, self._pooling.method)
+
+    def max_hidden_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:
+        if self._pooling is None:
+            return 0
+        return max_num_tokens if self._pooling.method is PoolingMethod.MEAN else min(max_num_seqs, max_num_tokens)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> PooledRows | None:
         assert self._pooling is not None, "sequences have been admitted"

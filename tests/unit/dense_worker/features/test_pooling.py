@@ -18,7 +18,7 @@ from services.common.errors import ConfigError, ModelError
 from services.common.pooling.pooling_config import PoolingConfig, PoolingMethod, read_pooling
 from services.dense_worker.features.pooling.pooling_feature import PooledSequence, PoolingFeature
 from services.dense_worker.features.pooling.pooling_head import PoolingHead, load_pooling_head
-from services.dense_worker.features.step_part import FeatureRows, FurtherRows, StepView
+from services.dense_worker.features.step_part import FeatureRows, StepView
 from services.step import NO_ROWS, PlanEntries, PlanEntry, StepResult
 from tests.support.dense.whole_model import WholeModel
 
@@ -85,7 +85,9 @@ def pooled_vectors(path: Path, pooling: PoolingConfig, head: PoolingHead) -> dic
         rows = FeatureRows(np.arange(len(entries)), [sequences[seq_id] for seq_id, _, _ in entries])
         part = feature.prepare_step(view, rows)
         if part is not None:
-            part.compute_rows(FurtherRows(model.dense, *recording.seen, max_num_rows=5))
+            hidden = torch.empty(len(part.hidden_rows), model.config.hidden_size)
+            model.dense.hidden(*recording.seen, torch.from_numpy(part.hidden_rows), hidden)
+            part.take_hidden(hidden)
             result = StepResult(NO_ROWS)
             part.read(result)
             for each in result.reports:

@@ -23,4 +23,25 @@ def test_it_has_all_that_a_backend_has() -> None:
         "gives_hidden_states": True,
         "logits_dtype": torch.bfloat16,
         "always_ends": False,
+        "skips_logits": False,
     }
+
+
+def test_the_other_ranks_are_told_of_rows_whose_hidden_states_are_needed() -> None:
+    """Also in a step that needs no logits: then they have run no rows of the last part."""
+    called: list[int] = []
+
+    def last(attn_out: Any, residual: Any, rows: torch.Tensor, hidden_out: torch.Tensor) -> torch.Tensor:
+        called.append(len(rows))
+        hidden_out.copy_(rows[:, None])
+        return torch.zeros(len(rows), 1)
+
+    own: Any = SimpleNamespace(gives_hidden_states=True, logits_dtype=torch.float32, last=last)
+    operations: Any = SimpleNamespace(use_group=lambda group: None, share_tokens=lambda token_ids: None)
+    backend, sent = LeadingBackend(own, operations), list[list[int]]()
+    ranks: Any = SimpleNamespace(group=None, send=lambda command: sent.append(list(command.further_rows.rows)))
+    backend.use_ranks(ranks)
+    hidden_out = torch.zeros(300, 1)
+    backend.hidden(torch.zeros(0), torch.zeros(0), torch.arange(300), hidden_out)
+    assert hidden_out[:, 0].tolist() == list(range(300))
+    assert sent == [[*range(256)], [*range(256, 300)]] and called == [256, 44]
