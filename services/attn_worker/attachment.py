@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from services.attn_worker.runner.layer_runner import RunningStep
 from services.channel import Channel
@@ -18,9 +18,13 @@ class Attachment:
         self.attachment_id = attachment_id
         self.channels = channels  # by lane
         self.max_num_tokens = max_num_tokens  # maximum of a step, in each lane
-        self.running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
+        self.running: deque[tuple[RunningStep, StepPlan]] = deque()  # oldest first
+        # Steps that may use blocks which have become free since: a later one, which may take them, comes after these.
+        self.before_reuse: tuple[RunningStep, ...] = ()
         self.launching: StepPlan | None = None  # the plan whose layers are being run or launched
         self.request_ids: dict[int, str] = {}  # of sequences opened in this attachment, for messages
+        # Gets the error of a step that fails between calls, which ends the attachment.
+        self.fail: Callable[[Exception], None] = lambda error: None
 
     def progress(self, num_steps: int, num_layers: int) -> Progress | None:
         """The progress of the running step, or None without one. May be called from any thread."""
@@ -36,6 +40,13 @@ class Attachment:
             request_ids=tuple(self.request_ids.get(seq_id, f"{seq_id:x}") for seq_id in plan.entries.seq_ids.tolist()),
             waits_for="dense_worker" if channel.is_waiting else "",
         )
+
+    def drop_steps(self) -> None:
+        """Forgets all steps that have not ended."""
+        for running, _ in self.running:
+            running.drop()
+        self.running.clear()
+        self.before_reuse, self.launching = (), None
 
     def abort(self) -> None:
         """Releases all waits in the channels, for good. May be called from any thread."""

@@ -21,6 +21,7 @@ from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, ReportedPrefixCache
+from services.attn_worker.lanes.turn_layer_runner import TurnLayerRunner
 from services.attn_worker.layers import AttentionBackend, CapturableAttention
 from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
 from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
@@ -54,6 +55,7 @@ class StepLimits:
 
     max_num_seqs: int
     max_num_tokens: int
+    num_lanes: int = 1  # that run beside each other, each with steps up to these limits
 
 
 def build_engine(
@@ -106,7 +108,7 @@ def build_engine(
         sources=spec.source_slots,
         **reported,
     )
-    runner, storage = _build_runner(section, model, limits, spec, max_model_len, is_deterministic)
+    runner, storage = _build_runner(section, model, limits, spec, max_model_len, metrics, is_deterministic)
     if section.host_kv_bytes:
         cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"], pinned_tier, is_deterministic))
     engine = AttentionEngine(cache, runner, metrics)
@@ -355,6 +357,7 @@ def _build_runner(
     limits: StepLimits,
     spec: KVCacheSpec,
     max_model_len: int,
+    metrics: AttentionMetrics,
     is_deterministic: bool,
 ) -> tuple[LayerRunner, BlockStorage]:
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
@@ -365,13 +368,25 @@ def _build_runner(
         if is_deterministic:
             make_torch = BatchInvariantTorchAttention
         eager = make_torch(*arguments)
-        return EagerLayerRunner(eager, spec.num_layers), eager.storage
+        if limits.num_lanes == 1:
+            return EagerLayerRunner(eager, spec.num_layers), eager.storage
+        others = [make_torch(*arguments, storage=eager.storage) for _ in range(1, limits.num_lanes)]
+        return TurnLayerRunner([eager, *others], spec.num_layers, metrics.on_step), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
     make_backend = _capturable_backend(spec, is_deterministic)
-    backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
-    runner = CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
-    return runner, backend.storage
+    sizes = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
+
+    def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
+        return CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
+
+    backend = make_backend(*arguments, **sizes)
+    if limits.num_lanes == 1:
+        return make_runner(backend), backend.storage
+    from services.attn_worker.lanes.cuda_lane_runner import CudaLaneRunner
+
+    others = [make_backend(*arguments, **sizes, storage=backend.storage) for _ in range(1, limits.num_lanes)]
+    return CudaLaneRunner([make_runner(each) for each in (backend, *others)]), backend.storage
 
 
 def _capturable_backend(spec: KVCacheSpec, is_deterministic: bool) -> Callable[..., CapturableAttention]:

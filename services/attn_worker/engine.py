@@ -3,7 +3,8 @@
     open_sequence → opened
     plan_step → accepted → (wait qkv → rope, append, attend → signal) per layer → commit_step
 
-Calls are made in order. On a CPU a launched step is done; a GPU may still run a step when the next is launched.
+Calls are made in order. On a CPU a launched step is done; a GPU may still run a step when the next is launched. With
+several lanes the thread runs their steps by turns, between calls; plans change the cache in the order of arrival.
 If the dense worker is lost during a step, the step is rolled back as if it had never been planned. Steps go on while
 blocks of a sequence that is being opened come from a tier (`Openings`).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -60,7 +61,7 @@ class AttentionEngine:
         self._runner = runner
         self._metrics = metrics
         self._attachment: Attachment | None = None
-        self._thread = EngineThread()
+        self._thread = EngineThread(self._work)
         self._openings = Openings(cache, runner, self._thread.submit, self._note_opened)
 
     def start(self) -> None:
@@ -94,7 +95,7 @@ class AttentionEngine:
         """Drops an aborted attachment: closes it and rolls back unfinished steps."""
         attachment, self._attachment = self._attachment, None
         self._openings.cancel_all()
-        self.cache.abort_steps()
+        self._roll_back(attachment)
         if attachment is not None:
             attachment.close()
 
@@ -154,34 +155,60 @@ class AttentionEngine:
         for fork in plan.forks:
             request_ids[fork.child_seq_id] = request_ids.get(fork.parent_seq_id, "")
         attachment.launching = plan if plan.entries else None
+        before = attachment.before_reuse
+        if plan.frees_blocks:
+            attachment.before_reuse = tuple(running for running, _ in attachment.running)
         try:
             for group, copies in enumerate(step.block_copies):
                 if copies:
                     self._runner.copy_blocks(copies, group)
-            running = self._launch(step, channel, start_s) if plan.entries else FinishedStep()
-            attachment.running.append((running, len(step.metadata.positions)))
+            running = self._launch(step, channel, start_s, before) if plan.entries else FinishedStep()
+            attachment.running.append((running, plan))
             self._commit_done(attachment)
         except BaseException:
-            attachment.running.clear()
-            self.cache.abort_steps()
+            self._roll_back(attachment)
             raise
         finally:
             attachment.launching = None
 
-    def _launch(self, step: PlannedStep, channel: Channel, start_s: float) -> RunningStep:
+    def _work(self) -> float | None:
+        """Goes on with the steps of several lanes. Returns how long to wait for a call; None: until one comes."""
+        attachment = self._attachment
+        if attachment is None or len(attachment.channels) == 1:
+            return None
+        try:
+            is_any_left = self._runner.advance()
+            self._commit_done(attachment)
+        except Exception as error:
+            self._roll_back(attachment)
+            attachment.fail(error)
+            return None
+        attachment.launching = attachment.running[0][1] if is_any_left else None
+        return 0.0 if is_any_left else None
+
+    def _launch(
+        self, step: PlannedStep, channel: Channel, start_s: float, before: Collection[RunningStep]
+    ) -> RunningStep:
         waited_s = channel.waited_s
-        running = self._runner.launch(step.metadata, channel)
-        if waited_s is not None and channel.waited_s is not None:  # on a CPU, where the step has run
+        running = self._runner.launch(step.metadata, channel, before)
+        has_run = isinstance(running, FinishedStep)  # on a CPU
+        if has_run and waited_s is not None and channel.waited_s is not None:
             self._metrics.on_step(time.perf_counter() - start_s, channel.waited_s - waited_s)
         return running
 
     def _commit_done(self, attachment: Attachment) -> None:
         """Commits all steps that have ended, in order."""
         while attachment.running and attachment.running[0][0].is_done():
-            _, num_tokens = attachment.running.popleft()
+            _, plan = attachment.running.popleft()
             self.cache.commit_step()
             self.num_steps += 1
-            self.num_computed_tokens += num_tokens
+            self.num_computed_tokens += plan.num_tokens
+
+    def _roll_back(self, attachment: Attachment | None) -> None:
+        """Undoes all steps that are not committed."""
+        if attachment is not None:
+            attachment.drop_steps()
+        self.cache.abort_steps()
 
     def _check_attachment(self, attachment: Attachment) -> None:
         if attachment is not self._attachment:

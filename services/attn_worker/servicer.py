@@ -24,7 +24,7 @@ from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.config import AttentionSection
+from services.common.config import MAX_LANES, AttentionSection
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -136,11 +136,12 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._num_attachments += 1
         if self._engine is not None:  # frees its region for the new one
             await asyncio.shield(asyncio.wrap_future(self._engine.submit(self._engine.detach)))
-        channels = {0: await self._create_channel(request, self._num_attachments, lane=0)}
+        channels = await self._create_channels(request, self._num_attachments)
         attachment = Attachment(self._num_attachments, channels, request.max_num_batched_tokens)
         self._attachment = attachment
         try:
-            engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
+            limits = StepLimits(request.max_num_seqs, request.max_num_batched_tokens, len(channels))
+            engine = await self._built_engine(limits)
         except BaseException:  # also when cancelled: the dense worker may die while it waits
             self._attachment = None
             attachment.close()
@@ -167,6 +168,18 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             layer_window=cache.uncounted_window,
             max_num_sources=cache.num_sources,
         )
+
+    async def _create_channels(self, request: attn_pb2.AttachRequest, attachment_id: int) -> dict[int, Channel]:
+        """The channel of each lane: all, or none."""
+        channels: dict[int, Channel] = {}
+        try:
+            for lane in range(_num_lanes(request)):
+                channels[lane] = await self._create_channel(request, attachment_id, lane)
+        except BaseException:
+            for channel in channels.values():
+                channel.close()
+            raise
+        return channels
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
         """Creates a channel. Waits for memory only for a short time, since it may never become free.
@@ -211,6 +224,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment, engine = self._attachment, self._require_engine()
         assert attachment is not None
         results = self._results = _Results()
+        loop = asyncio.get_running_loop()
+        attachment.fail = lambda error: loop.call_soon_threadsafe(self._report, results, error)
         reader = asyncio.create_task(self._read(requests, engine, attachment, results))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
@@ -401,6 +416,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
 
     def _check_limits(self, request: attn_pb2.AttachRequest) -> None:
+        if request.num_lanes > MAX_LANES:
+            raise ConfigError(f"the dense worker's num_lanes is {request.num_lanes}, at most {MAX_LANES} are possible")
         limits = self._limits
         if limits is None:
             return
@@ -410,6 +427,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                     f"the dense worker's {field} is {getattr(request, field)}, this attention worker was started for "
                     f"{limit} by the first one: restart it, too"
                 )
+        if _num_lanes(request) != limits.num_lanes:
+            raise ConfigError(
+                f"the dense worker's num_lanes is {_num_lanes(request)}, this attention worker was started for"
+                f" {limits.num_lanes} by the first one: restart it, too"
+            )
 
     def _check_model(self, request: attn_pb2.AttachRequest) -> None:
         own = {
@@ -446,6 +468,10 @@ def describe_accepted(accepted: Accepted) -> PlanAccepted:
         num_free_blocks=accepted.num_free_blocks,
         errors={seq_id: str(error) for seq_id, error in accepted.step.errors.items()},
     )
+
+
+def _num_lanes(request: attn_pb2.AttachRequest) -> int:
+    return request.num_lanes or 1
 
 
 def _name(dtype: torch.dtype) -> str:

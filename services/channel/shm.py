@@ -33,7 +33,7 @@ class ShmChannel:
 
     def __init__(self, region: SharedRegion, spec: ChannelSpec, wait_timeout_s: float) -> None:
         self._region = region
-        self._wait_timeout_s = wait_timeout_s
+        self.wait_timeout_s = wait_timeout_s
         self.num_waits = 0
         self.is_waiting = False
         self.waited_s = 0.0
@@ -71,6 +71,11 @@ class ShmChannel:
         """Sets the flag. The peer has cleared it before, since both sides strictly alternate."""
         self._region.words[flag_word(flag)] = 1
 
+    def has_signal(self, flag: Flag) -> bool:
+        """Whether `wait` would return at once. Raises `ChannelAborted` after an abort."""
+        self.check()
+        return bool(self._region.words[flag_word(flag)])
+
     def wait(self, flag: Flag) -> None:
         """Blocks the calling thread until the flag is set, then clears it."""
         words, index = self._region.words, flag_word(flag)
@@ -87,8 +92,8 @@ class ShmChannel:
                 if yields and waited < _YIELD_S:
                     os.sched_yield()
                     continue
-                if waited > self._wait_timeout_s:
-                    raise ChannelTimeout(f"no {flag.name} from the peer within {self._wait_timeout_s} s")
+                if waited > self.wait_timeout_s:
+                    raise ChannelTimeout(f"no {flag.name} from the peer within {self.wait_timeout_s} s")
                 time.sleep(_NAP_S)
             self.check()
         finally:

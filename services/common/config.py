@@ -27,6 +27,7 @@ MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as ex
 MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
 MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
 MAX_ATTENTION_WORKERS = 32  # of one dense worker: on a GPU a thread of one warp handles each one's flag
+MAX_LANES = 2  # of a dense worker and its attention worker: one for each of the two strokes
 MAX_INPUTS = 16_384  # the same of inputs for vectors
 SPECULATION_WITH_HEADS = ("medusa", "eagle3")
 SERVICES = ("attn_worker", "dense_worker", "gateway")

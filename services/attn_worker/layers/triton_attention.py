@@ -146,8 +146,11 @@ class TritonAttention:
         *,
         max_num_seqs: int = 1024,
         max_num_tokens: int = 8192,
+        storage: BlockStorage | None = None,
     ) -> None:
-        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small, ConfigError
+        """`max_num_seqs` and `max_num_tokens` limit a step; `storage`: that of another lane, whose cache it shares.
+
+        Raises CapacityError if memory is too small, ConfigError
         if the cache has neither `dtype` nor 8 bits.
         """
         if not set(spec.dtypes) <= {dtype, torch.float8_e4m3fn, torch.int8}:
@@ -222,7 +225,7 @@ class TritonAttention:
             + self._num_chunk_entries(max_num_tokens)
             + TABLE_SLACK
         )
-        self.storage = BlockStorage(spec, spec.head_major_block, device)
+        self.storage = storage or BlockStorage(spec, spec.head_major_block, device)
         self._caches = self.storage.layers
         compiled_kinds = zip(self._kernel_kinds, self._pairs, strict=True)
         self.layers_to_compile = list({kind: layer for layer, kind in enumerate(compiled_kinds)}.values())

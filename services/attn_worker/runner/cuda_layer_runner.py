@@ -6,7 +6,7 @@ The graphs include the handoffs. The host never waits between layers: the stream
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -105,8 +105,14 @@ class CudaLayerRunner:
         with torch.cuda.stream(self._stream):
             self._backend.copy_blocks(copies, group)
 
+    def come_after(self, steps: Iterable[RunningStep]) -> None:
+        """Whatever is launched from now on begins when these steps have ended, which may be on other streams."""
+        for each in steps:
+            if isinstance(each, _Launched):
+                self._stream.wait_event(each.event)
+
     @torch.inference_mode()
-    def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
+    def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Enqueues a step: its graph, if there is one. Waits for the device only to capture a graph."""
         shape = self._backend.captured_shape(step)
         with torch.cuda.stream(self._stream):
@@ -123,17 +129,24 @@ class CudaLayerRunner:
             event.record()
         return _Launched(event, channel)
 
+    def advance(self) -> bool:
+        """The device runs all that is launched."""
+        return False
+
 
 class _Launched:
     def __init__(self, event: torch.cuda.Event, channel: Channel) -> None:
-        self._event = event
+        self.event = event
         self._channel = channel
 
     def is_done(self) -> bool:
-        if not self._event.query():
+        if not self.event.query():
             return False
         self._channel.check()
         return True
+
+    def drop(self) -> None:
+        pass
 
 
 @torch.inference_mode()

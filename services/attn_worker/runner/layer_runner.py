@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,9 @@ class RunningStep(Protocol):
     def is_done(self) -> bool:
         """Whether the step has ended. Raises `ChannelAborted` if it was aborted."""
 
+    def drop(self) -> None:
+        """Forgets what is left of a step that has been aborted."""
+
 
 class FinishedStep:
     """A `RunningStep` that has ended."""
@@ -28,9 +31,12 @@ class FinishedStep:
     def is_done(self) -> bool:
         return True
 
+    def drop(self) -> None:
+        pass
+
 
 class LayerRunner(Protocol):
-    """Runs steps in the order of their launches."""
+    """Runs the steps of each lane in the order of their launches."""
 
     def attach(
         self,
@@ -52,8 +58,17 @@ class LayerRunner(Protocol):
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks of a group of layers, given as (from, to), after all steps launched so far, before the next."""
 
-    def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
-        """Runs or enqueues a step on its lane's channel. May raise the errors of `Channel.wait`."""
+    def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
+        """Runs or enqueues a step on its lane's channel. May raise the errors of `Channel.wait`.
+
+        `after`: earlier steps, also of other lanes, that must have ended before it begins
+        """
+
+    def advance(self) -> bool:
+        """Goes on with launched steps that run on the engine thread beside its calls. Returns whether any is left.
+
+        May raise the errors of `Channel.wait`.
+        """
 
 
 class EagerLayerRunner:
@@ -89,13 +104,17 @@ class EagerLayerRunner:
         self._backend.copy_blocks(copies, group)
 
     @torch.inference_mode()
-    def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
+    def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Runs all layers before it returns."""
         num_tokens = len(step.positions)
         store_sources(self._backend, channel, step)
         self._backend.begin_step(step)
         run_layers(self._backend, channel, range(self._num_layers), num_tokens)
         return FinishedStep()
+
+    def advance(self) -> bool:
+        """No step is left."""
+        return False
 
 
 def run_layers(backend: AttentionBackend, channel: Channel, layers: range, num_tokens: int) -> None:

@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self) -> None:
         runner: Any = SimpleNamespace(
-            attach=lambda channels, scales, *others: None, launch=lambda metadata, channel: FinishedStep()
+            attach=lambda channels, scales, *others: None, launch=lambda metadata, channel, after: FinishedStep()
         )
         self.cache = build_cache(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64)
         self._engine = AttentionEngine(self.cache, runner, AttentionMetrics(CollectorRegistry(), lambda: None))

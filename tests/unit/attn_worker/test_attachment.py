@@ -61,7 +61,7 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
     channels: dict[int, Any] = {lane: SimpleNamespace(waited_s=None, close=lambda: None) for lane in (0, 1)}
     used: list[Any] = []
 
-    def launch(_: object, channel: Any) -> FinishedStep:
+    def launch(_: object, channel: Any, after: object) -> FinishedStep:
         used.append(channel)
         return FinishedStep()
 
@@ -81,7 +81,7 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
     used: list[KVScales] = []
     runner: Any = SimpleNamespace(
         attach=lambda channels, scales, *others: used.append(scales),
-        launch=lambda step, channel: FinishedStep(),
+        launch=lambda step, channel, after: FinishedStep(),
     )
     engine = AttentionEngine(
         build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
@@ -110,7 +110,7 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
 
 def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
     runner: Any = SimpleNamespace(
-        attach=lambda channels, scales, *others: None, launch=lambda step, channel: FinishedStep()
+        attach=lambda channels, scales, *others: None, launch=lambda step, channel, after: FinishedStep()
     )
     engine = AttentionEngine(
         build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)

@@ -88,10 +88,11 @@ class BatchInvariantTritonAttention:
         *,
         max_num_seqs: int = 1024,
         max_num_tokens: int = 8192,
+        storage: BlockStorage | None = None,
     ) -> None:
-        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small.
+        """`max_num_seqs` and `max_num_tokens` limit a step; `storage`: that of another lane, whose cache it shares.
 
-        `select_backend` has refused what it does not do.
+        Raises CapacityError if memory is too small. `select_backend` has refused what it does not do.
         """
         assert set(spec.dtypes) == {dtype}, "the KV cache has the model's dtype"
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
@@ -122,7 +123,7 @@ class BatchInvariantTritonAttention:
         # Items that splitting makes more than there are tiles: enough to occupy the GPU, and to split any one text.
         most_pieces = -(-max_model_len // PIECE)
         self._num_extra = max(most_pieces, -(-_PROGRAMS_PER_SM * num_sms_of(device) // fewest_kv_heads))
-        self.storage = BlockStorage(spec, spec.head_major_block, device)
+        self.storage = storage or BlockStorage(spec, spec.head_major_block, device)
         num_items = len(self._distinct_kinds) * (2 * max_num_tokens + max_num_seqs + self._num_extra)
         num_tables = spec.num_groups * max_num_seqs * -(-max_model_len // spec.block_size)
         num_entries = num_items * NUM_FIELDS + num_tables + (4 + spec.num_groups) * max_num_tokens + TABLE_SLACK

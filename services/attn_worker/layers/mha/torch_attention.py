@@ -97,8 +97,11 @@ class TorchAttention:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        storage: BlockStorage | None = None,
     ) -> None:
-        """Raises CapacityError if memory is too small, ConfigError for a cache of another dtype."""
+        """`storage`: that of another lane, whose cache it shares. Raises CapacityError if memory is too small,
+        ConfigError for a cache of another dtype.
+        """
         self._config = config
         self._spec = spec
         self._block_size = spec.block_size
@@ -129,7 +132,7 @@ class TorchAttention:
         for group, window, layer_kind in zip(self._layer_groups, spec.windows, self._layer_kinds, strict=True):
             self._group_options[group][0].add(window)
             self._group_options[group][1].add(layer_kind)
-        self.storage = BlockStorage(spec, spec.token_major_block, device)
+        self.storage = storage or BlockStorage(spec, spec.token_major_block, device)
         self._layers = [
             make_layer_cache(*pair) for pair in zip(self.storage.layers, self.storage.scales, strict=True)
         ]

@@ -1,0 +1,55 @@
+"""`CudaLaneRunner`: runs the steps of several lanes on a GPU, each lane on a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
+from services.attn_worker.runner.layer_runner import RunningStep
+from services.attn_worker.runner.step_metadata import StepMetadata
+from services.channel import Channel
+from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.kv_cache.scales import KVScales
+
+
+class CudaLaneRunner:
+    """A `LayerRunner` made of one for each lane, with graphs and workspaces of its own; all have one storage."""
+
+    def __init__(self, runners: Sequence[CudaLayerRunner]) -> None:
+        self._runners = runners
+        self._runner_of: dict[Channel, CudaLayerRunner] = {}
+        self._copies: list[tuple[Sequence[tuple[int, int]], int]] = []  # that the next step makes first
+
+    def attach(
+        self,
+        channels: Iterable[Channel],
+        scales: KVScales,
+        sinks: Sequence[Sequence[float]],
+        recurrences: Mapping[int, RecurrenceWeights],
+        relative_bias: Sequence[Sequence[float]] = (),
+    ) -> None:
+        """Deals the runners to the channels; each captures its graphs."""
+        self._copies.clear()
+        self._runner_of = dict(zip(channels, self._runners, strict=True))
+        for channel, runner in self._runner_of.items():
+            runner.attach([channel], scales, sinks, recurrences, relative_bias)
+
+    def fence(self) -> None:
+        raise AssertionError("`check_lanes` refuses a host tier")
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+        """The next step that is launched makes the copies, on the stream of its lane."""
+        self._copies.append((copies, group))
+
+    def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
+        """Enqueues a step on the stream of its lane."""
+        runner = self._runner_of[channel]
+        runner.come_after(after)
+        copies, self._copies = self._copies, []
+        for pairs, group in copies:
+            runner.copy_blocks(pairs, group)
+        return runner.launch(step, channel)
+
+    def advance(self) -> bool:
+        """The device runs all that is launched."""
+        return False
