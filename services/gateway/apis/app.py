@@ -18,6 +18,7 @@ from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.anthropic.errors import ANTHROPIC
 from services.gateway.apis.anthropic.routes import messages_routes
 from services.gateway.apis.audio.routes import Speech, audio_routes
+from services.gateway.apis.invocations import invocation_routes
 from services.gateway.apis.llama_cpp.errors import LLAMA_CPP
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
 from services.gateway.apis.models import model_routes
@@ -70,23 +71,27 @@ def build_app(
     app.add_middleware(Authorize, access=service.access, memory=service.memory)
     app.add_middleware(HeadRequests)
     add_error_handlers(app, service.metrics)
-    app.include_router(completion_routes(service, section))
-    app.include_router(generate_routes(service, section))
-    app.include_router(llama_cpp_routes(service, section))
-    app.include_router(messages_routes(service, section))
     store = _response_store(section)
-    app.include_router(responses_routes(service, section, store))
-    app.include_router(stored_response_routes(service, section, store))
-    app.include_router(vector_routes(vectors, section))
-    app.include_router(score_routes(vectors, section))
-    app.include_router(token_routes(service, section))
-    app.include_router(audio_routes(service, section, speech))
-    app.include_router(model_routes(service))
-    app.include_router(server_routes(service, registry))
-    app.include_router(adapter_routes(service, section))
-    app.include_router(weight_routes(service, section, weight_updates))
-    app.include_router(triton_routes(triton, section))
-    app.include_router(page_routes(service, worker_load))
+    routers = [
+        completion_routes(service, section),
+        generate_routes(service, section),
+        llama_cpp_routes(service, section),
+        messages_routes(service, section),
+        responses_routes(service, section, store),
+        stored_response_routes(service, section, store),
+        vector_routes(vectors, section),
+        score_routes(vectors, section),
+        token_routes(service, section),
+        audio_routes(service, section, speech),
+        model_routes(service),
+        server_routes(service, registry),
+        adapter_routes(service, section),
+        weight_routes(service, section, weight_updates),
+        triton_routes(triton, section),
+        page_routes(service, worker_load),
+    ]
+    for router in (*routers, invocation_routes(vectors, section, routers)):
+        app.include_router(router)
     _add_document(app, DIALECTS)
     return app
 

@@ -102,7 +102,7 @@ class RequestService:
         self._max_request_logprobs = max_request_logprobs
         self._grammar_trials = grammar_trials
         self.memory = memory
-        self._generates = generates
+        self.generates = generates
         self.sources = sources  # None: the model has no encoder
         self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
         self.pictures = pictures  # None: pictures are refused
@@ -127,7 +127,7 @@ class RequestService:
             model.max_beam_width,
             self._strict_max_tokens,
             self.prompt_embeds,
-            self._generates,
+            self.generates,
             self.sources,
             self.pictures,
         )
@@ -135,7 +135,7 @@ class RequestService:
     @property
     def max_input_tokens(self) -> int:
         """The longest input of which a vector can be made. A decoder's has room for one token more."""
-        return self._dense.model.max_model_len - self._generates
+        return self._dense.model.max_model_len - self.generates
 
     @property
     def heavy_work(self) -> HeavyWork:

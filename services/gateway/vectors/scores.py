@@ -29,12 +29,18 @@ def sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def score_pairs(
-    pairs: Sequence[Pair], names: Sequence[Pair], pooling: PoolingConfig, max_second_tokens: int | None = None
+    pairs: Sequence[Pair],
+    names: Sequence[Pair],
+    pooling: PoolingConfig,
+    max_second_tokens: int | None = None,
+    *,
+    shows_raw: bool = False,
 ) -> tuple[list[VectorInput], Callable[[Sequence[PooledInput]], list[float]]]:
     """The inputs whose vectors give the scores of pairs, and what makes the scores of these vectors.
 
     A classifier with one label reads both texts at once. With embeddings the score is the cosine between the two.
     names: of the texts in error messages. max_second_tokens: cut the second texts behind so many tokens of their own.
+    shows_raw: a classifier's scores are its values, before any sigmoid.
     Raises `InvalidRequest` for a classifier with several labels.
     """
     if pooling.is_classifier:
@@ -44,7 +50,11 @@ def score_pairs(
                 "model",
             )
         inputs = [VectorInput(name, *pair, max_second_tokens) for (_, name), pair in zip(names, pairs, strict=True)]
-        return inputs, lambda pooled: [float(probabilities(each.values, pooling)[0]) for each in pooled]
+
+        def values(pooled: Sequence[PooledInput]) -> list[float]:
+            return [float((each.values if shows_raw else probabilities(each.values, pooling))[0]) for each in pooled]
+
+        return inputs, values
     texts = dict[tuple[str, int | None], VectorInput]()  # with where each is cut; each is computed once
     for pair, pair_names in zip(pairs, names, strict=True):
         for text, name, most in zip(pair, pair_names, (None, max_second_tokens), strict=True):

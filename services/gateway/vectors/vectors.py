@@ -22,7 +22,13 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import POOLING
 from services.gateway.features.pooling import PooledVector
 from services.gateway.request.context_length import too_long
-from services.gateway.request.generation_request import MAX_PRIORITY, check_token_ids
+from services.gateway.request.generation_request import (
+    MAX_PRIORITY,
+    check_counts,
+    check_size,
+    check_token_ids,
+    read_text_or_chat,
+)
 from services.gateway.resources.gather import gather_or_cancel
 from services.gateway.resources.memory_budget import HeldMemory
 from services.pb import gateway_pb2
@@ -36,10 +42,10 @@ Text = str | Sequence[int]  # or its token ids, used as they are
 
 @dataclass(frozen=True, slots=True)
 class VectorInput:
-    """A text, or two that belong together."""
+    """A text, two that belong together, or a chat of texts."""
 
     name: str  # in error messages, such as input[3]
-    first: Text
+    first: Text | gateway_pb2.Chat
     second: str | None = None
     max_own_tokens: int | None = None  # cut the last text behind so many of its own, and where the model's limit is
 
@@ -53,7 +59,7 @@ class InputOptions:
     user: str = ""
     traceparent: str = ""
     priority: int | None = None
-    adds_special_tokens: bool = True
+    adds_special_tokens: bool | None = None  # default: to texts, not to chats
     max_tokens: int | None = None  # longer inputs are cut behind so many tokens; 0: the model's limit; None: refused
     cache_salt: str = ""
 
@@ -86,6 +92,10 @@ class Vectors:
                 "model",
             )
         return self._pooling
+
+    @property
+    def is_classifier(self) -> bool:
+        return self._pooling is not None and self._pooling.is_classifier
 
     @property
     def embeds(self) -> PoolingConfig:
@@ -132,6 +142,11 @@ class Vectors:
         service = self.service
         try:
             assert self.pooling is not None
+            if options.max_tokens is not None and options.max_tokens > service.model.max_model_len:
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens is {options.max_tokens}, max_model_len is {service.model.max_model_len}",
+                    "truncate_prompt_tokens",
+                )
             num_given = len(inputs) if num_given is None else num_given
             self.check_num_given(num_given, field)
             num_bytes = 4 * service.model.hidden_size * len(inputs)
@@ -199,8 +214,15 @@ class Vectors:
                     name,
                 )
             token_ids, second_segment = await tokenizer.encode_input(
-                texts, options.adds_special_tokens, most, is_cut, each.max_own_tokens
+                texts, options.adds_special_tokens is not False, most, is_cut, each.max_own_tokens
             )
+        elif isinstance(each.first, gateway_pb2.Chat):
+            adds = options.adds_special_tokens
+            chat = gateway_pb2.TokenizeRequest(chat=each.first, add_special_tokens=adds)
+            check_counts(chat)
+            check_size(chat, tokenizer, self.service.limits)
+            token_ids, _ = await read_text_or_chat(chat, tokenizer)
+            token_ids = token_ids[:most] if is_cut else token_ids
         else:
             check_token_ids("input", each.first[: most + 1], self.service.model.vocab_size, name)
             token_ids = list(each.first[:most]) if is_cut else each.first

@@ -69,6 +69,10 @@ def test_probabilities_are_those_of_transformers(served: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(len(served.tokenizer(text).input_ids) for text in texts)
     pooled = served.post("/pooling", {"input": texts})["data"]
     torch.testing.assert_close(torch.tensor([each["data"] for each in pooled]), probs, rtol=0, atol=TOLERANCE)
+    values = torch.stack([wanted(served, text) for text in texts])
+    for path, field, name in (("/classify", "probs", "use_activation"), ("/pooling", "data", "activation")):
+        raw = served.post(path, {"input": texts, name: False})["data"]
+        torch.testing.assert_close(torch.tensor([each[field] for each in raw]), values, rtol=0, atol=TOLERANCE)
 
 
 DOCUMENTS = ["w7 w8", "w1 w2", " ".join(WORDS[:30]), "w50", "w3 w2 w1"]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Discriminator, Tag
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
@@ -25,14 +21,6 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.pb import gateway_pb2
-
-# SageMaker sends either body to one route. As everywhere, a field that is null is not given.
-AnyRequest = Annotated[
-    Annotated[ChatRequest, Tag("<chat>")] | Annotated[CompletionRequest, Tag("<completion>")],
-    Discriminator(
-        lambda body: "<chat>" if isinstance(body, Mapping) and body.get("messages") is not None else "<completion>"
-    ),
-]
 
 
 def completion_routes(service: RequestService, section: GatewaySection) -> APIRouter:
@@ -89,19 +77,6 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )
-
-    @router.post(
-        "/invocations",
-        response_class=Response,
-        responses={
-            200: {"model": ChatObject | CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}
-        },
-    )
-    async def invoke(body: AnyRequest, request: Request) -> Response:
-        """SageMaker's name: a chat if the body has `messages`, else a completion."""
-        if isinstance(body, ChatRequest):
-            return await create_chat_completion(body, request)
-        return await create_completion(body, request)
 
     return router
 

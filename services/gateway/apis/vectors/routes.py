@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from services.common.config import GatewaySection
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, number_pieces
-from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest, input_list
+from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
@@ -42,7 +42,7 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             return list_answer(request_id, body.model or service.names.first, objects, pooled)
 
         options = body.options(request_id, request.headers.get("traceparent", ""))
-        return PooledAnswer(vectors, input_list(body.input), options, write)
+        return PooledAnswer(vectors, body.inputs, options, write)
 
     return router
 

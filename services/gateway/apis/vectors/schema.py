@@ -5,29 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Discriminator, Field, Tag
+import pydantic
+from pydantic import AliasChoices, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError, to_json
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_INPUTS
 from services.common.errors import InvalidRequest
+from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, TokenIdList, at_most
+from services.gateway.request.generation_request import MAX_MESSAGES
+from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.vectors.vectors import InputOptions, VectorInput
+from services.pb import gateway_pb2
 
 
 def _kind_of_input(value: Any) -> str:
     """Decides by the first element, so that a long list is not tried as each kind in turn."""
     if not isinstance(value, list):
         return "<text>"
-    first = value[0] if value else None
-    return {str: "<texts>", list: "<token_id_lists>"}.get(type(first), "<token_ids>")
+    return "<token_ids>" if value and isinstance(value[0], int) else "<list>"
 
 
 Texts = Annotated[list[str], Field(fail_fast=True), at_most(MAX_INPUTS)]
+TextOrTokenIds = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[TokenIdList, Tag("<token_ids>")],
+    Discriminator(lambda value: "<token_ids>" if isinstance(value, list) else "<text>"),
+]
 Input = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[Texts, Tag("<texts>")]
     | Annotated[TokenIdList, Tag("<token_ids>")]
-    | Annotated[list[TokenIdList], Field(fail_fast=True), at_most(MAX_INPUTS), Tag("<token_id_lists>")],
+    | Annotated[list[TextOrTokenIds], Field(fail_fast=True), at_most(MAX_INPUTS), Tag("<list>")],
     Discriminator(_kind_of_input),
 ]
 
@@ -45,12 +53,13 @@ class InputFields(RequestModel):
     model: str | None = None
     user: str | None = Field(None, description="Name of the end user, for logs only")
     priority: Int32 | None = Field(None, description="A lower number is served earlier")
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share prefixes of inputs")
     truncate_prompt_tokens: CountOrAll | None = Field(
         None,
         description="Cut longer inputs behind so many tokens; -1: as many as the model takes. Default: refuse them",
     )
     add_special_tokens: bool | None = Field(
-        None, description="Add the special tokens that the model expects around a text; default true"
+        None, description="Add the special tokens that the model expects around a text; default: not for messages"
     )
 
     def options(self, request_id: str, traceparent: str) -> InputOptions:
@@ -62,22 +71,85 @@ class InputFields(RequestModel):
             user=self.user or "",
             traceparent=traceparent,
             priority=self.priority,
-            adds_special_tokens=self.add_special_tokens is not False,
+            cache_salt=self.cache_salt or "",
+            adds_special_tokens=self.add_special_tokens,
             max_tokens=None if cut is None else max(0, cut),
         )
 
 
-class EmbeddingRequest(InputFields):
+class TextPart(RequestModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageObject(RequestModel):
+    """A message of a chat, of text alone."""
+
+    role: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), Tag("<texts>")],
+        by_shape(),
+    ]
+
+    @property
+    def text(self) -> str:
+        """All parts as one."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class InputRequest(InputFields):
+    """Inputs, or a chat that is one input, as vLLM has them."""
+
+    input: Input | None = Field(None, description="A text, token ids, or a list of either")
+    messages: Annotated[
+        list[MessageObject] | None,
+        Field(min_length=1, fail_fast=True, description="In place of input: a chat, which its template makes a text"),
+        pydantic.BeforeValidator(check_parts),
+        at_most(MAX_MESSAGES),
+    ] = None
+    add_generation_prompt: bool | None = Field(None, description="For messages; default false")
+    continue_final_message: bool | None = Field(None, description="For messages: leave the last one open")
+    chat_template: str | None = Field(
+        None, description="For messages: in place of the model's; only with gateway.trust_request_chat_template"
+    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(64)] = Field(
+        None, description="For messages: further variables of the chat template"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_input(self) -> InputRequest:
+        if (self.input is None) == (self.messages is None):
+            raise PydanticCustomError("input", "exactly one of input and messages is required", {"field": "input"})
+        return self
+
+    @property
+    def inputs(self) -> list[VectorInput]:
+        """All inputs, one element each."""
+        if self.input is not None:
+            return input_list(self.input)
+        kwargs = self.chat_template_kwargs
+        chat = gateway_pb2.Chat(
+            messages=[gateway_pb2.ChatMessage(role=each.role, content=each.text) for each in self.messages or ()],
+            add_generation_prompt=bool(self.add_generation_prompt),
+            continue_final_message=bool(self.continue_final_message),
+            chat_template=self.chat_template or "",
+            chat_template_kwargs=to_json(kwargs).decode() if kwargs else "",
+        )
+        return [VectorInput("messages", chat)]
+
+
+class EmbeddingRequest(InputRequest):
     """The inputs, and the form of their vectors."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "messages": (),
         "input_type": (),
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
     }
 
-    input: Input = Field(description="A text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: the bytes of little-endian 32-bit floats; default float"
     )
@@ -87,16 +159,19 @@ class EmbeddingRequest(InputFields):
     normalize: bool | None = Field(None, description="Give vectors of length 1; default: as the model says")
 
 
-class ClassifyRequest(InputFields):
+UseActivation = Annotated[
+    bool | None,
+    Field(
+        validation_alias=AliasChoices("use_activation", "activation"),
+        description="Of a classifier: give probabilities, which is the default, or the values of the labels themselves",
+    ),
+]
+
+
+class ClassifyRequest(InputRequest):
     """The inputs to classify, as vLLM has them."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "messages": (),
-        "activation": (True,),
-        "use_activation": (True,),
-    }
-
-    input: Input = Field(description="A text, token ids, or a list of either")
+    use_activation: UseActivation = None
 
 
 class PoolingRequest(EmbeddingRequest):
@@ -105,6 +180,7 @@ class PoolingRequest(EmbeddingRequest):
     task: Literal["embed", "classify", "score"] | None = Field(
         None, description="What the model is for; default: what it is for"
     )
+    use_activation: UseActivation = None
 
 
 TextOrTexts = Annotated[
@@ -116,8 +192,15 @@ TextOrTexts = Annotated[
 class ScoreRequest(InputFields):
     """Pairs of texts: one with each of several, or as many firsts as seconds."""
 
-    text_1: TextOrTexts = Field(description="The first text of each pair, such as a question")
-    text_2: TextOrTexts = Field(description="The second text of each pair, such as a document")
+    text_1: TextOrTexts = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1"),
+        description="The first text of each pair, such as a question; queries and data_1 are the same",
+    )
+    text_2: TextOrTexts = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
+        description="The second text of each pair, such as a document; documents, items and data_2 are the same",
+    )
+    use_activation: UseActivation = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """All pairs. Raises `InvalidRequest` for numbers that do not fit."""
@@ -156,6 +239,7 @@ class RerankRequest(InputFields):
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Cohere's field: cut each document behind so many tokens, and where the model's limit is"
     )
+    use_activation: UseActivation = None
 
     def texts(self) -> list[str]:
         """The documents."""

@@ -25,7 +25,6 @@ from services.gateway.apis.vectors.schema import (
     RerankRequest,
     ScoreList,
     ScoreRequest,
-    input_list,
 )
 from services.gateway.http.errors import ERROR_RESPONSES, Dialect, describe
 from services.gateway.http.json_route import json_route, next_turn
@@ -57,7 +56,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         request_id, options = await begin(body, request)
         pairs = body.pairs()
         names = [(f"text_1[{i}]", f"text_2[{i}]") for i in range(len(pairs))]
-        inputs, scores_of = score_pairs(pairs, names, vectors.pooling)
+        inputs, scores_of = score_pairs(pairs, names, vectors.pooling, shows_raw=_shows_raw(body, vectors))
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores_of(pooled)))
@@ -74,7 +73,9 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         texts = body.texts()
         names = [("query", f"documents[{i}]") for i in range(len(texts))]
         pairs = [(body.query, text) for text in texts]
-        inputs, scores_of = score_pairs(pairs, names, vectors.pooling, body.max_tokens_per_doc)
+        inputs, scores_of = score_pairs(
+            pairs, names, vectors.pooling, body.max_tokens_per_doc, shows_raw=_shows_raw(body, vectors)
+        )
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             scores = scores_of(pooled)
@@ -106,17 +107,18 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         pooling = vectors.pooling
         if not pooling.is_classifier:
             raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
+        shows_raw = _shows_raw(body, vectors)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             def class_of(index: int, values: np.ndarray) -> dict[str, Any]:
-                found = probabilities(values, pooling)
+                found = values if shows_raw else probabilities(values, pooling)
                 label = pooling.labels[int(found.argmax())]
                 return {"index": index, "label": label, "probs": found.tolist(), "num_classes": len(found)}
 
             objects = (class_of(index, each.values) for index, each in enumerate(pooled))
             return answer(request_id, body, map(_whole, objects), pooled)
 
-        return PooledAnswer(vectors, input_list(body.input), options, write)
+        return PooledAnswer(vectors, body.inputs, options, write)
 
     @router.post("/pooling", response_class=Response, responses={200: {"model": PoolingList}})
     async def pool(body: PoolingRequest, request: Request) -> Response:
@@ -128,9 +130,10 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             raise InvalidRequest(f"task is {body.task!r}, this model is {kind}", "task")
         vectors.check_dimensions(body.dimensions)
         normalizes = pooling.normalizes if body.normalize is None else body.normalize
+        is_plain = _shows_raw(body, vectors) or not pooling.is_classifier
 
         def values_of(each: PooledInput) -> np.ndarray:
-            values = probabilities(each.values, pooling) if pooling.is_classifier else each.values
+            values = each.values if is_plain else probabilities(each.values, pooling)
             return shaped(values, body.dimensions, normalizes)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
@@ -140,9 +143,16 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             )
             return answer(request_id, body, objects, pooled)
 
-        return PooledAnswer(vectors, input_list(body.input), options, write)
+        return PooledAnswer(vectors, body.inputs, options, write)
 
     return router
+
+
+def _shows_raw(body: ClassifyRequest | PoolingRequest | RerankRequest | ScoreRequest, vectors: Vectors) -> bool:
+    """Whether a classifier's values are shown as they are. Raises `InvalidRequest` for embeddings."""
+    if body.use_activation is not None and not vectors.pooling.is_classifier:
+        raise InvalidRequest("use_activation is for classifiers, this model makes embeddings", "use_activation")
+    return body.use_activation is False
 
 
 def _whole(value: dict[str, Any]) -> Iterator[bytes]:

@@ -29,6 +29,14 @@ def test_labels_compete_or_count_by_themselves_or_are_shown_as_they_are() -> Non
     np.testing.assert_allclose(probabilities(VALUES[1:2], CLASSIFIER), values[1:2].sigmoid(), atol=1e-6)
 
 
+def test_a_score_may_be_the_value_before_the_sigmoid() -> None:
+    scorer = replace(CLASSIFIER, labels=("a",))
+    pooled = [PooledInput(VALUES[1:2], 1)]
+    for shows_raw, wanted in ((False, torch.tensor(VALUES[1]).sigmoid().item()), (True, VALUES[1])):
+        _, scores_of = score_pairs([("a", "b")], [("query", "documents[0]")], scorer, shows_raw=shows_raw)
+        assert scores_of(pooled) == pytest.approx([wanted], abs=1e-6)
+
+
 def test_a_classifier_with_several_labels_scores_nothing() -> None:
     with pytest.raises(InvalidRequest, match="4 labels"):
         score_pairs([("a", "b")], [("query", "documents[0]")], CLASSIFIER)

@@ -13,7 +13,7 @@ import pytest
 
 from services.gateway.vectors import vectors
 from services.pb import dense_pb2, gateway_pb2
-from tests.support.clients.gateway_calls import ids
+from tests.support.clients.gateway_calls import REFERENCE, ids
 from tests.support.clients.http_gateway import COMPLETIONS, with_client
 from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense, fake_vector
@@ -124,6 +124,70 @@ def test_documents_are_cut_and_the_query_is_not(tmp_path: Path) -> None:
     wanted = [ids(query), ids(query)[:3], ids(" a b")]
     dense = serve(tmp_path, test)
     assert sorted(list(each.spec.prompt_token_ids) for each in dense.submits) == sorted(wanted)
+
+
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}]
+WRITTEN = "<user>a b"
+TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
+
+
+def test_a_chat_is_one_input_as_its_template_writes_it(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"messages": MESSAGES, "chat_template": TEMPLATE}
+        for path in (EMBEDDINGS, "/pooling"):
+            assert (await client.post(path, json=body, headers=HEADERS)).status_code == 200
+        more = {"add_generation_prompt": True, "add_special_tokens": True, "truncate_prompt_tokens": 5}
+        assert (await client.post(EMBEDDINGS, json=body | more, headers=HEADERS)).json()["usage"]["prompt_tokens"] == 5
+        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+        for wrong in ({"messages": picture}, {"messages": []}, {"messages": MESSAGES, "input": "a"}, {"input": []}, {}):
+            response = await client.post(EMBEDDINGS, json=wrong, headers=HEADERS)
+            assert response.status_code == 400, response.text
+
+    dense = serve(tmp_path, test, trust_request_chat_template=True)
+    marked = REFERENCE(WRITTEN + ">")["input_ids"][:5]
+    assert [list(each.spec.prompt_token_ids) for each in dense.submits] == [ids(WRITTEN), ids(WRITTEN), marked]
+
+
+def test_inputs_may_be_texts_beside_token_ids(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"input": [" a", [11, 12]], "add_special_tokens": False, "cache_salt": "ann"}
+        assert len((await client.post(EMBEDDINGS, json=body, headers=HEADERS)).json()["data"]) == 2
+
+    dense = serve(tmp_path, test)
+    found = [(list(each.spec.prompt_token_ids), each.spec.cache_salt) for each in dense.submits]
+    assert sorted(found) == sorted([(ids(" a"), "name:ann ann"), ([11, 12], "name:ann ann")])
+
+
+def test_pairs_have_the_names_of_other_servers_and_one_route_for_all_bodies(tmp_path: Path) -> None:
+    """And SageMaker's route gives what the routes of vLLM give."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def values(path: str, body: dict[str, Any]) -> Any:
+            response = await client.post(path, json=body, headers=HEADERS)
+            assert response.status_code == 200, response.text
+            return response.json().get("data") or response.json()["results"]
+
+        scores = await values("/score", {"text_1": "a", "text_2": ["b", "a"]})
+        for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+            assert await values("/score", {first: "a", second: ["b", "a"]}) == scores
+            assert await values("/invocations", {first: "a", second: ["b", "a"]}) == scores
+        for path, body in ((EMBEDDINGS, {"input": "a"}), ("/rerank", {"query": "a", "documents": ["b", "a"]})):
+            assert await values("/invocations", body) == await values(path, body)
+        wrong = {"queries": "a", "items": "b", "use_activation": True}
+        refused = await client.post("/score", json=wrong, headers=HEADERS)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "use_activation"
+
+    serve(tmp_path, test)
+
+
+def test_an_input_is_not_cut_behind_more_tokens_than_the_model_reads(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        most = (await client.get("/v1/models", headers=HEADERS)).json()["data"][0]["max_model_len"]
+        assert (await embed(client, PROMPTS[:1], truncate_prompt_tokens=most)).status_code == 200
+        refused = await embed(client, PROMPTS[:1], truncate_prompt_tokens=most + 1)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+    serve(tmp_path, test)
 
 
 class HoldingDense(FakeDense):

@@ -1,0 +1,75 @@
+"""POST /invocations, SageMaker's one route: its body is that of another route, chosen by its fields as in vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import Discriminator, Tag
+
+from services.common.config import GatewaySection
+from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
+from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
+from services.gateway.apis.shared.streams import STREAM_CONTENT
+from services.gateway.apis.vectors.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import json_route
+from services.gateway.vectors.vectors import Vectors
+
+PATHS = {  # of the routes for these bodies
+    ChatRequest: "/v1/chat/completions",
+    CompletionRequest: "/v1/completions",
+    EmbeddingRequest: "/v1/embeddings",
+    ClassifyRequest: "/classify",
+    ScoreRequest: "/score",
+    RerankRequest: "/rerank",
+}
+
+
+def invocation_routes(vectors: Vectors, section: GatewaySection, routers: Sequence[APIRouter]) -> APIRouter:
+    """The route of one gateway. `routers`: with all others."""
+    route_class = json_route(section.max_body_values, vectors.service.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+    routes = [route for each in routers for route in each.routes]
+    endpoints = {route.path: route.endpoint for route in routes if isinstance(route, APIRoute)}
+    handlers: dict[type, Callable[..., Any]] = {kind: endpoints[path] for kind, path in PATHS.items()}
+
+    def kind_of(body: Any) -> str:
+        fields = {name for name, value in body.items() if value is not None} if isinstance(body, Mapping) else set()
+        if "query" in fields:
+            return "<rerank>"
+        if fields & {"text_1", "queries", "data_1"}:
+            return "<score>"
+        is_inputs = "input" in fields or ("messages" in fields and not vectors.service.generates)
+        if is_inputs:
+            return "<classify>" if vectors.is_classifier else "<embedding>"
+        return "<chat>" if "messages" in fields else "<completion>"
+
+    any_request = Annotated[
+        Annotated[ChatRequest, Tag("<chat>")]
+        | Annotated[CompletionRequest, Tag("<completion>")]
+        | Annotated[EmbeddingRequest, Tag("<embedding>")]
+        | Annotated[ClassifyRequest, Tag("<classify>")]
+        | Annotated[ScoreRequest, Tag("<score>")]
+        | Annotated[RerankRequest, Tag("<rerank>")],
+        Discriminator(kind_of),
+    ]
+
+    async def invoke(body: any_request, request: Request) -> Response:  # type: ignore[valid-type]
+        """A chat, a completion, inputs for vectors, pairs or documents for scores, by the fields of the body."""
+        return await handlers[type(body)](body, request)
+
+    invoke.__annotations__["body"] = any_request  # it is made here, where FastAPI does not find its name
+    router.add_api_route(
+        "/invocations",
+        invoke,
+        methods=["POST"],
+        response_class=Response,
+        responses={
+            200: {"model": ChatObject | CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}
+        },
+    )
+    return router
