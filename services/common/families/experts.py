@@ -5,15 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from services.common.families.base import read_base, read_window, windows_of_layers
+from services.common.families.base import read_base, read_head_dim, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
-from services.common.families.llama import read_ernie4_5, read_granite, read_mistral
+from services.common.families.llama import (
+    read_ernie4_5,
+    read_exaone4,
+    read_granite,
+    read_granite_swa,
+    read_mistral,
+    read_olmo2,
+)
+from services.common.families.rope import read_rope
 from services.common.families.shape import (
     AttentionOptions,
     ClampedSwiglu,
     ExpertOptions,
     GroupedRouting,
     ModelConfig,
+    NormKind,
     QkNormKind,
 )
 
@@ -67,6 +76,98 @@ def read_olmoe(fields: ConfigFields) -> ModelConfig:
         intermediate_size=config.intermediate_size,
         renormalizes=fields.flag("norm_topk_prob"),
         layers=tuple(range(config.num_layers)),
+    )
+
+
+def read_flex_olmo(fields: ConfigFields) -> ModelConfig:
+    """FlexOlmo: an OLMo 2 with experts in all layers."""
+    config = read_olmo2(fields)
+    return _with_experts(
+        fields,
+        config,
+        intermediate_size=config.intermediate_size,
+        renormalizes=fields.flag("norm_topk_prob"),
+        layers=tuple(range(config.num_layers)),
+    )
+
+
+def read_phimoe(fields: ConfigFields) -> ModelConfig:
+    """Phi-3.5-MoE: LayerNorm, experts in all layers, chosen one after the other; longrope with a scale of its own."""
+    fields.ignore("input_jitter_noise")  # for training
+    rope, parameters = read_rope(fields, read_head_dim(fields)), fields["rope_parameters"]
+    if rope.rope_type == "longrope":
+        scale, other = parameters.get("short_mscale"), parameters.get("long_mscale")
+        if scale != other or type(scale) is not float or scale <= 0:
+            wanted = f"expected a number above 0, as long_mscale {other}"
+            raise fields.error("rope parameter short_mscale", scale, wanted)
+        rope = replace(rope, attention_factor=scale)
+    elif rope.rope_type != "default":
+        raise fields.error("rope_type", rope.rope_type, "supported: default, longrope")
+    config, has_bias = read_base(fields, rope=rope), fields.flag("attention_bias")
+    jitter = fields["router_jitter_noise"]
+    if type(jitter) is not float or not 0 <= jitter < 1:
+        raise fields.error("router_jitter_noise", jitter, "expected a number from 0, below 1")
+    parts = replace(config.parts, norm=NormKind.LAYER, head_bias=fields.flag("lm_head_bias"))
+    return _with_experts(
+        fields,
+        replace(
+            config,
+            qkv_bias=has_bias,
+            o_bias=has_bias,
+            sliding_windows=(read_window(fields),) * config.num_layers,
+            parts=parts,
+        ),
+        "num_local_experts",
+        intermediate_size=config.intermediate_size,
+        renormalizes=False,
+        layers=tuple(range(config.num_layers)),
+        mixer_jitter=jitter,
+    )
+
+
+def read_exaone_moe(fields: ConfigFields) -> ModelConfig:
+    """K-EXAONE: EXAONE 4 with norms before attention and MLP, and DeepSeek-V3's routing after the plain layers."""
+    config = read_exaone4(fields)
+    parts = replace(config.parts, has_norms_before=True, has_norms_after=False)
+    fields.ignore("first_k_dense_replace")  # transformers has made `mlp_layer_types` of it
+    return with_listed_experts(
+        fields,
+        replace(config, parts=parts),
+        renormalizes=fields.flag("norm_topk_prob"),
+        multiplier=fields.number("routed_scaling_factor", 1.0),
+        groups=_read_groups(fields, "num_experts", least_size=2),
+    )
+
+
+def read_hy_v3(fields: ConfigFields) -> ModelConfig:
+    """Hy3: a Qwen3 with DeepSeek-V3's routing, one more expert for all tokens, plain layers first."""
+    fields.ignore("enable_moe_fp32_combine")  # of the sum of experts, which has 32 bits in any case
+    fields.only("mlp_bias", False)
+    config, has_bias = read_base(fields), fields.flag("attention_bias")
+    return with_listed_experts(
+        fields,
+        replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True),
+        renormalizes=True,
+        multiplier=fields.number("router_scaling_factor", 1.0),
+        groups=(1, 1),
+    )
+
+
+def with_listed_experts(
+    fields: ConfigFields, config: ModelConfig, *, renormalizes: bool, multiplier: float, groups: tuple[int, int]
+) -> ModelConfig:
+    """DeepSeek-V3's experts in the layers that `mlp_layer_types` calls sparse, and more for all tokens."""
+    kinds, size = fields["mlp_layer_types"], fields.size("moe_intermediate_size")
+    if len(kinds) != config.num_layers or set(kinds) - {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", kinds, f"expected {config.num_layers} of dense, sparse")
+    return _with_experts(
+        fields,
+        config,
+        intermediate_size=size,
+        renormalizes=renormalizes,
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
+        shared_intermediate_size=size * fields.size("num_shared_experts"),
+        grouped=GroupedRouting(*groups, multiplier=multiplier, is_sigmoid=True),
     )
 
 
@@ -153,6 +254,12 @@ def read_granitemoeshared(fields: ConfigFields) -> ModelConfig:
     return with_granite_experts(fields, config, config.intermediate_size, fields.size("shared_intermediate_size"))
 
 
+def read_granitemoe_swa(fields: ConfigFields) -> ModelConfig:
+    """Granite's mixtures with windows in some layers and learned sinks, in some with one more expert for all tokens."""
+    config, shared_size = read_granite_swa(fields), fields["shared_intermediate_size"]
+    return with_granite_experts(fields, config, config.intermediate_size, shared_size or None)
+
+
 def with_granite_experts(
     fields: ConfigFields, config: ModelConfig, intermediate_size: int, shared_intermediate_size: int | None = None
 ) -> ModelConfig:
@@ -216,7 +323,9 @@ def with_grouped_experts(
     if type(num_plain) is not int or num_plain < 0:
         raise fields.error("first_k_dense_replace", num_plain, "expected a number of layers")
     multiplier = fields.number("routed_scaling_factor", 1.0)
-    num_groups, num_per_token = _read_groups(fields, least_size=1 + is_sigmoid) if has_groups else (1, 1)
+    num_groups, num_per_token = (1, 1)
+    if has_groups:
+        num_groups, num_per_token = _read_groups(fields, "n_routed_experts", least_size=1 + is_sigmoid)
     return _with_experts(
         fields,
         config,
@@ -229,9 +338,9 @@ def with_grouped_experts(
     )
 
 
-def _read_groups(fields: ConfigFields, least_size: int) -> tuple[int, int]:
-    """The number of groups, and of those that a token chooses from."""
-    num_experts, num_groups = fields.size("n_routed_experts"), fields.size("n_group")
+def _read_groups(fields: ConfigFields, count: str, least_size: int) -> tuple[int, int]:
+    """The number of groups, and of those that a token chooses from. `count` is the field with the number of experts."""
+    num_experts, num_groups = fields.size(count), fields.size("n_group")
     group_size, num_per_token = num_experts // num_groups, fields.size("topk_group")
     if num_experts % num_groups or group_size < least_size:
         wanted = f"expected equal groups of at least {least_size} of its {num_experts} experts"

@@ -87,6 +87,14 @@ def read_stablelm(fields: ConfigFields) -> ModelConfig:
     return replace(config, parts=parts, qkv_bias=fields.flag("use_qkv_bias"))
 
 
+def read_olmo(fields: ConfigFields) -> ModelConfig:
+    """OLMo 1: LayerNorm without weight and bias."""
+    fields.only("clip_qkv")
+    config, has_bias = read_base(fields, eps=1e-5), fields.flag("attention_bias")
+    parts = replace(config.parts, norm=NormKind.LAYER_UNWEIGHTED)
+    return replace(config, qkv_bias=has_bias, o_bias=has_bias, parts=parts)
+
+
 def read_jais2(fields: ConfigFields) -> ModelConfig:
     """Jais 2: LayerNorm, a squared ReLU, biases."""
     config = read_base(fields, eps="layer_norm_eps")

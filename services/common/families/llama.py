@@ -7,7 +7,7 @@ from dataclasses import replace
 from services.common.families.base import read_base, read_head_dim, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
 from services.common.families.rope import read_ropes_by_type, with_axes
-from services.common.families.shape import AttentionOptions, ModelConfig, QkNormKind, RopeConfig
+from services.common.families.shape import Activation, AttentionOptions, ModelConfig, QkNormKind, RopeConfig
 
 
 def read_llama(fields: ConfigFields) -> ModelConfig:
@@ -21,6 +21,21 @@ def read_arcee(fields: ConfigFields) -> ModelConfig:
     """Arcee's AFM: a Llama whose MLP has no gate."""
     config = read_llama(fields)
     return replace(config, parts=replace(config.parts, is_gated=False))
+
+
+def read_apertus(fields: ConfigFields) -> ModelConfig:
+    """Apertus: norms of heads, and an MLP without a gate, whose activation has learned numbers."""
+    fields.only("hidden_act", "xielu")
+    config, has_bias = read_base(fields, activation=Activation.XIELU), fields.flag("attention_bias")
+    parts = replace(config.parts, is_gated=False)
+    return replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, parts=parts)
+
+
+def read_iquestcoder(fields: ConfigFields) -> ModelConfig:
+    """IQuest-Coder: a Llama."""
+    fields.only("clip_qkv")
+    fields.only("use_sliding_window", False)
+    return read_llama(fields)
 
 
 def read_mistral(fields: ConfigFields) -> ModelConfig:
@@ -147,6 +162,26 @@ def read_phi3(fields: ConfigFields) -> ModelConfig:
 def read_granite(fields: ConfigFields) -> ModelConfig:
     """Granite 3: four multipliers."""
     return with_granite_multipliers(fields, read_llama(fields))
+
+
+def read_hyperclovax(fields: ConfigFields) -> ModelConfig:
+    """HyperCLOVA X SEED Think: a Granite with norms after attention and MLP, too; its logits are multiplied."""
+    config, multiplier = read_granite(fields), fields.number("logits_scaling", 1.0)
+    parts = replace(config.parts, has_norms_after=fields.flag("use_post_norm"), logit_multiplier=multiplier)
+    return replace(config, parts=parts)
+
+
+def read_granite_swa(fields: ConfigFields) -> ModelConfig:
+    """Granite with windows in some layers and learned sinks; each layer has a rotation of its own, or none."""
+    config, thetas = read_granite(fields), fields["layer_rope_theta"]
+    is_list = isinstance(thetas, list) and len(thetas) == config.num_layers
+    if not is_list or not all(type(each) in (int, float) and (each == 0 or each > 1) for each in thetas):
+        wanted = f"expected {config.num_layers} numbers above 1, or 0 for no rotation"
+        raise fields.error("layer_rope_theta", thetas, wanted)
+    ropes = tuple(replace(config.rope, theta=float(each)) if each else None for each in thetas)
+    windows = windows_of_layers(fields, read_window(fields))
+    attention = replace(config.attention, layer_ropes=ropes, has_sinks=True)
+    return replace(config, sliding_windows=windows, attention=attention)
 
 
 def with_granite_multipliers(fields: ConfigFields, config: ModelConfig) -> ModelConfig:

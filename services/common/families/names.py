@@ -44,6 +44,7 @@ class ExpertNames:
     has_plain_stack: bool = False  # of such tensors: [num_experts, rows, in_features], and gates before ups
     shared: str = "mlp.shared_expert"
     shared_gate_up: str = ""  # one tensor of gate and up of the shared expert; empty: `gate` and `up`
+    shared_down: str = ""  # of the shared expert; empty: `down`
     shared_gate: str = "mlp.shared_expert_gate"
     norm: str = ""  # of experts beside an MLP; the next four names, too
     norm_after: str = ""
@@ -149,6 +150,7 @@ class CheckpointNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one: fused, or without a gate
     down: str = "mlp.down_proj"
+    xielu: tuple[str, ...] = tuple(f"mlp.act_fn.{each}" for each in ("alpha_p", "alpha_n", "beta", "eps"))  # tensors
     of_experts: ExpertNames = ExpertNames()
     of_latents: LatentNames = LatentNames()
     of_gated_delta: GatedDeltaNames = GatedDeltaNames()
@@ -450,6 +452,31 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "ministral": _LLAMA,
     "cwm": _LLAMA,
     "jais2": _WITHOUT_GATE,
+    "olmo": _LLAMA,
+    "apertus": replace(_WITHOUT_GATE, attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
+    "iquestcoder": _LLAMA,
+    "hyperclovax": CheckpointNames(norm_after_attention="post_norm1", norm_after_mlp="post_norm2"),
+    "granite_swa": CheckpointNames(sinks="self_attn.sinks"),
+    "granitemoe_swa": CheckpointNames(
+        sinks="self_attn.sinks",
+        of_experts=ExpertNames(
+            router="block_sparse_moe.router",
+            experts="block_sparse_moe.experts",
+            gate_up="gate_up_proj",
+            has_plain_stack=True,
+            shared="shared_mlp",
+            shared_gate_up="input_linear",
+            shared_down="output_linear",
+        ),
+    ),
+    "flex_olmo": _LLAMA,
+    "phimoe": CheckpointNames(of_experts=_MIXTRAL),
+    "exaone_moe": CheckpointNames(
+        of_experts=replace(_DEEPSEEK.of_experts, router_bias="mlp.e_score_correction_bias")
+    ),
+    "hy_v3": CheckpointNames(
+        of_experts=ExpertNames(router="mlp.router.gate", router_bias="mlp.expert_bias", shared="mlp.shared_mlp")
+    ),
     "mamba2": CheckpointNames(
         base="backbone",
         embedding="backbone.embeddings",

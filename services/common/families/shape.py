@@ -17,6 +17,7 @@ class NormKind(enum.StrEnum):
     LAYER = "layer"  # (x - mean(x)) / std(x) * weight + bias
     LAYER_NO_BIAS = "layer_no_bias"
     LAYER_PLUS_ONE = "layer_plus_one"  # as LAYER with 1 + weight in place of the weight that files have
+    LAYER_UNWEIGHTED = "layer_unweighted"  # as LAYER without weight and bias
 
 
 class Activation(enum.StrEnum):
@@ -27,6 +28,7 @@ class Activation(enum.StrEnum):
     GELU_TANH = "gelu_tanh"  # its approximation by tanh
     RELU = "relu"
     RELU_SQUARED = "relu_squared"
+    XIELU = "xielu"  # with two learned numbers in each layer (arXiv:2411.13010); only of MLPs without a gate
 
 
 class ResidualKind(enum.StrEnum):
@@ -318,6 +320,9 @@ class ExpertOptions:
     has_router_bias: bool = False  # is added to the router's logits; only without groups
     clamped: ClampedSwiglu | None = None  # None: `LayerParts.activation` of the gate, times up
     is_beside_mlp: bool = False  # the layer's MLP is there, too; the router reads the residual, not what experts read
+    # Experts are chosen one after the other (arXiv:2409.12136). The weight of each is its softmax among the logits that
+    # are left and relatively at most twice this below it. None: see the fields above.
+    mixer_jitter: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,10 @@ class WeightAllocator:
     ) -> Norm:
         """A norm. `checkpoint_name` is the name of the checkpoint's module, without ".weight"."""
         shape = size if isinstance(size, tuple) else (size,)
+        if kind is NormKind.LAYER_UNWEIGHTED:
+            ones = Conversion((), lambda: torch.ones(shape, dtype=self.dtype))
+            sources = (Source(f"{checkpoint_name}.weight", shape[0], ones),)
+            return LayerNorm(self.parameter(name, *shape, sources=sources), None, eps)
         layout = LessOne() if kind is NormKind.LAYER_PLUS_ONE else None
         weight = self.parameter(name, *shape, sources=(_stored_source(f"{checkpoint_name}.weight", shape, layout),))
         if kind is NormKind.RMS:

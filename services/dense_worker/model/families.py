@@ -12,6 +12,7 @@ import torch
 
 from services.common.families.names import CheckpointNames, ExpertNames, FusedHeads, mixer_name, mlp_name, names_of
 from services.common.families.shape import (
+    Activation,
     ExpertOptions,
     GatedDelta,
     LayerHeads,
@@ -25,7 +26,7 @@ from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.encoders.source.build import build_source_encoder, sinusoidal_table
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
-from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
+from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter, SparseMixer
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
@@ -47,7 +48,7 @@ from services.dense_worker.model.layer import (
     ParallelResidual,
     SequentialResidual,
 )
-from services.dense_worker.model.mlp import GatedMlp, PlainMlp
+from services.dense_worker.model.mlp import GatedMlp, PlainMlp, XieluMlp
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed, UnitRows
 from services.dense_worker.parameters import Conversion, Parameter, Source, StoredLayout, StoredTensor
@@ -273,7 +274,16 @@ def build_mlp(
     down = (Projection(f"{layer}.{names.down}", hidden, layout),)
     first = allocator.linear("gate_up" if parts.is_gated else "up", hidden, merged, Cut.OUT, config.mlp_bias)
     last = allocator.linear("down", intermediate, down, Cut.IN, config.mlp_bias)
+    if parts.activation is Activation.XIELU:
+        numbers = tuple(build_number(f"{layer}.{name}") for name in names.xielu)
+        return XieluMlp(norm, first, last, allocator.parameter("xielu", len(numbers), sources=numbers))
     return (GatedMlp if parts.is_gated else PlainMlp)(norm, first, last, parts.activation)
+
+
+def build_number(name: str) -> Source:
+    """The source of a single number, which files have with or without a dimension."""
+    stored = StoredTensor((name,), FLOATS, ((1,), ()))
+    return Source(name, 1, Conversion((stored,), lambda loaded: loaded.tensor.view(1)))
 
 
 def build_experts(
@@ -293,11 +303,13 @@ def build_experts(
     def projections(module: str, size: int) -> tuple[Projection, ...]:
         return tuple(Projection(f"{layer}.{module}.{each}", size) for each in (of_experts.gate, of_experts.up))
 
-    def down(module: str) -> Projection:
-        return Projection(f"{layer}.{module}.{of_experts.down}", hidden)
+    def down(module: str, name: str = "") -> Projection:
+        return Projection(f"{layer}.{module}.{name or of_experts.down}", hidden)
 
     norm_names = ("experts_norm", of_experts.norm) if options.is_beside_mlp else ("post_norm", names.mlp_norm)
-    norm = allocator.norm(norm_names[0], f"{layer}.{norm_names[1]}", hidden, config.norm_eps, parts.norm)
+    norm = None
+    if parts.has_norms_before:
+        norm = allocator.norm(norm_names[0], f"{layer}.{norm_names[1]}", hidden, config.norm_eps, parts.norm)
     num_experts, size, has_bias = options.num_experts, options.intermediate_size, config.mlp_bias
     if of_experts.gate_up:
         gates_and_ups, of_down = _stacked_projections(config, options, of_experts, f"{layer}.{of_experts.experts}")
@@ -313,7 +325,8 @@ def build_experts(
         if of_experts.shared_gate_up:
             merged = (Projection(f"{layer}.{of_experts.shared}.{of_experts.shared_gate_up}", 2 * shared_size),)
         first = allocator.linear("shared_expert_gate_up", hidden, merged, Cut.OUT, has_bias)
-        last = allocator.linear("shared_expert_down", shared_size, (down(of_experts.shared),), Cut.IN, has_bias)
+        merged = (down(of_experts.shared, of_experts.shared_down),)
+        last = allocator.linear("shared_expert_down", shared_size, merged, Cut.IN, has_bias)
         gate = matrix("shared_expert_gate", 1, of_experts.shared_gate) if options.has_shared_gate else None
         shared = SharedExpert(GatedMlp(None, first, last, parts.activation), gate)
     weight = matrix("router", options.num_experts, of_experts.router)
@@ -329,6 +342,8 @@ def build_experts(
             sources = (Source(name, num_experts, conversion),)
             bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
         router = GroupedRouter(weight, bias, options.num_per_token, options.renormalizes, options.grouped)
+    elif options.mixer_jitter is not None:
+        router = SparseMixer(weight, options.num_per_token, options.mixer_jitter)
     elif options.is_beside_mlp:
         scales = [
             allocator.parameter(name, size, sources=(Source(f"{layer}.{stored}", size),))

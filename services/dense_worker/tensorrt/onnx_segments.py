@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from services.common.errors import ConfigError
+from services.common.families.shape import Activation
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.operations import Operations
 from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
@@ -60,6 +61,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
         raise ConfigError(f"the latent attention of {config.family!r} is not exported to ONNX and TensorRT")
     if config.parts.experts is not None:
         raise ConfigError(f"the mixtures of experts of {config.family!r} are not exported to ONNX and TensorRT")
+    if config.parts.activation is Activation.XIELU:
+        raise ConfigError(f"the activation of {config.family!r} with learned numbers is not exported to ONNX")
     example = _EXAMPLES[name](config, dtype)
     check_exportable(example.segment)
     weights = tensors_by_name(example.segment)

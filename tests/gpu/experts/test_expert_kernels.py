@@ -12,7 +12,13 @@ import torch
 from services.common.families.shape import Activation, ClampedSwiglu, ExpertOptions, GroupedRouting
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
-from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
+from services.dense_worker.kernels.experts.router import (
+    GroupedRouter,
+    Router,
+    ScaledRouter,
+    SoftmaxRouter,
+    SparseMixer,
+)
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import UnweightedRmsNorm
 from services.dense_worker.parameters import Parameter, tensors_by_name, with_tensors
@@ -72,6 +78,8 @@ def make_experts(
     if options.is_beside_mlp:
         scales = parameter("scale", hidden), parameter("expert_scale", options.num_experts)
         router = ScaledRouter(weight, num_per_token, *scales, UnweightedRmsNorm(1e-5))
+    if options.mixer_jitter is not None:
+        router = SparseMixer(weight, num_per_token, options.mixer_jitter)
     size = options.intermediate_size
     return RoutedExperts(router, linear("up", hidden, 2 * size), linear("down", size, hidden), activation, clamped)
 
@@ -206,6 +214,22 @@ def test_the_router_is_that_of_torch(
     for num_tokens in (1, 30):
         x = torch.randn(num_tokens, pair.hidden)
         pair.check(pair.mix(x), x)
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_experts_that_are_chosen_one_after_the_other(kernel_device: torch.device, jitter: float) -> None:
+    """The weights of the second and third expert are softmaxes of what is left; with 0.3 some experts count in both."""
+    options, hidden = make_options("12x3 odd")
+    pair = Pair(kernel_device, replace(options, mixer_jitter=jitter), hidden, torch.float32)
+    for num_tokens in (1, 30):
+        x = torch.randn(num_tokens, hidden)
+        found = pair.mix(x).cpu()
+        chosen, weights = (each[:num_tokens].cpu() for each in (pair.kernels._chosen, pair.kernels._weights))
+        expected_choice, expected_weights = pair.reference.router.choose(x)
+        assert torch.equal(chosen.long(), expected_choice)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+        expected = pair.reference.mix(x)
+        assert (found - expected).norm() < TOLERANCES[torch.float32] * expected.norm()
 
 
 def test_every_pair_has_one_slot_whatever_the_choices(kernel_device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation, ClampedSwiglu
-from services.dense_worker.kernels.experts.router import GroupedRouter, SoftmaxRouter
+from services.dense_worker.kernels.experts.router import GroupedRouter, SoftmaxRouter, SparseMixer
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS, clamped_swiglu
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix
 from services.dense_worker.parameters import Parameter
@@ -31,8 +31,9 @@ class PairBlocks:
 class Routing:
     """Replaces the real one."""
 
-    def __init__(self, num_per_token: int, renormalizes: bool, grouped: Any) -> None:
+    def __init__(self, num_per_token: int, renormalizes: bool, grouped: Any, mixer_jitter: float | None) -> None:
         self.options = num_per_token, renormalizes, grouped
+        self.mixer_jitter = mixer_jitter
 
 
 def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
@@ -92,6 +93,8 @@ class _Kernels:
             if grouped is not None:
                 score_bias = None if bias is None else Parameter("", bias)
                 router = GroupedRouter(identity, score_bias, num_per_token, renormalizes, grouped)
+            if routing.mixer_jitter is not None:
+                router = SparseMixer(identity, num_per_token, routing.mixer_jitter)
             chosen, its_weights = router.choose(logits)
             experts.copy_(chosen)
             weights.copy_(its_weights if factors is None else its_weights * factors[chosen])

@@ -435,6 +435,79 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "jais2": ("jais2", {}),
+    "olmo": ("olmo", {}),
+    "apertus": ("apertus", {"hidden_act": "xielu"}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 16}),
+    "hyperclovax": (
+        "hyperclovax",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite_swa": (
+        "granite_swa",
+        {
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "layer_rope_theta": [0, 1e3],
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "layer_rope_theta": [1e3, 1e4],
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "flex_olmo": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0, 1.5, 1.7, 2.0],
+                "long_factor": [2.0, 4.0, 5.0, 6.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+            },
+        },
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_shared_experts": 2,
+            "sliding_window": 6,
+            "sliding_window_pattern": 2,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "hy_v3": (
+        "hy_v3",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "arcee": ("arcee", {"mlp_bias": True}),
     "nemotron": ("nemotron", {"hidden_act": "relu2"}),
     "gptj": ("gptj", {"rotary_dim": 4, "activation_function": "gelu_new"}),
@@ -488,7 +561,7 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
                 torch.nn.init.normal_(parameter, mean=-2.5, std=0.5)
             elif name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
-            elif parameter.dim() == 1 or name.endswith("_bias"):  # stacked experts have biases in two dimensions
+            elif parameter.dim() <= 1 or name.endswith("_bias"):  # stacked experts have biases in two dimensions
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

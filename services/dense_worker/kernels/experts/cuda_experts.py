@@ -11,7 +11,7 @@ from services.common.families.shape import ExpertOptions
 from services.common.model_config import ModelConfig
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
-from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter
+from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SparseMixer
 from services.dense_worker.kernels.experts.triton_few import few_down, few_gate_up
 from services.dense_worker.kernels.experts.triton_grouped import choose_block_rows, grouped_linear, sum_pairs
 from services.dense_worker.kernels.experts.triton_grouped_quantized import MAX_BLOCK_ROWS as MAX_QUANTIZED_BLOCK_ROWS
@@ -166,7 +166,8 @@ class CudaExperts:
         grouped, logit_bias, score_bias = None, bias, None
         if isinstance(router, GroupedRouter):
             grouped, logit_bias, score_bias = router.routing, None, bias
-        routing = Routing(router.num_per_token, router.renormalizes, grouped)
+        jitter = router.jitter if isinstance(router, SparseMixer) else None
+        routing = Routing(router.num_per_token, router.renormalizes, grouped, jitter)
         factors = router.expert_scale.data if isinstance(router, ScaledRouter) else None
         logits, chosen, weights = out
         tiles = self._router_tiles(len(x))

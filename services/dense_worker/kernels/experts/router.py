@@ -44,6 +44,29 @@ class SoftmaxRouter:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseMixer:
+    """Chooses experts one after the other, the one with the greatest logit first: see `ExpertOptions.mixer_jitter`."""
+
+    weight: Parameter  # [num_experts, hidden], in the model's dtype in every checkpoint
+    num_per_token: int
+    jitter: float
+    bias: None = None
+    renormalizes: bool = False
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, hidden] -> the chosen experts, int64 [n, num_per_token], and their weights, float32 of that shape."""
+        logits = F.linear(x, self.weight.data).float()
+        left, chosen, weights = logits, [], []
+        for _ in range(self.num_per_token):
+            best, expert = left.max(dim=-1, keepdim=True)
+            is_far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * self.jitter
+            weights.append(left.masked_fill(is_far, -math.inf).softmax(dim=-1).gather(1, expert))
+            chosen.append(expert)
+            left = left.scatter(1, expert, -math.inf)
+        return torch.cat(chosen, dim=1), torch.cat(weights, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
 class ScaledRouter:
     """Normalises and scales the token first, and then chooses as `SoftmaxRouter`; each expert's weight has a factor."""
 

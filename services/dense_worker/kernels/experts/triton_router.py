@@ -45,6 +45,7 @@ class Routing:
     num_per_token: int
     renormalizes: bool
     grouped: GroupedRouting | None  # None: a softmax of all experts
+    mixer_jitter: float | None = None  # of a `SparseMixer`
 
 
 def router_tiles(num_rows: int) -> tuple[int, int]:
@@ -123,12 +124,14 @@ def choose_experts(
         *((None,) * 7 if blocks is None else _addresses(blocks)),
         0 if blocks is None else blocks.slots.stride(0),
         1.0 if grouped is None else grouped.multiplier,
+        routing.mixer_jitter or 0.0,
         NUM_EXPERTS=num_experts,
         NUM_GROUPS=num_groups,
         NUM_GROUPS_PER_TOKEN=1 if grouped is None else grouped.num_groups_per_token,
         NUM_PER_TOKEN=routing.num_per_token,
         IS_SIGMOID=grouped is not None and grouped.is_sigmoid,
         HAS_MULTIPLIER=grouped is not None,
+        IS_MIXER=routing.mixer_jitter is not None,
         RENORMALIZES=routing.renormalizes,
         BLOCK_ROWS=block_rows,
         BLOCK_GROUPS=triton.next_power_of_2(num_groups),
@@ -203,12 +206,14 @@ def _choose_kernel(
     num_done,
     capacity,
     multiplier,
+    mixer_jitter,
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_GROUPS_PER_TOKEN: tl.constexpr,
     NUM_PER_TOKEN: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     HAS_MULTIPLIER: tl.constexpr,
+    IS_MIXER: tl.constexpr,
     RENORMALIZES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -229,7 +234,9 @@ def _choose_kernel(
         each_id = groups * (NUM_EXPERTS // NUM_GROUPS) + members
         is_expert = (groups < NUM_GROUPS) & (members < NUM_EXPERTS // NUM_GROUPS)
         logit = tl.load(logits + row.to(tl.int64) * NUM_EXPERTS + each_id, mask=is_expert, other=float("-inf"))
-        if IS_SIGMOID:
+        if IS_MIXER:
+            score = logit
+        elif IS_SIGMOID:
             score = 1.0 / (1.0 + tl.exp(-logit))
         else:
             score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
@@ -250,6 +257,9 @@ def _choose_kernel(
         for i in range(NUM_PER_TOKEN):
             place = tl.argmax(key, 0)
             its_score = tl.sum(tl.where(places == place, score, 0.0), 0)
+            if IS_MIXER:  # the softmax of it among those that are left and near
+                is_near = its_score - score <= 2 * mixer_jitter * tl.maximum(tl.abs(score), its_score)
+                its_score = 1.0 / tl.sum(tl.where(is_near, tl.exp(key - its_score), 0.0), 0)
             expert = (place // BLOCK_MEMBERS) * (NUM_EXPERTS // NUM_GROUPS) + place % BLOCK_MEMBERS
             chosen = tl.where(choices == i, expert, chosen)
             weight = tl.where(choices == i, its_score, weight)

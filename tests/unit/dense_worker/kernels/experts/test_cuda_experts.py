@@ -39,7 +39,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MAX_NUM_TOKENS = 70
 VARIANTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-plain-layer", "glm4_moe", "glm4_moe-one-group"),
-    *("minimax_m2", "granitemoe", "gpt_oss"),
+    *("minimax_m2", "granitemoe", "gpt_oss", "phimoe"),
 )
 
 
