@@ -56,7 +56,7 @@ STATUS_DESCRIPTIONS = {
     404: "Unknown model",
     408: "The request did not arrive in time",
     413: "The body is too large",
-    415: "The body is not JSON",
+    415: "The body is of another type: not JSON, or where sound is sent no form",
     429: "Too many requests: see Retry-After",
     500: "A bug or a failed request",
     503: "Not ready",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from services.gateway.access.access import Caller
@@ -38,7 +38,8 @@ class TranscriptionOptions:
     temperature: float
     request_id: str
     traceparent: str
-    seed: int | None = None
+    sampling: Mapping[str, float | int] = field(default_factory=dict)  # further fields of `SamplingParams`
+    max_tokens: int | None = None  # of the output for each window; None: as many as there is room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Transcription:
     options: TranscriptionOptions
     caller: Caller
     language: str = ""  # its code, when the first segment is there
+    num_prompt_tokens: int = 0  # what the decoder began with, in all windows so far
     num_tokens: int = 0  # of all outputs so far
     _num_requests: int = field(default=0, init=False)
 
@@ -117,10 +119,12 @@ class Transcription:
         """The output for a window, with the log-probability of each token."""
         model = self.model
         max_tokens = min(self.service.limits.max_model_len // 2, self.service.limits.max_model_len - len(prompt))
+        if self.options.max_tokens is not None:
+            max_tokens = min(max_tokens, self.options.max_tokens)
         message = self._message(first_frame, num_frames, prompt, max_tokens)
         message.sampling.temperature = self.options.temperature
-        if self.options.seed is not None:
-            message.sampling.seed = self.options.seed
+        for name, value in self.options.sampling.items():
+            setattr(message.sampling, name, value % 2**64 if name == "seed" else value)
         message.sampling.logit_bias.update({token_id: _NEVER for token_id in model.suppressed if token_id >= 0})
         rules = sampling_pb2.TimestampRules(first_token_id=model.first_timestamp, end_token_id=model.end)
         if model.max_initial_timestamp is not None:
@@ -148,5 +152,6 @@ class Transcription:
             [completion], _ = await generation.completions()
         finally:
             generation.close()
+        self.num_prompt_tokens += len(message.decoder_prompt_token_ids.ids)
         self.num_tokens += len(completion.token_ids)
         return completion.token_ids, list(completion.logprobs.own)

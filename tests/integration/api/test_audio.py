@@ -172,6 +172,36 @@ def test_a_stream_has_the_same_text(path: Path, client: openai.OpenAI) -> None:
     assert last.type == "transcript.text.done"
 
 
+def test_a_stream_has_the_chunks_of_vllm(path: Path, client: openai.OpenAI) -> None:
+    options = {"model": path.name, "file": upload(sound_of(LONG_S, seed=3)), "language": "en"}
+    whole = client.audio.transcriptions.create(**options)
+    asked = {"stream_include_usage": True, "stream_continuous_usage_stats": True}
+    *chunks, last = list(client.audio.transcriptions.create(**options, stream=True, extra_body=asked))
+    assert "".join(each.choices[0]["delta"]["content"] for each in chunks).strip() == whole.text
+    assert [each.choices[0]["finish_reason"] for each in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert {(each.object, each.model) for each in chunks} == {("transcription.chunk", path.name)}
+    counts = [each.usage["completion_tokens"] for each in chunks[:-1]] + [last.usage["completion_tokens"]]
+    assert last.choices == [] and counts == sorted(counts) and counts[0] < counts[-1]
+
+
+def test_sampling_has_the_options_of_vllm(path: Path, client: openai.OpenAI) -> None:
+    options = {"model": path.name, "file": upload(sound_of(LONG_S, seed=3)), "language": "en"}
+
+    def ask(temperature: float, **fields: object) -> list[int]:
+        answer = client.audio.transcriptions.create(
+            **options, temperature=temperature, response_format="verbose_json", extra_body=fields
+        )
+        return [token for each in answer.segments for token in each.tokens]
+
+    greedy = ask(0.0)
+    assert ask(1.0, top_k=1, seed=5) == greedy
+    sampled = ask(1.0, seed=5, presence_penalty=0.5, top_p=0.9, min_p=0.01, frequency_penalty=0.1)
+    assert sampled != greedy
+    assert sampled == ask(1.0, seed=5, presence_penalty=0.5, top_p=0.9, min_p=0.01, frequency_penalty=0.1)
+    assert ask(0.0, repetition_penalty=1.9) != greedy
+    assert len(ask(0.0, max_completion_tokens=3)) < len(greedy) and ask(0.0, max_completion_tokens=10**6) == greedy
+
+
 def test_language_is_detected_and_translation_is_another_task(path: Path, client: openai.OpenAI) -> None:
     file = upload(sound_of(1.0, seed=6))
     detected = client.audio.transcriptions.create(model=path.name, file=file, response_format="verbose_json")
@@ -213,6 +243,12 @@ def test_hostile_files_are_refused(path: Path, client: openai.OpenAI, data: byte
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities has 'word', supported: segment"),
         ({"stream": True, "response_format": "srt"}, "srt cannot be streamed"),
         ({"prompt": "a" * 5000}, "prompt has 5000 characters"),
+        ({"extra_body": {"top_p": "x"}}, "top_p is 'x', must be a number"),
+        ({"extra_body": {"top_p": 7}}, "top_p"),
+        ({"extra_body": {"seed": 1.5}}, "seed is '1.5', must be a whole number"),
+        ({"extra_body": {"max_completion_tokens": 0}}, "max_completion_tokens is '0'"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search is not supported"),
+        ({"extra_body": {"to_language": "de"}}, "to_language is not supported"),
     ],
 )
 def test_wrong_fields_are_refused(path: Path, client: openai.OpenAI, fields: dict, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,48 @@ def verbose_object(transcription: Transcription, segments: Sequence[SpokenSegmen
         "segments": [_segment_object(index, each, transcription) for index, each in enumerate(segments)],
         "usage": usage_object(transcription),
     }
+
+
+class Chunks:
+    """The events of a stream: OpenAI's, which have a `type`, with the fields of vLLM's chunks beside it."""
+
+    def __init__(self, transcription: Transcription, *, has_usage: bool) -> None:
+        """has_usage: each event has vLLM's counts of tokens so far"""
+        self._transcription = transcription
+        self._has_usage = has_usage
+        options = transcription.options
+        self._head = {
+            "id": options.request_id,
+            "object": "transcription.chunk" if options.task == "transcribe" else "translation.chunk",
+            "created": int(time.time()),
+            "model": options.model or transcription.service.names.first,
+        }
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """A segment's text."""
+        usage = {"usage": self._tokens()} if self._has_usage else {}
+        return {"type": "transcript.text.delta", "delta": text, **self._head, "choices": _choices(text, None), **usage}
+
+    def done(self, text: str) -> dict[str, Any]:
+        """The whole text."""
+        usage = usage_object(self._transcription)
+        return {
+            "type": "transcript.text.done", "text": text, **self._head, "choices": _choices("", "stop"), "usage": usage
+        }  # fmt: skip
+
+    def usage(self) -> dict[str, Any]:
+        """vLLM's last chunk."""
+        return {**self._head, "choices": [], "usage": self._tokens()}
+
+    def _tokens(self) -> dict[str, int]:
+        num_prompt, num_output = self._transcription.num_prompt_tokens, self._transcription.num_tokens
+        return {
+            "prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output
+        }  # fmt: skip
+
+
+def _choices(text: str, finish_reason: str | None) -> list[dict[str, Any]]:
+    return [{"delta": {"content": text}, "finish_reason": finish_reason, "stop_reason": None}]
 
 
 def usage_object(transcription: Transcription) -> dict[str, Any]:

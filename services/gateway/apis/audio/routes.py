@@ -31,8 +31,28 @@ FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 MAX_PROMPT_CHARACTERS = 4096
 MAX_FIELDS = 32
 # Fields that would change the answer, with the values that have no effect.
-_UNSUPPORTED = {"chunking_strategy": (), "known_speaker_names[]": (), "include[]": ()}
+_UNSUPPORTED = {
+    "chunking_strategy": (),
+    "known_speaker_names[]": (),
+    "include[]": (),
+    "use_beam_search": ("false",),
+    "n": ("1",),
+    "to_language": ("en", "english"),
+}
+# vLLM's options of sampling.
+_NUMBERS = ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_INTEGERS = ("top_k", "seed")
+_STREAM_FLAGS = ("stream", "stream_include_usage", "stream_continuous_usage_stats")
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Whether the answer is a stream, and what vLLM's clients ask of one."""
+
+    is_on: bool
+    includes_usage: bool  # in an event of its own at the end
+    repeats_usage: bool  # in each event
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +74,7 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
             raise HTTPException(415, f"content-type is {quote(media_type)}, must be {FORM_TYPE}")
         try:
             async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES) as form:
-                data, options, response_format, is_stream = await _read_form(form, request, task, section)
+                data, options, response_format, streaming = await _read_form(form, request, task, section)
         except HTTPException as error:
             if error.status_code != 400:
                 raise
@@ -70,7 +90,7 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         del data
         await request.state.held.reserve(sound.features.nbytes, "features of sound", "file", "send a shorter one")
         transcription = Transcription(service, speech.model, sound, options, caller.for_parts())
-        return _TranscriptionAnswer(transcription, caller, response_format, is_stream=is_stream)
+        return _TranscriptionAnswer(transcription, caller, response_format, streaming)
 
     @router.post("/v1/audio/transcriptions", response_class=Response)
     async def transcribe(request: Request) -> Response:
@@ -92,18 +112,18 @@ class _TranscriptionAnswer(Response):
     """
 
     def __init__(
-        self, transcription: Transcription, caller: Caller, response_format: str, *, is_stream: bool
+        self, transcription: Transcription, caller: Caller, response_format: str, streaming: Streaming
     ) -> None:
         super().__init__()
         self._transcription = transcription
         self._caller = caller
         self._format = response_format
-        self._is_stream = is_stream
+        self._streaming = streaming
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
         self._transcription.service.count_answers(1, self._caller)
-        work = self._stream(send) if self._is_stream else self._whole(scope, receive, send)
+        work = self._stream(send) if self._streaming.is_on else self._whole(scope, receive, send)
         try:
             await while_connected(receive, work)
         except ClientGone:
@@ -129,7 +149,7 @@ class _TranscriptionAnswer(Response):
                 return JSONResponse(formats.json_object(self._transcription, segments))
 
     async def _stream(self, send: Send) -> None:
-        """OpenAI's events: a delta for each segment, then the whole text."""
+        """OpenAI's events: a delta for each segment, then the whole text. Each has vLLM's fields, too."""
         segments = aiter(self._transcription.segments())
         first = await anext(segments, None)  # an error raised here gets a status line of its own
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -142,27 +162,26 @@ class _TranscriptionAnswer(Response):
         self, first: SpokenSegment | None, segments: AsyncIterator[SpokenSegment]
     ) -> AsyncIterator[dict[str, Any] | bytes]:
         spoken, found = first, list[SpokenSegment]()
+        chunks = formats.Chunks(self._transcription, has_usage=self._streaming.repeats_usage)
         try:
             while spoken is not None:
                 found.append(spoken)
                 text = spoken.text.lstrip() if len(found) == 1 else spoken.text
-                yield {"type": "transcript.text.delta", "delta": text}
+                yield chunks.delta(text)
                 spoken = await anext(segments, None)
         except TwostrokeError as error:
             yield {"type": "error", **describe(error)[1]}
             return
-        yield {
-            "type": "transcript.text.done",
-            "text": formats.text_of(found),
-            "usage": formats.usage_object(self._transcription),
-        }
+        yield chunks.done(formats.text_of(found))
+        if self._streaming.includes_usage:
+            yield chunks.usage()
         yield b"data: [DONE]\n\n"
 
 
 async def _read_form(
     form: FormData, request: Request, task: Task, section: GatewaySection
-) -> tuple[bytes, TranscriptionOptions, str, bool]:
-    """The file, the options, the format of the answer, and whether it is streamed. Raises `InvalidRequest`."""
+) -> tuple[bytes, TranscriptionOptions, str, Streaming]:
+    """The file, the options, the format of the answer, and how it is streamed. Raises `InvalidRequest`."""
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise InvalidRequest("file is missing: a form with a file of sound is required", "file")
@@ -172,7 +191,7 @@ async def _read_form(
     if not file.size:
         raise InvalidRequest("the file is empty", "file")
     for name, neutral in _UNSUPPORTED.items():
-        if form.get(name) not in (None, "", *neutral):
+        if (given := form.get(name)) not in (None, "") and str(given).lower() not in neutral:
             raise InvalidRequest(f"{name} is not supported", name.removesuffix("[]"))
     name = "timestamp_granularities"
     granularities = {str(each) for each in (*form.getlist(f"{name}[]"), *form.getlist(name))}
@@ -185,14 +204,19 @@ async def _read_form(
         raise InvalidRequest(
             f"response_format is {quote(response_format)}, supported: {', '.join(FORMATS)}", "response_format"
         )
-    is_stream = _flag(form, "stream")
-    if is_stream and response_format not in ("json", "text"):
+    streaming = Streaming(*(_flag(form, name) for name in _STREAM_FLAGS))
+    if streaming.is_on and response_format not in ("json", "text"):
         raise InvalidRequest(f"response_format {response_format} cannot be streamed, json and text can", "stream")
     prompt = _text(form, "prompt")
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         raise InvalidRequest(
             f"prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are possible", "prompt"
         )
+    sampling: dict[str, float | int] = {
+        name: _number(form, name, -math.inf, math.inf) for name in _NUMBERS if _text(form, name)
+    }
+    sampling |= {name: _integer(form, name, -(2**63), 2**63 - 1) for name in _INTEGERS if _text(form, name)}
+    name = "max_completion_tokens"
     options = TranscriptionOptions(
         task=task,
         model=_text(form, "model"),
@@ -201,8 +225,10 @@ async def _read_form(
         temperature=_number(form, "temperature", 0.0, 1.0),
         request_id=request.state.request_id,
         traceparent=request.headers.get("traceparent", ""),
+        sampling=sampling,
+        max_tokens=_integer(form, name, 1, 2**63 - 1) if _text(form, name) else None,
     )
-    return await file.read(), options, response_format, is_stream
+    return await file.read(), options, response_format, streaming
 
 
 def _text(form: FormData, name: str) -> str:
@@ -227,4 +253,15 @@ def _number(form: FormData, name: str, low: float, high: float) -> float:
         value = math.nan
     if not low <= value <= high:
         raise InvalidRequest(f"{name} is {quote(text)}, must be a number from {low:g} to {high:g}", name)
+    return value
+
+
+def _integer(form: FormData, name: str, low: int, high: int) -> int:
+    text = _text(form, name)
+    try:
+        value = int(text)
+    except ValueError:
+        value = high + 1
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} is {quote(text)}, must be a whole number from {low} to {high}", name)
     return value
