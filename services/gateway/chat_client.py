@@ -100,6 +100,7 @@ def print_answer(
     finally:
         if timer is not None:
             timer.cancel()
+            timer.join()  # its thread holds the call, which `_freed_calls` could not free
     text = "".join(pieces)
     print("" if streams else safe_for(sys.stdout, text), flush=True)
     return text, is_interrupted

@@ -87,10 +87,10 @@ def test_stop_after_ms_ends_the_request(tmp_path: Path) -> None:
     [(["--stop-after-ms", "300"], (0, 0)), (["--max-tokens", "0"], (1, 1))],  # status, lines on standard error
     ids=["stop", "error"],
 )
-def test_the_process_ends_although_the_thread_of_grpc_is_slow(
+def test_the_process_ends_although_its_other_threads_are_slow(
     tmp_path: Path, flags: list[str], expected: tuple[int, int]
 ) -> None:
-    """The interpreter ends that thread, which then holds the lock of the ended call forever."""
+    """The interpreter ends gRPC's thread, which then holds the lock of the ended call forever."""
 
     async def test() -> None:
         async with running_gateway(tmp_path, FakeDense(lambda submit: ids("begin"))) as gateway:
