@@ -20,12 +20,13 @@ pytestmark = pytest.mark.skipif(
 )
 PACE_S = 0.02
 MAX_TOKENS = 15
-RUN_S = 4
 TIMEOUT_S = 90
+RUN_S = 60  # at most, see `--until-requests`
 
 
 def run_locust(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--json", *options]
+    files = "bench/locustfile.py,tests/support/clients/locust_until.py"
+    command = [sys.executable, "-m", "locust", "-f", files, "--headless", "--json", "-t", f"{RUN_S}s", *options]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
@@ -34,7 +35,7 @@ def test_users_stream_over_http_and_grpc_and_report_first_tokens_and_rates(tmp_p
     arguments = argparse.Namespace(set=[], sockets="tcp")
     with running_stub(settings) as stub, running_gateway(tmp_path, arguments) as gateway:
         http, grpc = gateway.addresses["sse"], gateway.addresses["grpc"]
-        load = ["-u", "4", "-r", "4", "-t", f"{RUN_S}s", "--stop-timeout", "20", "--think-s", "0.1"]
+        load = ["-u", "4", "-r", "4", "--until-requests", "10", "--stop-timeout", "20", "--think-s", "0.1"]
         where = ["--host", f"http://{http}", "--grpc-address", grpc, "--max-tokens", str(MAX_TOKENS)]
         result = run_locust(*load, *where)
         num_steps = len(stub.report().step_ns)
@@ -57,9 +58,9 @@ def test_users_stream_over_http_and_grpc_and_report_first_tokens_and_rates(tmp_p
 
 def test_a_missing_server_shows_as_failures_and_in_the_exit_status() -> None:
     result = run_locust(
-        "-u", "2", "-r", "2", "-t", "2s", "--host", "http://127.0.0.1:9", "--grpc-address", "127.0.0.1:9"
+        "-u", "2", "-r", "2", "--until-requests", "1", "--host", "http://127.0.0.1:9", "--grpc-address", "127.0.0.1:9"
     )
     assert result.returncode == 1
     rows = {(row["method"], row["name"]): row for row in json.loads(result.stdout)}
-    assert rows, "no user sent a request"
+    assert set(rows) == {("POST", "/v1/completions"), ("gRPC", "GenerateStream")}
     assert all(row["num_failures"] == row["num_requests"] > 0 for row in rows.values())
