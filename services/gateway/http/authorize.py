@@ -17,6 +17,7 @@ OPEN_PATHS = frozenset(
         "/",
         "/favicon.ico",
         "/health",
+        "/health_generate",
         "/live",
         "/load",
         "/metrics",

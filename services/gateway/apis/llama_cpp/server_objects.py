@@ -26,7 +26,7 @@ def server_props(service: RequestService) -> Props:
         "total_slots": model.max_num_seqs,
         "model_alias": service.names.first,
         "model_path": service.names.root,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": service.pictures is not None, "audio": False},
         "chat_template": hf.chat_template or "",
         "bos_token": hf.bos_token or "",
         "eos_token": hf.eos_token or "",

@@ -55,6 +55,7 @@ def server_routes(service: RequestService, registry: CollectorRegistry) -> APIRo
     @router.get("/health", response_class=Response, responses=health_answers)
     @router.get("/ready", response_class=Response, responses=health_answers)
     @router.get("/v1/health", response_class=Response, include_in_schema=False)
+    @router.get("/health_generate", response_class=Response, include_in_schema=False)  # SGLang's
     @router.get("/ping", response_class=Response, responses=health_answers)
     @router.post("/ping", response_class=Response, responses=health_answers)
     async def health() -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.apis.sglang.schema import DEFAULT_TOKENS, GenerateBody
+from services.gateway.apis.sglang.schema import DEFAULT_TOKENS, GenerateBody, GenerateSampling
 from services.gateway.apis.shared.feature_fields import add_features
 from services.gateway.apis.shared.to_message import (
     add_beams,
@@ -20,7 +20,22 @@ def generate_messages(
     body: GenerateBody, request_id: str, limits: ModelLimits
 ) -> list[gateway_pb2.GenerateRequest]:
     """One message per prompt. Raises `InvalidRequest`."""
-    params = body.sampling_params
+    messages = []
+    made = dict[tuple[int, str | None], gateway_pb2.GenerateRequest]()  # by options and adapter
+    for index, (prompt, params) in enumerate(zip(body.prompts, body.each_sampling, strict=True)):
+        key = id(params), body.adapter_of(index)
+        if (common := made.get(key)) is None:
+            common = made[key] = _common_message(body, params, key[1])
+        [message] = messages_of(common, [prompt], body.name_of(index, request_id), limits.max_prompt_len)
+        message.sampling.logprob_token_ids.extend(body.named_tokens(index))
+        messages.append(message)
+    return messages
+
+
+def _common_message(
+    body: GenerateBody, params: GenerateSampling, adapter: str | None
+) -> gateway_pb2.GenerateRequest:
+    """Everything but the prompt."""
     common = sampling_message(params)
     common.max_tokens = DEFAULT_TOKENS if params.max_new_tokens is None else params.max_new_tokens
     if params.min_new_tokens is not None:
@@ -33,8 +48,8 @@ def generate_messages(
         common.priority = body.priority
     if body.cache_salt is not None:
         common.cache_salt = body.cache_salt
-    if body.lora_path is not None:
-        common.model = body.lora_path
+    if adapter is not None:
+        common.model = adapter
     add_logit_bias(common, params.logit_bias)
     add_structured_output(common, params)
     add_beams(common, params)
@@ -42,12 +57,9 @@ def generate_messages(
         common.suffix = params.suffix
     if body.return_logprob:
         common.logprobs = body.top_logprobs_num or 0
-        if body.logprob_start_len not in (None, -1):
+        if body.shows_prompt_logprobs:
             common.prompt_logprobs = body.top_logprobs_num or 0
     if params.echo:
         add_echo(common)
     add_features(common, body)
-    messages = messages_of(common, body.prompts, request_id, limits.max_prompt_len)
-    for prompt_index, message in enumerate(messages):
-        message.sampling.logprob_token_ids.extend(body.named_tokens(prompt_index))
-    return messages
+    return common

@@ -16,8 +16,10 @@ from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.link.journal_entry import FinishReason
 
 # Each event repeats all text so far. After n characters, events come only every n / 1024 characters: else a long answer
-# would take a number of bytes that grows with its square.
+# would take a number of bytes that grows with its square. Log-probabilities take more: events with them come only when
+# there are an eighth more tokens, so that all together take about nine times the last one.
 MAX_REPEATS = 1024
+MAX_LOGPROB_REPEATS = 8
 PARAM_NAMES = {
     "logprob_token_ids": "token_ids_logprob",
     "logprobs": "top_logprobs_num",
@@ -40,7 +42,7 @@ class GenerateFormat:
         self._tokenizer = service.tokenizer
         self._body = body
         self._request_id = request_id
-        self._num_answers = body.sampling_params.n or 1  # to each prompt
+        self._num_answers = body.num_answers  # to each prompt
         self._is_list = body.is_batch or self._num_answers > 1
         self._prompts: Sequence[list[int]] = ()
         self._answers: dict[int, Completion] = {}  # so far, by index
@@ -60,7 +62,11 @@ class GenerateFormat:
         num_new, length = len(answer.text) - num_characters, len(answer.text)
         if not num_new:  # such as ids beyond the tokenizer
             num_new, length = len(answer.token_ids) - num_tokens, len(answer.token_ids)
-        if chunk.finish is None and num_new <= length // MAX_REPEATS:
+        if self._body.return_logprob:
+            is_due = len(answer.token_ids) - num_tokens > num_tokens // MAX_LOGPROB_REPEATS
+        else:
+            is_due = num_new > length // MAX_REPEATS
+        if chunk.finish is None and not is_due:
             return ()
         self._num_sent[index] = len(answer.text), len(answer.token_ids)
         described = self._describe(prompt_index, answer, None)
@@ -83,7 +89,7 @@ class GenerateFormat:
     def _describe(self, prompt_index: int, answer: Completion, prompt: Prompt | None) -> GenerateObject:
         finish, index = answer.finish, prompt_index * self._num_answers + answer.index
         about: MetaInfo = {
-            "id": f"{self._request_id}-{index}" if self._is_list else self._request_id,
+            "id": self._name(prompt_index, index),
             "finish_reason": None if finish is None else _finish_reason(finish),
             "prompt_tokens": len(self._prompts[prompt_index]),
             "completion_tokens": len(answer.token_ids),
@@ -94,7 +100,7 @@ class GenerateFormat:
             start = self._body.logprob_start_len
             named = self._body.named_tokens(prompt_index)
             about |= self._logprobs("output", answer.token_ids, answer.logprobs, named)
-            shown = prompt is not None and prompt.logprobs is not None and start not in (None, -1)
+            shown = prompt is not None and prompt.logprobs is not None and self._body.shows_prompt_logprobs
             if shown:
                 first = [None] if start == 0 else []  # nothing precedes a prompt's first token
                 rest = prompt.logprobs[max(0, start - 1) :]
@@ -104,6 +110,12 @@ class GenerateFormat:
         if finish is not None:
             about |= report_objects(self._body, answer, finish.num_prompt_tokens)
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
+
+    def _name(self, prompt_index: int, index: int) -> str:
+        if isinstance(self._body.rid, list):
+            name = self._body.rid[prompt_index]
+            return name if self._num_answers == 1 else f"{name}-{index % self._num_answers}"
+        return f"{self._request_id}-{index}" if self._is_list else self._request_id
 
     def _logprobs(
         self,

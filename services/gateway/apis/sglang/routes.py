@@ -1,4 +1,4 @@
-"""POST /generate, as SGLang has it."""
+"""POST /generate, and what the server says of itself, as SGLang has them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
+from services.gateway import __version__
 from services.gateway.apis.sglang.conversion import generate_messages
 from services.gateway.apis.sglang.format import GenerateFormat
-from services.gateway.apis.sglang.schema import GenerateBody, GenerateObject
+from services.gateway.apis.sglang.schema import GenerateBody, GenerateObject, ModelDetails, ServerDetails
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
@@ -19,7 +20,7 @@ from services.gateway.http.json_route import json_route, next_turn
 
 
 def generate_routes(service: RequestService, section: GatewaySection) -> APIRouter:
-    """The route of one gateway."""
+    """The routes of one gateway."""
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
@@ -37,9 +38,10 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
     async def generate(body: GenerateBody, request: Request) -> Response:
         """SGLang's own route: continues one or several prompts."""
         await next_turn(request)
-        request_id = body.rid or request.state.request_id
+        request_id: str = request.state.request_id if isinstance(body.rid, list | None) else body.rid
         body.log_unknown_fields(request.state.request_id)
-        body.sampling_params.log_unknown_fields(request.state.request_id)
+        for each in body.each_sampling[:1]:
+            each.log_unknown_fields(request.state.request_id)
         limits = service.limits
         answer_format = GenerateFormat(service, body, request_id)
         with client_field_names(answer_format.param_names):
@@ -47,7 +49,7 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
                 body.prompts,
                 section.max_prompts,
                 limits.max_prompt_len,
-                are_cut=body.sampling_params.truncate_prompt_tokens is not None,
+                are_cut=all(each.truncate_prompt_tokens is not None for each in body.each_sampling),
             )
         messages = generate_messages(body, request_id, limits)
         return Answer(
@@ -58,5 +60,34 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
             first_token_timeout_s=section.first_token_timeout_s,
             repeats_logprobs=bool(body.return_logprob),
         )
+
+    @router.get("/model_info")
+    @router.get("/get_model_info", include_in_schema=False)
+    async def model_info() -> ModelDetails:
+        """What SGLang's clients ask for first."""
+        names = service.names
+        return {
+            "model_path": names.root,
+            "tokenizer_path": names.root,
+            "is_generation": service.generates,
+            "has_image_understanding": service.pictures is not None,
+            "has_audio_understanding": service.sources is not None and service.sources.reads_sound,
+            "weight_version": service.model.weights_hash,
+        }
+
+    @router.get("/server_info")
+    @router.get("/get_server_info", include_in_schema=False)
+    async def server_info() -> ServerDetails:
+        """Version, limits and load, by SGLang's names."""
+        model = service.model
+        return {
+            "version": __version__,
+            "model_path": service.names.root,
+            "served_model_name": service.names.first,
+            "status": "ready" if service.unready_reason() is None else "starting",
+            "context_length": model.max_model_len,
+            "max_running_requests": model.max_num_seqs,
+            "num_open_requests": service.num_open_requests,
+        }
 
     return router

@@ -34,6 +34,7 @@ def _kind_of_named(value: Any) -> str:
 
 
 _Named = Annotated[list[UInt32], at_most(MAX_LOGPROB_TOKENS)]
+SeveralNames = Annotated[str | list[str] | None, at_most(MAX_PROMPTS)]
 NamedTokens = Annotated[
     Annotated[_Named, Tag("<token_ids>")]
     | Annotated[list[_Named | None], at_most(MAX_PROMPTS), Tag("<lists>")],
@@ -95,9 +96,15 @@ class GenerateBody(FeatureFields):
 
     text: Annotated[str | list[str] | None, at_most(MAX_PROMPTS)] = Field(None, description="The prompt, or several")
     input_ids: Prompt | None = Field(None, description="The same as token ids")
-    sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
+    sampling_params: Annotated[
+        Annotated[GenerateSampling, Tag("<all>")]
+        | Annotated[list[GenerateSampling], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<each>")],
+        Discriminator(lambda value: "<each>" if isinstance(value, list) else "<all>"),
+    ] = Field(default_factory=lambda: GenerateSampling(), description="Of all prompts, or a list: of each")
     stream: bool | None = Field(None, description="Send events, each with the whole text so far")
-    return_logprob: bool | None = Field(None, description="Give the log-probability of each token; not with stream")
+    return_logprob: bool | None = Field(
+        None, description="Give the log-probability of each token; with stream not of the prompt"
+    )
     top_logprobs_num: UInt32 | None = Field(None, description="And of this many most likely tokens")
     token_ids_logprob: NamedTokens | None = Field(
         None,
@@ -108,8 +115,10 @@ class GenerateBody(FeatureFields):
         None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
     )
     return_text_in_logprobs: bool | None = None
-    rid: str | None = Field(None, description="The request's name, for logs and meta_info.id")
-    lora_path: str | None = Field(None, description="The name of an adapter")
+    rid: SeveralNames = Field(None, description="The request's name, for logs and meta_info.id; or of each prompt's")
+    lora_path: Annotated[str | list[str | None] | None, at_most(MAX_PROMPTS)] = Field(
+        None, description="The name of an adapter; or of one for each prompt, null: none"
+    )
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
     cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
 
@@ -126,10 +135,50 @@ class GenerateBody(FeatureFields):
             raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
         if self.token_ids_logprob:
             self._check_named_tokens(self.token_ids_logprob)
-        for field in (*(("return_logprob",) if self.return_logprob else ()), *asked_reports(self)):
+        for field in (*(("logprob_start_len",) if self.shows_prompt_logprobs else ()), *asked_reports(self)):
             if self.stream:
                 raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
+        self._check_lists()
         return self
+
+    def _check_lists(self) -> None:
+        """Options for each of several prompts are as many as these."""
+        num_prompts = len(self.prompts)
+        for field in ("sampling_params", "rid", "lora_path"):
+            given = getattr(self, field)
+            if isinstance(given, list) and (not self.is_batch or len(given) != num_prompts):
+                context = {"count": len(given), "prompts": num_prompts, "field": field}
+                raise PydanticCustomError("each", "has {count} elements for {prompts} prompts", context)
+        if len({each.n or 1 for each in self.each_sampling}) > 1:
+            context = {"field": "sampling_params"}
+            raise PydanticCustomError("n", "n must be the same for all prompts", context)
+
+    @property
+    def shows_prompt_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities of the prompt's tokens."""
+        return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
+
+    @property
+    def each_sampling(self) -> list[GenerateSampling]:
+        """The options of each prompt."""
+        given = self.sampling_params
+        return given if isinstance(given, list) else [given] * len(self.prompts)
+
+    @property
+    def num_answers(self) -> int:
+        """The answers to each prompt."""
+        return next((each.n or 1 for each in self.each_sampling), 1)
+
+    def name_of(self, prompt_index: int, default: str) -> str:
+        """The name of the request of one of the prompts; `default`: of all together."""
+        if isinstance(self.rid, list):
+            return self.rid[prompt_index]
+        name = self.rid or default
+        return f"{name}-{prompt_index}" if len(self.prompts) > 1 else name
+
+    def adapter_of(self, prompt_index: int) -> str | None:
+        """The adapter for one of the prompts."""
+        return self.lora_path[prompt_index] if isinstance(self.lora_path, list) else self.lora_path
 
     def _check_named_tokens(self, given: list[int] | list[list[int] | None]) -> None:
         prompt = self.text if self.input_ids is None else self.input_ids
@@ -196,3 +245,26 @@ class GenerateObject(TypedDict):
     output_ids: list[int]
     meta_info: MetaInfo
     index: NotRequired[int]  # of events where there are several answers
+
+
+class ModelDetails(TypedDict):
+    """The served model."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    has_image_understanding: bool
+    has_audio_understanding: bool
+    weight_version: str
+
+
+class ServerDetails(TypedDict):
+    """Version, limits and load."""
+
+    version: str
+    model_path: str
+    served_model_name: str
+    status: Literal["ready", "starting"]
+    context_length: int
+    max_running_requests: int
+    num_open_requests: int  # those that wait included

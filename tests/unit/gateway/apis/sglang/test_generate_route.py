@@ -154,6 +154,54 @@ def test_log_probabilities_are_those_of_completions(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(say(" one two")), test)
 
 
+def test_a_stream_has_the_log_probabilities_so_far(tmp_path: Path) -> None:
+    """In so few events that all of them take about nine times what the last one takes."""
+    count = 200
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body: dict[str, Any] = {"text": "a", "return_logprob": True, "top_logprobs_num": 2}
+        body["sampling_params"] = {"max_new_tokens": count}
+        whole = (await client.post(URL, json=body)).json()["meta_info"]
+        found = [each["meta_info"] for each in events((await client.post(URL, json=body | {"stream": True})).text)]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            assert found[-1][name] == whole[name] and len(whole[name]) == count
+            for each in found:
+                assert each[name] == whole[name][: each["completion_tokens"]]
+        assert len(found) > 8 and sum(each["completion_tokens"] for each in found) < 10 * count
+
+    with_client(tmp_path, FakeDense(lambda submit: ids(" a") * count, step_s=0.001), test)
+
+
+def test_each_prompt_may_have_its_own_options(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        params = [{"max_new_tokens": 2, "temperature": 0.5}, {"max_new_tokens": 3, "sampling_seed": 7}]
+        body = {"text": ["a", "b"], "sampling_params": params, "rid": ["x", "y"]}
+        first, second = (await client.post(URL, json=body)).json()
+        assert [len(each["output_ids"]) for each in (first, second)] == [2, 3]
+        assert [each["meta_info"]["id"] for each in (first, second)] == ["x", "y"]
+        streamed = events((await client.post(URL, json=body | {"stream": True})).text)
+        assert {each["meta_info"]["id"] for each in streamed} == {"x", "y"}
+        specs = {each.spec.request_id: each.spec for each in dense.submits[:2]}
+        assert specs["x"].sampling.temperature == 0.5 and specs["y"].sampling.seed == 7
+
+    dense = FakeDense(lambda submit: ids(" a") * submit.spec.max_tokens)
+    with_client(tmp_path, dense, test)
+
+
+def test_the_server_tells_its_model_and_its_limits(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        model = (await client.get("/get_model_info")).json()
+        assert model == (await client.get("/model_info")).json()
+        assert model["is_generation"] and not model["has_image_understanding"] and not model["has_audio_understanding"]
+        server = (await client.get("/get_server_info")).json()
+        assert server["model_path"] == model["model_path"] and server["status"] == "ready"
+        assert server["context_length"] == dense.info.max_model_len and server["num_open_requests"] == 0
+        assert (await client.get("/health_generate")).status_code == 200
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
+
+
 WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
     ({}, "text", ["exactly one of text and input_ids"]),
     ({"text": "a", "input_ids": [5]}, "text", ["exactly one"]),
@@ -168,7 +216,16 @@ WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex", ["not supported"]),
     ({"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed", [str(2**63)]),
     ({"text": "a", "sampling_params": [{}]}, "sampling_params", []),
-    ({"text": "a", "stream": True, "return_logprob": True}, "return_logprob", ["stream"]),
+    (
+        {"text": "a", "stream": True, "return_logprob": True, "logprob_start_len": 0},
+        "logprob_start_len",
+        ["cannot be used with stream"],
+    ),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", ["has 1 elements for 2 prompts"]),
+    ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params", ["n must be the same"]),
+    ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": "x"}]}, "sampling_params[1].top_p", ["'x'"]),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid", ["has 1 elements for 2 prompts"]),
+    ({"text": "a", "lora_path": ["x"]}, "lora_path", ["has 1 elements for 1 prompts"]),
     ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num", ["1000000"]),
     ({"text": "a", "image_data": ["x"]}, "image_data", ["not supported"]),
 ]
