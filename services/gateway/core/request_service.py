@@ -52,6 +52,7 @@ from services.rpc.spans import Tracer
 
 COPIES_OF_EMBEDDINGS = 2  # the message, and the table that is made of it
 COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are being sent
+BYTES_PER_TOKEN_ID = 40  # in a list of Python's
 BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
 
 
@@ -255,10 +256,17 @@ class RequestService:
             entry.finish(FinishReason.ABORT)
         return bool(entries)
 
-    async def tokenize(self, messages: Sequence[gateway_pb2.TokenizeRequest], caller: Caller) -> list[list[int]]:
+    async def tokenize(
+        self,
+        messages: Sequence[gateway_pb2.TokenizeRequest],
+        caller: Caller,
+        answer: HeldMemory | None = None,
+        bytes_per_token: int = BYTES_PER_TOKEN_ID,
+    ) -> list[list[int]]:
         """Token ids of texts and chats. Needs no dense worker; if one has been connected, its limits apply.
 
-        Each text counts as one of the caller's requests, as in `detokenize`; tokens do not count.
+        Each text counts as one of the caller's requests, as in `detokenize`; tokens do not count. `answer` holds what
+        is made of the tokens of several texts, so many bytes of each; a single one is small.
         """
         self.count_requests(len(messages), caller)
         lists = []
@@ -274,6 +282,8 @@ class RequestService:
                     token_ids, _ = self.pictures.expand(token_ids, pictures)
             finally:
                 held.release()
+            if answer is not None:
+                await answer.reserve(bytes_per_token * len(token_ids), "tokens", "prompt", "send fewer texts at once")
             lists.append(token_ids)
             await asyncio.sleep(0)  # let other tasks run: each short text takes half a millisecond
         return lists

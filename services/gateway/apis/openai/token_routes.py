@@ -22,12 +22,14 @@ from services.gateway.apis.openai.token_schema import (
     TokenizerInfo,
     TokenPiece,
 )
-from services.gateway.core.request_service import RequestService
+from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
+
+BYTES_PER_TOKEN_TEXT = 400  # of an answer that shows tokens as texts: as an id, as objects, and as JSON
 
 
 def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
@@ -46,7 +48,9 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
         refuse_embeds(body, "only texts are shown as tokens")
         messages = tokenize_messages(body)
         _check_count("prompt", len(messages), section.max_prompts)
-        lists = await service.tokenize(messages, request.state.caller)
+        has_texts = body.return_token_strs or body.with_pieces
+        num_bytes = BYTES_PER_TOKEN_TEXT if has_texts else BYTES_PER_TOKEN_ID
+        lists = await service.tokenize(messages, request.state.caller, request.state.held, num_bytes)
         counts = [len(each) for each in lists]
         strings = [await tokenizer.write_tokens(each) for each in lists] if body.return_token_strs else None
         pieces = None

@@ -55,6 +55,20 @@ def test_one_text_and_several_texts_are_tokenized(tmp_path: Path, adds: bool | N
     with_client(tmp_path, test)
 
 
+def test_the_tokens_of_many_texts_are_held(tmp_path: Path) -> None:
+    """Their strings, too, so that few bytes of texts cannot become many of tokens in several requests at once."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body: dict[str, Any] = {"prompt": ["!?" * 1000] * 20}
+        answer = await client.post("/tokenize", json=body)
+        assert answer.status_code == 200 and sum(answer.json()["count"]) > 20_000
+        refused = await client.post("/tokenize", json=body | {"return_token_strs": True})
+        assert refused.status_code == 400 and "gateway.max_held_bytes" in refused.json()["error"]["message"]
+        assert (await client.post("/tokenize", json=body)).status_code == 200
+
+    with_client(tmp_path, test, max_held_bytes=4_000_000)
+
+
 def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for begins, adds in itertools.product((None, True, False), repeat=2):
