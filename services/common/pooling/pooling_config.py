@@ -7,7 +7,8 @@ config.json names. What none of them can say is refused by name.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from services.common.json_files.read_json import read_json, read_json_list
 from services.common.pooling.architectures import has_language_head, is_classifier
 
 MODULES_FILE = "modules.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
 
 
 class PoolingMethod(enum.Enum):
@@ -69,6 +71,7 @@ class PoolingConfig:
     is_multi_label: bool = False  # each label is true or false by itself
     is_raw: bool = False  # the values of labels are shown as they are, without sigmoid or softmax
     tokens: tuple[str, ...] = ()  # those of `ClassifierHead.TOKENS`
+    prompts: Mapping[str, str] = field(default_factory=dict)  # what stands before texts for a purpose, by its name
     max_input_tokens: int | None = None  # which sentence-transformers keeps of longer inputs; None: it says nothing
 
     @property
@@ -107,10 +110,19 @@ def read_pooling(section: ModelSection) -> PoolingConfig | None:
         return _read_classifier(raw, path, is_encoder)
     modules = read_json_list(path / MODULES_FILE)
     if modules is not None:
-        return _read_modules(modules, path)
+        return replace(_read_modules(modules, path), prompts=_read_prompts(path))
     if section.runner == "pooling" or is_encoder or not has_language_head(raw):
-        return PoolingConfig(PoolingMethod.CLS if is_encoder else PoolingMethod.LAST, normalizes=True)
+        method = PoolingMethod.CLS if is_encoder else PoolingMethod.LAST
+        return PoolingConfig(method, normalizes=True, prompts=_read_prompts(path))
     return None
+
+
+def _read_prompts(path: Path) -> dict[str, str]:
+    """The prompts that sentence-transformers knows of a model, by name."""
+    prompts = (read_json(path / PROMPTS_FILE) or {}).get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
+        raise ModelError(f"{path / PROMPTS_FILE} has prompts {prompts!r}, expected texts by name")
+    return prompts
 
 
 def _read_classifier(raw: dict[str, Any], path: Path, is_encoder: bool) -> PoolingConfig:

@@ -97,16 +97,25 @@ class Tokenizer:
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
     async def encode_input(
-        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int, is_cut: bool, max_last: int | None
+        self,
+        texts: Sequence[str],
+        adds_special_tokens: bool,
+        max_tokens: int,
+        is_cut: bool,
+        max_last: int | None,
+        *,
+        keeps_last: bool = False,
     ) -> tuple[list[int], int]:
         """Token ids of a text, or of two that belong together, and how many of them are before the second one's part:
         0 if the model is not told.
 
-        If `is_cut`, the longer text loses tokens at its end until all are `max_tokens`; special tokens remain. With
+        If `is_cut`, the longer text loses tokens at its end until all are `max_tokens`, or with `keeps_last` at its
+        beginning; special tokens remain. With
         `max_last` the last text keeps at most so many of its own, and so many that all are `max_tokens` if they can be.
         """
         size = sum(map(len, texts))
-        return await self.off_loop(size, self._encode_input, texts, adds_special_tokens, max_tokens, is_cut, max_last)
+        given = (texts, adds_special_tokens, max_tokens, is_cut, max_last, keeps_last)
+        return await self.off_loop(size, self._encode_input, *given)
 
     async def encode_chat(
         self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0, num_bytes: int = 0
@@ -247,7 +256,13 @@ class Tokenizer:
         return encoding.ids
 
     def _encode_input(
-        self, texts: Sequence[str], adds_special_tokens: bool, max_tokens: int, is_cut: bool, max_last: int | None
+        self,
+        texts: Sequence[str],
+        adds_special_tokens: bool,
+        max_tokens: int,
+        is_cut: bool,
+        max_last: int | None,
+        keeps_last: bool,
     ) -> tuple[list[int], int]:
         pieces = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         num_special = self._backend.num_special_tokens_to_add(len(texts) > 1) if adds_special_tokens else 0
@@ -259,7 +274,7 @@ class Tokenizer:
             by_length = sorted(pieces, key=lambda piece: len(piece.ids))
             shorter = min(len(by_length[0].ids), room // 2) if len(pieces) > 1 else 0
             for piece, count in zip(reversed(by_length), (room - shorter, shorter), strict=False):
-                piece.truncate(count)
+                piece.truncate(count, direction="left" if keeps_last else "right")
         encoding = self._backend.post_process(*pieces, add_special_tokens=adds_special_tokens)
         if len(texts) == 1 or "token_type_ids" not in self.hf_tokenizer.model_input_names:
             return encoding.ids, 0

@@ -61,6 +61,8 @@ class InputOptions:
     priority: int | None = None
     adds_special_tokens: bool | None = None  # default: to texts, not to chats
     max_tokens: int | None = None  # longer inputs are cut behind so many tokens; 0: the model's limit; None: refused
+    is_cut: bool | None = None  # default: if `max_tokens` says where; False: longer inputs are refused
+    keeps_last: bool = False  # texts are cut at their beginning
     cache_salt: str = ""
 
 
@@ -202,7 +204,8 @@ class Vectors:
         name = each.name
         limit, tokenizer = self.service.max_input_tokens, self.service.tokenizer
         most = limit if not options.max_tokens else min(limit, options.max_tokens)
-        is_cut, second_segment = options.max_tokens is not None, 0
+        second_segment = 0
+        is_cut = options.max_tokens is not None if options.is_cut is None else options.is_cut
         if isinstance(each.first, str):
             texts = [each.first] if each.second is None else [each.first, each.second]
             num_characters = sum(map(len, texts if each.max_own_tokens is None else texts[:-1]))
@@ -214,7 +217,12 @@ class Vectors:
                     name,
                 )
             token_ids, second_segment = await tokenizer.encode_input(
-                texts, options.adds_special_tokens is not False, most, is_cut, each.max_own_tokens
+                texts,
+                options.adds_special_tokens is not False,
+                most,
+                is_cut,
+                each.max_own_tokens,
+                keeps_last=options.keeps_last,
             )
         elif isinstance(each.first, gateway_pb2.Chat):
             adds = options.adds_special_tokens
@@ -230,6 +238,8 @@ class Vectors:
             raise InvalidRequest(f"{name} has no tokens, at least 1 is required", name)
         if len(token_ids) > limit:
             raise too_long(limit, f"{name} has {len(token_ids)}", name)
+        if len(token_ids) > most:
+            raise InvalidRequest(f"{name} has {len(token_ids)} tokens, at most {most} are asked for", name)
         message = gateway_pb2.GenerateRequest(
             model=options.model,
             user=options.user,

@@ -9,7 +9,6 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic_core import to_json
-from typing_extensions import TypedDict
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
@@ -26,7 +25,7 @@ from services.gateway.apis.vectors.schema import (
     ScoreList,
     ScoreRequest,
 )
-from services.gateway.http.errors import ERROR_RESPONSES, Dialect, describe
+from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors, shaped
@@ -158,23 +157,3 @@ def _shows_raw(body: ClassifyRequest | PoolingRequest | RerankRequest | ScoreReq
 def _whole(value: dict[str, Any]) -> Iterator[bytes]:
     """The JSON of a small object."""
     yield to_json(value)
-
-
-class CohereErrorBody(TypedDict):
-    """Cohere's error body. `id` is that of the request."""
-
-    id: str
-    message: str
-
-
-def cohere_error(error: Exception, request_id: str) -> CohereErrorBody:
-    """The error's text, see "Errors" in Cohere's reference."""
-    _, body = describe(error)
-    return {"id": request_id, "message": body["error"]["message"]}
-
-
-COHERE = Dialect(
-    lambda scope: scope["path"] == "/v2/rerank",
-    CohereErrorBody,
-    lambda error, scope: cohere_error(error, scope["state"]["request_id"]),
-)

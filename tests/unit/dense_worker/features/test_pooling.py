@@ -164,6 +164,20 @@ def write_modules(path: Path, kinds: list[str], pooling: dict[str, Any], dense: 
         (path / "2_Dense" / "config.json").write_text(json.dumps(dense))
 
 
+def test_the_prompts_of_sentence_transformers_are_read(tmp_path: Path) -> None:
+    make_decoder(tmp_path, "qwen3")
+    file, prompts = tmp_path / "config_sentence_transformers.json", {"query": "Instruct: find\nQuery:", "document": ""}
+    file.write_text(json.dumps({"prompts": prompts, "default_prompt_name": None}))
+    pooling = read_pooling(ModelSection(path=tmp_path, runner="pooling"))
+    assert pooling is not None and pooling.prompts == prompts
+    write_modules(tmp_path, ["Transformer", "Pooling"], {"pooling_mode_lasttoken": True})
+    pooling = read_pooling(ModelSection(path=tmp_path))
+    assert pooling is not None and pooling.prompts == prompts
+    file.write_text(json.dumps({"prompts": {"query": 5}}))
+    with pytest.raises(ModelError, match="expected texts by name"):
+        read_pooling(ModelSection(path=tmp_path))
+
+
 @torch.inference_mode()
 def test_the_files_of_sentence_transformers_say_what_follows(tmp_path: Path) -> None:
     truth = make_decoder(tmp_path, "qwen3")

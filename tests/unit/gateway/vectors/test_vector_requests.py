@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,60 @@ def test_an_input_is_not_cut_behind_more_tokens_than_the_model_reads(tmp_path: P
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
     serve(tmp_path, test)
+
+
+EMBED = "/v2/embed"
+
+
+def test_cohere_gets_vectors_in_several_forms(tmp_path: Path) -> None:
+    texts = [" a b", " c"]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body: dict[str, Any] = {"model": "tiny-llama", "texts": texts, "input_type": "search_query"}
+        body["embedding_types"] = ["float", "base64", "binary", "ubinary"]
+        answer = (await client.post(EMBED, json=body, headers=HEADERS)).json()
+        assert answer["texts"] == texts and answer["response_type"] == "embeddings_by_type"
+        tokens = [REFERENCE(text)["input_ids"] for text in texts]
+        assert answer["meta"]["billed_units"] == {"input_tokens": sum(map(len, tokens))}
+        found = answer["embeddings"]
+        for index, each in enumerate(tokens):
+            wanted = fake_vector(each) / np.linalg.norm(fake_vector(each))
+            np.testing.assert_allclose(found["float"][index], wanted, atol=1e-6)
+            decoded = np.frombuffer(base64.b64decode(found["base64"][index]), "<f4")
+            np.testing.assert_array_equal(decoded, np.float32(found["float"][index]))
+            bits = np.unpackbits(np.array(found["ubinary"][index], np.uint8))[: len(wanted)]
+            np.testing.assert_array_equal(bits, wanted > 0)
+            assert found["binary"][index] == [value - 128 for value in found["ubinary"][index]]
+        plain = {"texts": texts, "output_dimension": 2}
+        cut = (await client.post(EMBED, json=plain, headers=HEADERS)).json()["embeddings"]["float"]
+        assert [len(each) for each in cut] == [2, 2]
+
+    serve(tmp_path, test)
+
+
+def test_cohere_cuts_texts_where_the_client_says(tmp_path: Path) -> None:
+    text = " a b c d e f"
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for truncate in ("START", "END"):
+            body = {"texts": [text], "truncate": truncate, "max_tokens": 4}
+            assert (await client.post(EMBED, json=body, headers=HEADERS)).status_code == 200
+        for wrong in (
+            {"texts": [text], "truncate": "NONE", "max_tokens": 4},
+            {"texts": ["a " * 5000], "truncate": "NONE"},
+            {"texts": [text], "input_type": "nonexistent"},
+            {"texts": [text], "embedding_types": ["int4"]},
+            {"texts": [text], "images": ["x"]},
+            {"texts": []},
+            {},
+        ):
+            response = await client.post(EMBED, json=wrong, headers=HEADERS)
+            assert response.status_code == 400 and response.json().keys() == {"id", "message"}, response.text
+
+    dense = serve(tmp_path, test)
+    [start, end] = [list(each.spec.prompt_token_ids) for each in dense.submits]
+    whole = REFERENCE(text)["input_ids"]
+    assert end == whole[:4] and start == [whole[0], *whole[-3:]]
 
 
 class HoldingDense(FakeDense):
