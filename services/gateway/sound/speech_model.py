@@ -22,6 +22,7 @@ class SpeechModel:
 
     start: int
     end: int  # every text token has a lower id
+    no_speech: int  # what the model's first token would be where nobody speaks
     first_timestamp: int  # 0.00 s; each further one is 0.02 s later
     max_initial_timestamp: int | None  # steps that the first timestamp may have at most
     previous: int | None  # before the text of earlier windows
@@ -78,6 +79,7 @@ def read_speech_model(path: Path) -> SpeechModel:
     return SpeechModel(
         start=start,
         end=end,
+        no_speech=none - 1,  # so it is in all published vocabularies
         first_timestamp=none + 1,
         max_initial_timestamp=config.get("max_initial_timestamp_index"),
         previous=token("prev_sot_token_id", is_required=False),

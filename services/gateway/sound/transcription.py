@@ -1,18 +1,19 @@
 """`Transcription`: what a speech model writes of a file, window after window, as segments with times.
 
-Each window is a request of its own, whose decoder begins with the text before it. A window that lasts as long as the
-encoder reads begins where the last complete segment of the one before ended (arXiv:2212.04356, section 3.8).
+Each attempt at a window is a request of its own, whose decoder begins with the text before it. A window lasts as
+long as the encoder reads and begins where the last complete segment before it ended (arXiv:2212.04356, section 3.8).
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.gateway.access.access import Caller
+from services.gateway.core.chunks import Completion
 from services.gateway.core.request_service import RequestService
+from services.gateway.sound.attempts import MAX_TEMPERATURE_BEFORE, Output, best_output, compression_ratio
 from services.gateway.sound.sound_reader import Sound
 from services.gateway.sound.speech_model import (
     FRAMES_PER_STEP,
@@ -35,7 +36,8 @@ class TranscriptionOptions:
     model: str
     language: str | None  # None: it is detected
     prompt: str
-    temperature: float
+    temperature: float | None  # None: a window that is doubtful at 0 is tried again at higher ones
+    has_no_speech: bool  # whether the answer names the probability that a window has no speech
     request_id: str
     traceparent: str
     sampling: Mapping[str, float | int] = field(default_factory=dict)  # further fields of `SamplingParams`
@@ -49,8 +51,7 @@ class SpokenSegment:
     segment: Segment
     text: str
     first_frame: int  # of its window
-    mean_logprob: float  # of the window's tokens
-    compression_ratio: float  # of the window's text: far above 2 where it repeats itself
+    output: Output  # of its window
 
 
 @dataclass(slots=True)
@@ -83,18 +84,45 @@ class Transcription:
             prompt = [self.model.start, *task_tokens]
             if self.model.previous is not None and before:
                 prompt = [self.model.previous, *before[-most_before:], *prompt]
-            token_ids, logprobs = await self._generate(first_frame, num_frames, prompt)
+            output = await self._output(first_frame, num_frames, prompt)
             start_s = first_frame / FRAMES_PER_STEP * SECONDS_PER_STEP
             window = split_window(
-                self.model, token_ids, start_s, window_s, min(num_frames, last_frame - first_frame)
+                self.model, output.token_ids, start_s, window_s, min(num_frames, last_frame - first_frame)
             )
-            text = self._text(token_ids).encode()
-            ratio = len(text) / len(zlib.compress(text)) if text else 0.0
-            mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
             for segment in window.segments:
                 before += segment.token_ids
-                yield SpokenSegment(segment, self._text(segment.token_ids), first_frame, mean, ratio)
+                yield SpokenSegment(segment, self._text(segment.token_ids), first_frame, output)
+            if self.options.temperature is None and output.temperature > MAX_TEMPERATURE_BEFORE:
+                before = []
             first_frame += window.num_frames
+
+    async def _output(self, first_frame: int, num_frames: int, prompt: list[int]) -> Output:
+        """The output for a window whose decoder begins with `prompt`."""
+
+        async def attempt(temperature: float) -> Output:
+            found = await self._generate(first_frame, num_frames, prompt, temperature)
+            logprobs = found.logprobs.own
+            mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
+            return Output(found.token_ids, temperature, mean, compression_ratio(self._text(found.token_ids)))
+
+        async def no_speech() -> float:
+            return await self._no_speech_prob(first_frame, num_frames, prompt)
+
+        if self.options.temperature is None:
+            output = await best_output(attempt, no_speech)
+        else:
+            output = await attempt(self.options.temperature)
+        if self.options.has_no_speech and output.no_speech_prob is None:
+            output = replace(output, no_speech_prob=await no_speech())
+        return output
+
+    async def _no_speech_prob(self, first_frame: int, num_frames: int, prompt: list[int]) -> float:
+        """How likely the model's mark of silence is right after the token that begins its answer."""
+        message = self._message(first_frame, num_frames, prompt[: prompt.index(self.model.start) + 1], max_tokens=1)
+        message.sampling.temperature = 0.0
+        message.sampling.logprob_token_ids.append(self.model.no_speech)
+        completion = await self._run(message)
+        return math.exp(dict(completion.logprobs[0].top)[self.model.no_speech])
 
     def _text(self, token_ids: list[int]) -> str:
         return self.service.tokenizer.decode(self.model.text_tokens(token_ids), skip_special_tokens=True)
@@ -112,17 +140,19 @@ class Transcription:
         message = self._message(0, num_frames, [self.model.start], max_tokens=1)
         message.sampling.temperature = 0.0
         message.sampling.allowed_token_ids.extend(self.model.languages.values())
-        [token_id], _ = await self._run(message)
+        [token_id] = (await self._run(message)).token_ids
         return next(code for code, each in self.model.languages.items() if each == token_id)
 
-    async def _generate(self, first_frame: int, num_frames: int, prompt: list[int]) -> tuple[list[int], list[float]]:
-        """The output for a window, with the log-probability of each token."""
+    async def _generate(
+        self, first_frame: int, num_frames: int, prompt: list[int], temperature: float
+    ) -> Completion:
+        """The answer for a window, with the log-probability of each token."""
         model = self.model
         max_tokens = min(self.service.limits.max_model_len // 2, self.service.limits.max_model_len - len(prompt))
         if self.options.max_tokens is not None:
             max_tokens = min(max_tokens, self.options.max_tokens)
         message = self._message(first_frame, num_frames, prompt, max_tokens)
-        message.sampling.temperature = self.options.temperature
+        message.sampling.temperature = temperature
         for name, value in self.options.sampling.items():
             setattr(message.sampling, name, value % 2**64 if name == "seed" else value)
         message.sampling.logit_bias.update({token_id: _NEVER for token_id in model.suppressed if token_id >= 0})
@@ -146,7 +176,7 @@ class Transcription:
             decoder_prompt_token_ids=gateway_pb2.TokenIds(ids=prompt),
         )
 
-    async def _run(self, message: gateway_pb2.GenerateRequest) -> tuple[list[int], list[float]]:
+    async def _run(self, message: gateway_pb2.GenerateRequest) -> Completion:
         generation = await self.service.start(message, self.caller, prompt_name="file")
         try:
             [completion], _ = await generation.completions()
@@ -154,4 +184,4 @@ class Transcription:
             generation.close()
         self.num_prompt_tokens += len(message.decoder_prompt_token_ids.ids)
         self.num_tokens += len(completion.token_ids)
-        return completion.token_ids, list(completion.logprobs.own)
+        return completion

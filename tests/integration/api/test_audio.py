@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 from collections.abc import Iterator
@@ -12,13 +13,18 @@ import numpy as np
 import openai
 import pytest
 import torch
+from openai.types.audio import TranscriptionVerbose
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.speech import (
     END,
     FIRST_TIMESTAMP,
+    NO_TIMESTAMPS,
+    NUM_STEPS,
+    PREVIOUS,
     RATE,
+    START,
     WINDOW_S,
     make_speech_model,
     sound_file,
@@ -41,6 +47,7 @@ max_concurrent_answers = 1
 requests_per_minute = 1
 tokens_per_minute = 1
 """
+MAX_TEXT_BEFORE = 31  # as the decoder has 64 positions
 MAX_NEW_TOKENS = 29  # what the longest text before leaves of the decoder's 64 positions
 
 
@@ -116,6 +123,27 @@ def true_segments(path: Path, sound: np.ndarray) -> list[tuple[float, float, lis
     return segments
 
 
+def true_no_speech(path: Path, sound: np.ndarray, answer: TranscriptionVerbose) -> list[float]:
+    """Of each segment's window: the probability of the mark of silence after what begins the decoder's answer."""
+    model = WhisperForConditionalGeneration.from_pretrained(path).eval()
+    extractor = WhisperFeatureExtractor.from_pretrained(path)
+    features = extractor(
+        sound[:, 0], sampling_rate=RATE, truncation=False, padding="max_length", return_tensors="pt"
+    ).input_features
+    probs, before, num_frames = [], list[int](), 2 * NUM_STEPS
+    for seek, segments in itertools.groupby(answer.segments, lambda each: each.seek):
+        window = features[:, :, seek : seek + num_frames]
+        window = torch.nn.functional.pad(window, (0, num_frames - window.shape[2]))
+        prompt = [PREVIOUS, *before[-MAX_TEXT_BEFORE:], START] if before else [START]
+        with torch.inference_mode():
+            logits = model(window, decoder_input_ids=torch.tensor([prompt])).logits[0, -1]
+        prob = logits.softmax(-1)[NO_TIMESTAMPS - 1].item()
+        for each in segments:
+            probs.append(prob)
+            before += each.tokens
+    return probs
+
+
 def check_segments(found: list, expected: list[tuple[float, float, list[int]]]) -> None:
     assert [each.tokens for each in found] == [tokens for _, _, tokens in expected]
     assert [(each.start, each.end) for each in found] == [pytest.approx(each[:2], abs=0.011) for each in expected]
@@ -124,17 +152,17 @@ def check_segments(found: list, expected: list[tuple[float, float, list[int]]]) 
 @pytest.mark.parametrize("seconds", [WINDOW_S, WHOLE_S])
 def test_segments_equal_those_of_transformers(path: Path, client: openai.OpenAI, seconds: float) -> None:
     sound = sound_of(seconds, seed=3)
-    answer = client.audio.transcriptions.create(
-        model=path.name, file=upload(sound, subtype="FLOAT"), language="en", response_format="verbose_json"
-    )
+    options = {"language": "en", "temperature": 0, "response_format": "verbose_json"}
+    answer = client.audio.transcriptions.create(model=path.name, file=upload(sound, subtype="FLOAT"), **options)
     check_segments(answer.segments, true_segments(path, sound))
     assert answer.language == "en" and answer.duration == seconds and answer.task == "transcribe"
 
 
 def test_longer_sound_goes_on_where_the_last_segment_ended(path: Path, client: openai.OpenAI) -> None:
-    answer = client.audio.transcriptions.create(
-        model=path.name, file=upload(sound_of(LONG_S, seed=3)), language="en", response_format="verbose_json"
-    )
+    options = {"language": "en", "temperature": 0, "response_format": "verbose_json"}
+    sound = sound_of(LONG_S, seed=3)
+    answer = client.audio.transcriptions.create(model=path.name, file=upload(sound, subtype="FLOAT"), **options)
+    assert [each.no_speech_prob for each in answer.segments] == pytest.approx(true_no_speech(path, sound, answer))
     seeks = [each.seek for each in answer.segments]
     assert len(set(seeks)) > 2 and seeks == sorted(seeks)
     for before, after in zip(answer.segments, answer.segments[1:], strict=False):
@@ -152,7 +180,7 @@ def test_formats_and_rates(path: Path, client: openai.OpenAI, kind: str) -> None
 
 def test_texts_and_subtitles(path: Path, client: openai.OpenAI) -> None:
     file = upload(sound_of(LONG_S, seed=3))
-    options = {"model": path.name, "file": file, "language": "en"}
+    options = {"model": path.name, "file": file, "language": "en", "temperature": 0}
     verbose = client.audio.transcriptions.create(**options, response_format="verbose_json")
     assert client.audio.transcriptions.create(**options, response_format="text") == verbose.text + "\n"
     srt = client.audio.transcriptions.create(**options, response_format="srt")
@@ -163,8 +191,20 @@ def test_texts_and_subtitles(path: Path, client: openai.OpenAI) -> None:
     assert vtt.startswith("WEBVTT\n\n00:00:") and vtt.count("-->") == len(verbose.segments)
 
 
+def test_doubtful_windows_are_tried_again_at_higher_temperatures(path: Path, client: openai.OpenAI) -> None:
+    options = {"model": path.name, "file": upload(sound_of(WINDOW_S, seed=3)), "response_format": "verbose_json"}
+    cold = client.audio.transcriptions.create(**options, language="en", temperature=0)
+    assert cold.segments[0].avg_logprob < -1, "this model's texts are all unlikely"
+    answers = [
+        client.audio.transcriptions.create(**options, language="en", extra_body={"seed": seed}) for seed in (1, 1, 2)
+    ]
+    assert {each.temperature for answer in answers for each in answer.segments} == {1.0}
+    first, again, other = ([each.tokens for each in answer.segments] for answer in answers)
+    assert first == again != other
+
+
 def test_a_stream_has_the_same_text(path: Path, client: openai.OpenAI) -> None:
-    options = {"model": path.name, "file": upload(sound_of(LONG_S, seed=3)), "language": "en"}
+    options = {"model": path.name, "file": upload(sound_of(LONG_S, seed=3)), "language": "en", "temperature": 0}
     whole = client.audio.transcriptions.create(**options)
     events = list(client.audio.transcriptions.create(**options, stream=True))
     deltas, last = [each.delta for each in events[:-1]], events[-1]
@@ -173,7 +213,7 @@ def test_a_stream_has_the_same_text(path: Path, client: openai.OpenAI) -> None:
 
 
 def test_a_stream_has_the_chunks_of_vllm(path: Path, client: openai.OpenAI) -> None:
-    options = {"model": path.name, "file": upload(sound_of(LONG_S, seed=3)), "language": "en"}
+    options = {"model": path.name, "file": upload(sound_of(LONG_S, seed=3)), "language": "en", "temperature": 0}
     whole = client.audio.transcriptions.create(**options)
     asked = {"stream_include_usage": True, "stream_continuous_usage_stats": True}
     *chunks, last = list(client.audio.transcriptions.create(**options, stream=True, extra_body=asked))
@@ -204,13 +244,12 @@ def test_sampling_has_the_options_of_vllm(path: Path, client: openai.OpenAI) -> 
 
 def test_language_is_detected_and_translation_is_another_task(path: Path, client: openai.OpenAI) -> None:
     file = upload(sound_of(1.0, seed=6))
-    detected = client.audio.transcriptions.create(model=path.name, file=file, response_format="verbose_json")
+    options = {"model": path.name, "file": file, "temperature": 0, "response_format": "verbose_json"}
+    detected = client.audio.transcriptions.create(**options)
     assert detected.language in ("en", "de")
-    named = client.audio.transcriptions.create(
-        model=path.name, file=file, response_format="verbose_json", language=detected.language
-    )
+    named = client.audio.transcriptions.create(**options, language=detected.language)
     assert [each.tokens for each in named.segments] == [each.tokens for each in detected.segments]
-    translated = client.audio.translations.create(model=path.name, file=file, response_format="verbose_json")
+    translated = client.audio.translations.create(**options)
     assert translated.task == "translate" and translated.text != detected.text
 
 
@@ -219,7 +258,7 @@ def test_language_is_detected_and_translation_is_another_task(path: Path, client
     [
         (b"", "file"),
         (b"RIFF" + bytes(200), "cannot be decoded"),
-        (b"\x00\x00\x00\x18ftypM4A " + bytes(100), "formats: WAV, FLAC, OGG, MP3"),
+        (b"\x00\x00\x00\x18ftypM4A " + bytes(100), "formats: WAV, FLAC, OGG, MP3, M4A, MP4, WEBM"),
         (sound_file(sound_of(0.5))[:30], "cannot be decoded"),
         (sound_file(np.zeros((MAX_SECONDS * 1000 * 40, 1), np.float32), "FLAC", rate=1000), "at most 90 are possible"),
         (sound_file(np.zeros((10, 9), np.float32)), "9 channels, at most 8"),

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import signal
 import subprocess
 import sys
 import tracemalloc
 
+import av
 import numpy as np
 import pytest
 import soundfile
 
-from services.gateway.sound.decode import _BLOCK_FRAMES, SoundError, read_sound
+from services.gateway.sound import attempts
+from services.gateway.sound.attempts import TEMPERATURES, Output, best_output
+from services.gateway.sound.decode import read_sound
+from services.gateway.sound.sound_file import BLOCK_FRAMES, SoundError
 from services.gateway.sound.speech_model import Segment, SpeechModel, split_window
 
 RATE = 16_000
 END, FIRST = 50, 60
-MODEL = SpeechModel(51, END, FIRST, None, 56, {"en": 52, "de": 53}, {"transcribe": 54, "translate": 55}, ())
+MODEL = SpeechModel(51, END, 58, FIRST, None, 56, {"en": 52, "de": 53}, {"transcribe": 54, "translate": 55}, ())
 
 
 def file_of(sound: np.ndarray, rate: int = RATE, kind: str = "WAV", subtype: str | None = None) -> bytes:
     file = io.BytesIO()
     soundfile.write(file, sound, rate, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+def recording(container_format: str, codec: str, sound: np.ndarray) -> bytes:
+    """Two channels of 48 kHz, float32 [2, num_samples]."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container_format) as container:
+        stream = container.add_stream(codec, rate=48_000, layout="stereo")
+        frame = av.AudioFrame.from_ndarray(sound, format="fltp", layout="stereo")
+        frame.sample_rate = 48_000
+        container.mux([*stream.encode(frame), *stream.encode(None)])
     return file.getvalue()
 
 
@@ -40,7 +56,7 @@ def test_channels_are_averaged_and_rates_converted() -> None:
     ("data", "words"),
     [
         (b"", "cannot be decoded"),
-        (bytes(1000), r"decoded \(Format not recognised\.\); formats: WAV, FLAC, OGG, MP3"),
+        (bytes(1000), r"decoded \(Format not recognised\.\); formats: WAV, FLAC, OGG, MP3, M4A, MP4, WEBM"),
         (file_of(np.zeros(RATE * 3, np.float32)), r"the sound has 3 s, at most 2 are possible"),
         (file_of(np.full(10, np.nan, np.float32), subtype="FLOAT"), "not finite"),
         (file_of(np.zeros(0, np.float32)), "has no samples"),
@@ -52,6 +68,38 @@ def test_channels_are_averaged_and_rates_converted() -> None:
 def test_what_cannot_be_used_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(SoundError, match=words):
         read_sound(data, RATE, 2)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"), [("ipod", "aac"), ("mov", "alac"), ("webm", "libopus")], ids=["m4a", "alac", "webm"]
+)
+def test_what_phones_and_browsers_record_is_read(container: str, codec: str) -> None:
+    time = np.arange(2 * 48_000) / 48_000
+    tone = 0.5 * np.sin(2 * np.pi * 440 * time).astype(np.float32)
+    data = recording(container, codec, np.stack([tone, np.zeros_like(tone)]))
+    found = read_sound(data, RATE, 3)
+    assert len(found) == pytest.approx(2 * RATE, abs=0.03 * RATE)
+    middle = found[RATE // 2 : RATE * 3 // 2]
+    wave = np.exp(-2j * np.pi * 440 * np.arange(len(middle)) / RATE)
+    assert 2 * abs(np.mean(middle * wave)) == pytest.approx(0.25, rel=0.05)  # half of the tone in one of two channels
+    assert np.std(middle) == pytest.approx(0.25 / np.sqrt(2), rel=0.05), "there is another sound in it"
+    for length in (20, 100, 200):
+        with pytest.raises(SoundError, match="cannot be decoded"):
+            read_sound(data[:length], RATE, 3)
+    with pytest.raises(SoundError, match=r"at most 1 are|more than 1 s"):
+        read_sound(data, RATE, 1)
+
+
+def test_other_codecs_and_films_without_sound_are_refused() -> None:
+    with pytest.raises(SoundError, match="codec pcm_s16le, supported: aac"):
+        read_sound(recording("matroska", "pcm_s16le", np.zeros((2, 4800), np.float32)), RATE, 2)
+    film = io.BytesIO()
+    with av.open(film, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 16
+        container.mux([*stream.encode(av.VideoFrame(16, 16, "yuv420p")), *stream.encode(None)])
+    with pytest.raises(SoundError, match="codec none, supported"):
+        read_sound(film.getvalue(), RATE, 2)
 
 
 def test_a_header_that_lies_about_the_length_is_no_way_around_the_limit() -> None:
@@ -74,12 +122,12 @@ def test_a_high_rate_takes_no_more_memory_than_the_rate_of_the_model() -> None:
     finally:
         tracemalloc.stop()
     assert len(sound) == num_seconds * RATE
-    of_a_block = 4 * _BLOCK_FRAMES
+    of_a_block = 4 * BLOCK_FRAMES
     assert peak_bytes < 4 * len(sound) + 8 * of_a_block < 4 * num_seconds * rate
 
 
 def test_blocks_join_without_a_seam() -> None:
-    rate, num_samples = 48_000, 2 * _BLOCK_FRAMES + 1000
+    rate, num_samples = 48_000, 2 * BLOCK_FRAMES + 1000
     tone = np.sin(2 * np.pi * 440 * np.arange(num_samples) / rate).astype(np.float32)
     found = read_sound(file_of(tone, rate, subtype="FLOAT"), RATE, 20)
     expected = np.sin(2 * np.pi * 440 * np.arange(len(found)) / RATE)
@@ -155,3 +203,54 @@ def test_silence_has_no_segments_and_every_window_goes_on() -> None:
     assert split(FIRST, END) == ([], 200)
     segments, num_frames = split(FIRST, FIRST, 1, END)
     assert segments == [] and num_frames == 200
+
+
+def tried(outputs: list[tuple[float, float]], no_speech_prob: float) -> tuple[Output, int, int]:
+    """The best of outputs with these mean log-probabilities and ratios, how many were made, and how often silence was
+    asked for."""
+    num_asked = 0
+    left = iter(outputs)
+    made = []
+
+    async def attempt(temperature: float) -> Output:
+        made.append(Output([1], temperature, *next(left)))
+        return made[-1]
+
+    async def find_no_speech_prob() -> float:
+        nonlocal num_asked
+        num_asked += 1
+        return no_speech_prob
+
+    best = asyncio.run(best_output(attempt, find_no_speech_prob))
+    assert [each.temperature for each in made] == list(TEMPERATURES[: len(made)])
+    return best, len(made), num_asked
+
+
+GOOD, REPETITIVE, UNLIKELY = (-0.4, 1.5), (-0.1, 2.5), (-1.1, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "no_speech_prob", "temperature", "num_asked"),
+    [
+        ([GOOD], 0.9, 0.0, 0),  # the model is sure of its text, whatever its mark of silence says
+        ([REPETITIVE, GOOD], 0.9, 0.2, 0),
+        ([UNLIKELY, REPETITIVE, UNLIKELY, GOOD], 0.5, 0.6, 1),
+        ([UNLIKELY] * 6, 0.5, 1.0, 1),
+    ],
+)
+def test_doubtful_outputs_are_tried_again_at_higher_temperatures(
+    outputs: list[tuple[float, float]], no_speech_prob: float, temperature: float, num_asked: int
+) -> None:
+    best, num_made, asked = tried(outputs, no_speech_prob)
+    assert (best.temperature, best.token_ids, num_made, asked) == (temperature, [1], len(outputs), num_asked)
+
+
+def test_an_unlikely_text_of_silence_is_none() -> None:
+    best, num_made, _ = tried([UNLIKELY, GOOD], 0.7)
+    assert (best.token_ids, best.no_speech_prob, num_made) == ([], 0.7, 1)
+
+
+def test_repetition_is_measured_as_the_published_code_does() -> None:
+    text = "Thank you. " * 20
+    assert attempts.compression_ratio(text) > attempts.MAX_COMPRESSION_RATIO > attempts.compression_ratio(text[:22])
+    assert attempts.compression_ratio("") == 0

@@ -27,7 +27,7 @@ def verbose_object(transcription: Transcription, segments: Sequence[SpokenSegmen
         "language": transcription.language,
         "duration": transcription.sound.seconds,
         "text": text_of(segments),
-        "segments": [_segment_object(index, each, transcription) for index, each in enumerate(segments)],
+        "segments": [_segment_object(index, each) for index, each in enumerate(segments)],
         "usage": usage_object(transcription),
     }
 
@@ -109,8 +109,8 @@ def _time(seconds: float, separator: str) -> str:
     return f"{hours:02}:{minutes:02}:{seconds_part:02}{separator}{milliseconds:03}"
 
 
-def _segment_object(index: int, spoken: SpokenSegment, transcription: Transcription) -> dict[str, Any]:
-    segment = spoken.segment
+def _segment_object(index: int, spoken: SpokenSegment) -> dict[str, Any]:
+    segment, output = spoken.segment, spoken.output
     return {
         "id": index,
         "seek": spoken.first_frame,
@@ -118,7 +118,8 @@ def _segment_object(index: int, spoken: SpokenSegment, transcription: Transcript
         "end": round(segment.end, 2),
         "text": spoken.text,
         "tokens": segment.token_ids,
-        "temperature": transcription.options.temperature,
-        "avg_logprob": spoken.mean_logprob,
-        "compression_ratio": spoken.compression_ratio,
+        "temperature": output.temperature,
+        "avg_logprob": output.mean_logprob,
+        "compression_ratio": output.compression_ratio,
+        "no_speech_prob": output.no_speech_prob,
     }

@@ -222,7 +222,8 @@ async def _read_form(
         model=_text(form, "model"),
         language=_text(form, "language") or None,
         prompt=prompt,
-        temperature=_number(form, "temperature", 0.0, 1.0),
+        temperature=_number(form, "temperature", 0.0, 1.0) if _text(form, "temperature") else None,
+        has_no_speech=response_format == "verbose_json",
         request_id=request.state.request_id,
         traceparent=request.headers.get("traceparent", ""),
         sampling=sampling,
@@ -248,7 +249,7 @@ def _flag(form: FormData, name: str) -> bool:
 def _number(form: FormData, name: str, low: float, high: float) -> float:
     text = _text(form, name)
     try:
-        value = float(text or low)
+        value = float(text)
     except ValueError:
         value = math.nan
     if not low <= value <= high:
