@@ -8,7 +8,7 @@ from services.common.errors import ContextLengthExceeded
 from services.gateway.http.errors import TYPES, Dialect, describe, error_responses
 
 KINDS = {**TYPES, 404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
-PATHS = frozenset({"/completion", "/completions", "/infill", "/props", "/slots"})
+PATHS = frozenset({"/completion", "/completions", "/embedding", "/embeddings", "/infill", "/props", "/slots"})
 
 
 class LlamaCppErrorObject(TypedDict):

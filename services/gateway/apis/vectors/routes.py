@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings, and /embeddings in llama.cpp's form."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, number_pieces
-from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, number_pieces
+from services.gateway.apis.vectors.schema import (
+    EUCLID,
+    EmbeddingList,
+    EmbeddingRequest,
+    PlainEmbedding,
+    PlainEmbeddingRequest,
+    input_list,
+)
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
@@ -44,7 +51,30 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         options = body.options(request_id, request.headers.get("traceparent", ""))
         return PooledAnswer(vectors, body.inputs, options, write)
 
+    @router.post("/embedding", response_class=Response, include_in_schema=False)
+    @router.post("/embeddings", response_class=Response, responses={200: {"model": list[PlainEmbedding]}})
+    async def create_plain_embeddings(body: PlainEmbeddingRequest, request: Request) -> Response:
+        """The same in llama.cpp's form: the list of vectors alone."""
+        await next_turn(request)
+        body.log_unknown_fields(request.state.request_id)
+        embeds = vectors.embeds
+        normalizes = embeds.normalizes if body.embd_normalize is None else body.embd_normalize == EUCLID
+
+        def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
+            return list_pieces(
+                _plain_pieces(index, shaped(each.values, None, normalizes)) for index, each in enumerate(pooled)
+            )
+
+        options = body.options(request.state.request_id, request.headers.get("traceparent", ""))
+        return PooledAnswer(vectors, input_list(body.input), options, write)
+
     return router
+
+
+def _plain_pieces(index: int, values: np.ndarray) -> Iterator[bytes]:
+    yield b'{"index":%d,"embedding":[' % index
+    yield from number_pieces(values.tolist())
+    yield b"]}"
 
 
 def vector_pieces(

@@ -159,6 +159,30 @@ class EmbeddingRequest(InputRequest):
     normalize: bool | None = Field(None, description="Give vectors of length 1; default: as the model says")
 
 
+EUCLID = 2  # llama.cpp's number of the norm
+
+
+class PlainEmbeddingRequest(InputFields):
+    """The inputs as llama.cpp has them."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"encoding_format": ("float",)}
+
+    input: Input = Field(
+        validation_alias=AliasChoices("input", "content"),
+        description="A text, token ids, or a list of either; content is the same",
+    )
+    embd_normalize: Literal[-1, 2] | None = Field(
+        None, description="2: vectors of length 1; -1: as they are; default: as the model says"
+    )
+
+
+class PlainEmbedding(TypedDict):
+    """The vector of one input, as the only one of a list."""
+
+    index: int
+    embedding: list[list[float]]
+
+
 UseActivation = Annotated[
     bool | None,
     Field(

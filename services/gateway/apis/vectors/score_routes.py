@@ -66,6 +66,8 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     @router.post("/v2/rerank", response_class=Response, include_in_schema=False)
     @router.post("/v1/rerank", response_class=Response, responses={200: {"model": RankList}})
     @router.post("/rerank", response_class=Response, include_in_schema=False)
+    @router.post("/reranking", response_class=Response, include_in_schema=False)  # llama.cpp's
+    @router.post("/v1/reranking", response_class=Response, include_in_schema=False)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """The documents in the order of how well they belong to the query."""
         request_id, options = await begin(body, request)

@@ -191,6 +191,23 @@ def test_an_input_is_not_cut_behind_more_tokens_than_the_model_reads(tmp_path: P
     serve(tmp_path, test)
 
 
+def test_llama_cpp_gets_a_list_of_vectors(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, field, prompts in (("/embedding", "content", [11, 12]), ("/embeddings", "input", [[11, 12], [5]])):
+            body = {field: prompts, "embd_normalize": -1}
+            found = (await client.post(path, json=body, headers=HEADERS)).json()
+            lists = [prompts] if field == "content" else prompts
+            assert [each["index"] for each in found] == list(range(len(lists)))
+            vectors_of = [each["embedding"][0] for each in found]
+            np.testing.assert_allclose(vectors_of, list(map(fake_vector, lists)), atol=1e-6)
+        [unit] = (await client.post("/embeddings", json={"input": [5]}, headers=HEADERS)).json()
+        assert np.linalg.norm(unit["embedding"]) == pytest.approx(1)
+        error = (await client.post("/embeddings", json={"input": "a", "embd_normalize": 3}, headers=HEADERS)).json()
+        assert error["error"]["code"] == 400
+
+    serve(tmp_path, test)
+
+
 EMBED = "/v2/embed"
 
 
