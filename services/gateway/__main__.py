@@ -11,7 +11,7 @@ import sys  # noqa: E402
 
 from services.common.cli import parse_service_args  # noqa: E402
 from services.common.logs import configure_logs  # noqa: E402
-from services.common.process import collect_rarely, importing  # noqa: E402
+from services.common.process import collect_rarely, give_back_large_blocks, importing  # noqa: E402
 from services.rpc.server import run_service, serve  # noqa: E402
 
 
@@ -19,6 +19,7 @@ def main() -> None:
     """Runs one gateway process until it is asked to stop, or has drained. Reads its command line."""
     config, options = parse_service_args("services.gateway", sys.argv[1:])
     configure_logs(config.log, "gateway", options.error_file)
+    give_back_large_blocks()
     with importing():
         from services.gateway.service import Gateway
     drain = asyncio.Event()

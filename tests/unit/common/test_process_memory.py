@@ -33,6 +33,29 @@ def test_the_memory_of_a_process_grows_by_what_it_writes() -> None:
     assert proportional_bytes(process.pid) == 0, "it has ended"
 
 
+FREES = """
+import os, threading
+from services.common.process import give_back_large_blocks, proportional_bytes
+give_back_large_blocks()
+small = []
+def work():
+    del [bytes(bytearray(20 << 20))][0]  # the first one that is freed changes what is kept
+    blocks = [bytes(bytearray(12 << 20)) for _ in range(10)]
+    small.append(bytes(1000))  # behind them
+before = proportional_bytes(os.getpid())
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(proportional_bytes(os.getpid()) - before)
+"""
+
+
+def test_large_blocks_are_given_back_when_they_are_freed() -> None:
+    """Also those of threads, each of which has a heap of its own."""
+    found = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, timeout=60, check=True)
+    assert int(found.stdout) < 12 << 20
+
+
 def test_no_more_memory_is_available_than_the_machine_has() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_bytes() < total
