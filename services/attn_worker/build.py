@@ -8,6 +8,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+import grpc
 import structlog
 import torch
 
@@ -29,6 +30,7 @@ from services.attn_worker.layers.gated_delta.layered_attention import layered_to
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
+from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
 from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
@@ -58,6 +60,14 @@ class StepLimits:
     num_lanes: int = 1  # that run beside each other, each with steps up to these limits
 
 
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Other attention workers, from which sequences may come."""
+
+    open_channel: Callable[[str], grpc.Channel]  # to the one at an address
+    longest_copy_s: float  # that the blocks of a sequence may take
+
+
 def build_engine(
     section: AttentionSection,
     model: ResolvedModel,
@@ -65,12 +75,14 @@ def build_engine(
     metrics: AttentionMetrics,
     pinned_tier: PinnedFile | None = None,
     events: KVEvents | None = None,
+    peers: Peers | None = None,
     *,
     is_deterministic: bool = False,
 ) -> AttentionEngine:
     """Allocates the KV cache and starts the engine. `pinned_tier`: what `prepare_device` has returned.
 
-    `events`: what becomes of blocks is recorded there. `is_deterministic`: attention has one order of additions.
+    `events`: what becomes of blocks is recorded there. `peers`: attention workers from which sequences may come; None:
+    there are none. `is_deterministic`: attention has one order of additions.
 
     Raises `CapacityError` if the cache cannot hold one sequence.
     """
@@ -111,7 +123,12 @@ def build_engine(
     runner, storage = _build_runner(section, model, limits, spec, max_model_len, metrics, is_deterministic)
     if section.host_kv_bytes:
         cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"], pinned_tier, is_deterministic))
-    engine = AttentionEngine(cache, runner, metrics)
+    moved_blocks = None
+    if peers is not None and section.enable_prefix_cache and cache.can_load_blocks:
+        identity = str(_block_identity(section, model, storage, is_deterministic))
+        arguments = (storage, model.device, cache.pools["blocks"], identity, peers.open_channel, peers.longest_copy_s)
+        moved_blocks = MovedBlocks(*arguments)
+    engine = AttentionEngine(cache, runner, metrics, moved_blocks)
     engine.start()
     return engine
 
@@ -312,14 +329,7 @@ def _open_host_tier(
     pinned: PinnedFile | None,
     is_deterministic: bool,
 ) -> HostTier:
-    identity = {
-        "model": model.config.fingerprint,
-        "kv_cache_dtype": resolve_kv_cache_format(section, model),
-        "block_size": section.block_size,
-        "layout": blake2b(storage.layout.encode(), digest_size=16).hexdigest(),
-    }
-    if is_deterministic:  # keys and values that were computed otherwise have other bits
-        identity["deterministic"] = "true"
+    identity = _block_identity(section, model, storage, is_deterministic)
     region = TierRegion.open(
         section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity, pinned=pinned
     )
@@ -341,6 +351,21 @@ def _open_host_tier(
         is_pinned=region.is_pinned,
     )
     return tier
+
+
+def _block_identity(
+    section: AttentionSection, model: ResolvedModel, storage: BlockStorage, is_deterministic: bool
+) -> dict[str, object]:
+    """Equal where the bytes of a block mean the same."""
+    identity: dict[str, object] = {
+        "model": model.config.fingerprint,
+        "kv_cache_dtype": resolve_kv_cache_format(section, model),
+        "block_size": section.block_size,
+        "layout": blake2b(storage.layout.encode(), digest_size=16).hexdigest(),
+    }
+    if is_deterministic:  # keys and values that were computed otherwise have other bits
+        identity["deterministic"] = "true"
+    return identity
 
 
 def _make_block_copier(storage: BlockStorage, region: TierRegion, device: torch.device) -> BlockCopier:

@@ -6,7 +6,7 @@
 Calls are made in order. On a CPU a launched step is done; a GPU may still run a step when the next is launched. With
 several lanes the thread runs their steps by turns, between calls; plans change the cache in the order of arrival.
 If the dense worker is lost during a step, the step is rolled back as if it had never been planned. Steps go on while
-blocks of a sequence that is being opened come from a tier (`Openings`).
+blocks of a sequence that is being opened come from elsewhere (`Openings`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.cached_sequence import OpenResult, PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
+from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
 from services.attn_worker.openings import Openings
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
@@ -52,17 +53,27 @@ class AttentionEngine:
     Counters may be read from any thread.
     """
 
-    def __init__(self, cache: KVCache, runner: LayerRunner, metrics: AttentionMetrics) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        runner: LayerRunner,
+        metrics: AttentionMetrics,
+        moved_blocks: MovedBlocks | None = None,
+    ) -> None:
+        """`moved_blocks`: None if sequences that move are computed again."""
         self.cache = cache
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_loaded_tokens = 0  # of these, those whose blocks came from the tier
+        self.num_copied_tokens = 0  # and those whose blocks came from another attention worker
+        self.moved_blocks = moved_blocks
         self._runner = runner
         self._metrics = metrics
         self._attachment: Attachment | None = None
         self._thread = EngineThread(self._work)
-        self._openings = Openings(cache, runner, self._thread.submit, self._note_opened)
+        receiver = None if moved_blocks is None else moved_blocks.receiver
+        self._openings = Openings(cache, runner, self._thread.submit, self._note_opened, receiver)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -87,6 +98,8 @@ class AttentionEngine:
             return
         with contextlib.ExitStack() as stack:
             stack.callback(self.cache.tier.close, _TIER_TIMEOUT_S)
+            if self.moved_blocks is not None:
+                stack.callback(self.moved_blocks.close)
             if self._attachment is not None:
                 stack.callback(self._attachment.close)
             stack.callback(self._openings.cancel_all)
@@ -132,7 +145,9 @@ class AttentionEngine:
 
     def _note_opened(self, result: OpenResult) -> None:
         self.num_cached_tokens += result.num_cached_tokens
-        self.num_loaded_tokens += len(result.missing) * self.cache.block_size
+        self.num_copied_tokens += result.num_copied_blocks * self.cache.block_size
+        if not result.num_copied_blocks:
+            self.num_loaded_tokens += len(result.missing) * self.cache.block_size
 
     def run_step(
         self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]

@@ -49,6 +49,7 @@ class EngineCounts(Protocol):
     num_computed_tokens: int
     num_cached_tokens: int
     num_loaded_tokens: int
+    num_copied_tokens: int
 
 
 class AttentionMetrics:
@@ -131,6 +132,10 @@ class _CountsCollector:
             "loaded_tokens": (
                 "Tokens of these whose keys and values came from the host tier.",
                 engine.num_loaded_tokens,
+            ),
+            "copied_tokens": (
+                "Tokens of these whose keys and values came from another attention worker.",
+                engine.num_copied_tokens,
             ),
             "host_kv_written_blocks": ("Blocks copied to the host tier.", tier.num_written_blocks),
             "host_kv_read_blocks": ("Blocks copied from the host tier.", tier.num_read_blocks),

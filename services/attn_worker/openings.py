@@ -1,4 +1,6 @@
-"""`Openings`: opens sequences in the KV cache. Those whose blocks come from a tier are answered when these are there.
+"""`Openings`: opens sequences in the KV cache. Those whose blocks come from elsewhere are answered when they are there.
+
+They come from a tier or, when a sequence moves, from the attention worker that it leaves.
 
 For the engine thread alone. A sequence that waits holds its blocks, which the scheduler has reserved for it, and nobody
 runs it.
@@ -11,10 +13,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import structlog
+
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.tiers.tier import BlockSupplier
+from services.attn_worker.moved_blocks.receiver import BlockReceiver
 from services.attn_worker.runner.layer_runner import LayerRunner
 from services.step import NewSequence
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +30,7 @@ class _Opening:
     new: NewSequence
     opened: Future[OpenResult]
     num_freed_blocks: int = 0  # by all attempts
+    num_copied_blocks: int = 0  # from another attention worker, by all attempts
     result: OpenResult | None = None  # of the last attempt
     followers: list[_Opening] = field(default_factory=list)  # sequences that want some of the same blocks
 
@@ -35,11 +44,14 @@ class Openings:
         runner: LayerRunner,
         submit: Callable[..., Future[None]],
         note_opened: Callable[[OpenResult], None],
+        receiver: BlockReceiver | None = None,
     ) -> None:
+        """`receiver`: for blocks of other attention workers; None: what moves is computed again."""
         self._cache = cache
         self._runner = runner
         self._submit = submit
         self._note_opened = note_opened
+        self._receiver = receiver
         self._loading: dict[bytes, _Opening] = {}  # by the digests of the blocks that are being loaded
 
     def open(self, new: NewSequence, opened: Future[OpenResult]) -> None:
@@ -54,6 +66,8 @@ class Openings:
         if not self._loading:
             return
         self._cache.tier.cancel_loads()
+        if self._receiver is not None:
+            self._receiver.cancel_loads()
         openings, self._loading = dict.fromkeys(self._loading.values()), {}
         for opening in openings:
             self._cache.close_sequences([opening.new.seq_id])
@@ -61,7 +75,7 @@ class Openings:
                 each.opened.cancel()
 
     def _open(self, opening: _Opening) -> None:
-        new = opening.new
+        new, supplier = opening.new, self._supplier(opening.new)
         opening.result = result = self._cache.open_sequence(
             new.seq_id,
             new.token_ids,
@@ -71,6 +85,7 @@ class Openings:
             max_cached_tokens=new.max_cached_tokens,
             num_source_tokens=new.num_source_tokens,
             spans=new.spans,
+            supplier=supplier,
         )
         opening.num_freed_blocks += result.num_freed_blocks
         if not result.missing:
@@ -83,7 +98,16 @@ class Openings:
             return
         self._loading |= dict.fromkeys((digest for digest, _ in result.missing), opening)
         finish = partial(self._submit, self._finish, opening, result)  # the tier's thread calls it
-        self._cache.tier.load(result.missing, self._runner.fence(), finish)
+        supplier.load(result.missing, self._runner.fence(), finish)
+
+    def _supplier(self, new: NewSequence) -> BlockSupplier:
+        """Where blocks that are missing come from."""
+        if not new.leaves_address:
+            return self._cache.tier
+        if self._receiver is not None:
+            return self._receiver.supplier_at(new.leaves_address)
+        log.info("a sequence that moves is computed again: its cache has more than blocks", seq_id=f"{new.seq_id:x}")
+        return self._cache.tier
 
     def _finish(self, opening: _Opening, result: OpenResult, num_loaded: int) -> None:
         """So many of the first missing blocks are there. An error of this call goes to `opened`, as of the others."""
@@ -100,9 +124,12 @@ class Openings:
         for digest, _ in result.missing:
             del self._loading[digest]
         self._cache.register_loaded(result.missing[:num_loaded])
+        if opening.new.leaves_address:
+            opening.num_copied_blocks += num_loaded
+            opening.new = replace(opening.new, leaves_address="")  # it has no more of them
         if num_loaded == len(result.missing):
             self._answer(opening, result)
-        else:  # the tier has forgotten the next block, so that this ends
+        else:  # it will not be offered the next block again, so that this ends
             self._cache.close_sequences([opening.new.seq_id])
             self._open(opening)
         followers, opening.followers = opening.followers, []
@@ -110,6 +137,7 @@ class Openings:
             self._open(follower)
 
     def _answer(self, opening: _Opening, result: OpenResult) -> None:
-        result = replace(result, num_freed_blocks=opening.num_freed_blocks)
+        counts = {"num_freed_blocks": opening.num_freed_blocks, "num_copied_blocks": opening.num_copied_blocks}
+        result = replace(result, **counts)
         self._note_opened(result)
         opening.opened.set_result(result)

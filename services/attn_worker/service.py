@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import secrets
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
-from services.attn_worker.build import StepLimits, check_host_tier, prepare_device
+from services.attn_worker.build import Peers, StepLimits, check_host_tier, prepare_device
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
@@ -20,7 +21,7 @@ from services.common.rank import Rank, seam_config
 from services.common.resolve import resolve_model, use_device
 from services.common.several_ranks import check_ranks
 from services.pb import attn_pb2_grpc
-from services.rpc.client import read_peer_tls
+from services.rpc.client import open_blocking_channel, read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
 from services.rpc.server import GrpcServer, run_together
 from services.rpc.tracing import tracing
@@ -83,6 +84,10 @@ class AttentionWorker:
             server.set_stall,
             pinned_tier,
             self._report_kv_events(section),
+            Peers(
+                partial(open_blocking_channel, max_message_bytes=config.peers.max_message_bytes, tls=tls),
+                config.channel.wait_timeout_s,
+            ),
             is_deterministic=is_deterministic,
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attach_request import read_recurrences, read_relative_bias, read_scales, read_sinks
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.build import StepLimits, build_engine
+from services.attn_worker.build import Peers, StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.engine import Accepted, AttentionEngine
@@ -73,15 +73,18 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         on_stall: OnStall,
         pinned_tier: PinnedFile | None = None,
         kv_events: KVEvents | None = None,
+        peers: Peers | None = None,
         *,
         is_deterministic: bool = False,
     ) -> None:
         """`pinned_tier`: the memory of the host tier, of a standby that has pinned it.
 
-        `kv_events`: what becomes of blocks is recorded there. `is_deterministic`: the config's `dense.deterministic`.
+        `kv_events`: what becomes of blocks is recorded there. `peers`: other attention workers, if there may be some.
+        `is_deterministic`: the config's `dense.deterministic`.
         """
         self._section = section
         self._kv_events = kv_events
+        self._peers = peers
         self._is_deterministic = is_deterministic
         self._pinned_tier = pinned_tier
         self._model = model
@@ -246,6 +249,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 self._results = None
             log.info("detached", attachment_id=attachment_id)
 
+    async def ReadBlocks(
+        self, request: attn_pb2.ReadBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[attn_pb2.BlockPart]:
+        moved_blocks = self._require_engine().moved_blocks
+        if moved_blocks is None:
+            raise InvalidRequest("this KV cache has more of a sequence than blocks that are found by their digests")
+        async for part in moved_blocks.sender.send(moved_blocks.digests_of(request.identity, request.digests)):
+            yield part
+
     async def GetStatus(
         self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttentionStatus:
@@ -262,6 +274,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_steps=engine.num_steps,
             num_computed_tokens=engine.num_computed_tokens,
             num_cached_tokens=engine.num_cached_tokens,
+            num_copied_tokens=engine.num_copied_tokens,
             resident_bytes=resident_bytes(),
         )
 
@@ -303,6 +316,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 self._metrics,
                 self._pinned_tier,
                 self._kv_events,
+                self._peers,
                 is_deterministic=self._is_deterministic,
             )
             self._building = asyncio.create_task(build)

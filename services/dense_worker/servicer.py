@@ -195,6 +195,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         return dense_pb2.RemoveAttentionWorkerReply()
 
     def _require_attention_workers(self) -> AttentionWorkersClient:
+        self._require_ready()
         if self.attention_workers is None:
             raise InvalidRequest(
                 "this dense worker has a single attention worker: start it with attention.elastic, or with several"

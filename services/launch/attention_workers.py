@@ -1,11 +1,17 @@
-"""`AttentionWorkers`: attention workers that `ctl` adds to those of a running server, or takes away."""
+"""`AttentionWorkers`: attention workers that `ctl` adds to those of a running server, or takes away.
+
+The dense worker may die at any time. Its successor is asked again, and once more after it has been decided what those
+that are started later attach to: so there is none that misses a worker, or waits for one that has left.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
@@ -23,6 +29,10 @@ from services.rpc.error_details import error_of
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
+
+_RETRY_S = 0.1  # between two looks for a dense worker that is back
+# Of the dense worker: about the attention worker at an address, within so many seconds; and the limit of the call.
+_Ask = Callable[[dense_pb2_grpc.DenseWorkerStub, str, float, float], Coroutine[Any, Any, None]]
 
 
 class AttentionWorkers:
@@ -77,22 +87,22 @@ class AttentionWorkers:
                 raise InvalidRequest(f"there is no attention worker {name!r}; there are {names}")
             if child.options.attention_index == 0:
                 raise InvalidRequest(f"{name} stays as long as the launcher: drain another one")
-            request = dense_pb2.RemoveAttentionWorkerRequest(address=child.address, timeout_ms=round(1000 * timeout_s))
             try:
-                async with self._dense_stub() as stub:
-                    await stub.RemoveAttentionWorker(request, timeout=timeout_s + child.config.peers.rpc_timeout_s)
+                await self._ask_dense(_remove, child.address, timeout_s)
             except grpc.aio.AioRpcError as error:
                 raise PeerError(f"{name} was not drained: {_describe(error)}") from error
-            await uninterrupted(self._end(child))  # the dense worker has left it, whatever the caller wants
+            await uninterrupted(self._end(child, timeout_s))  # the dense worker has left it, whatever the caller wants
 
     async def _keep(self, child: Child, watcher: asyncio.Task[None]) -> None:
         child.may_restart = True
         self._children.adopt(child, watcher)
         await self._tell_successors(lambda addresses: (*addresses, child.address))
+        await self._ask_again(_add, child, child.config.launch.start_timeout_s)
         log.info("attention worker added", name=child.name, pid=child.pid)
 
-    async def _end(self, child: Child) -> None:
+    async def _end(self, child: Child, timeout_s: float) -> None:
         await self._tell_successors(lambda addresses: tuple(each for each in addresses if each != child.address))
+        await self._ask_again(_remove, child, timeout_s)
         child.stop()
         await child.wait(child.config.launch.stop_grace_s)
         await self._children.forget(child)
@@ -101,17 +111,49 @@ class AttentionWorkers:
     async def _attach(self, child: Child, watcher: asyncio.Task[None]) -> None:
         """Lets the dense worker attach to a worker that starts. Raises the worker's error if it ends before that."""
         timeout_s = child.config.launch.start_timeout_s
-        request = dense_pb2.AddAttentionWorkerRequest(address=child.address, timeout_ms=round(1000 * timeout_s))
-        async with self._dense_stub() as stub:
-            adding = asyncio.ensure_future(_called(stub, request, timeout_s + child.config.peers.rpc_timeout_s))
+        adding = asyncio.ensure_future(self._ask_dense(_add, child.address, timeout_s))
+        try:
+            await asyncio.wait([adding, watcher], return_when=asyncio.FIRST_COMPLETED)
+            if not adding.done():
+                raise PeerError(f"it ended: {child.last_end}")
+            adding.result()
+        finally:
+            adding.cancel()
+            await asyncio.gather(adding, return_exceptions=True)
+
+    async def _ask_dense(self, ask: _Ask, address: str, timeout_s: float) -> None:
+        """Asks the dense worker, or its successor if it dies meanwhile. Raises an error of gRPC."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(_RETRY_S, deadline - time.monotonic())
             try:
-                await asyncio.wait([adding, watcher], return_when=asyncio.FIRST_COMPLETED)
-                if not adding.done():
-                    raise PeerError(f"it ended: {child.last_end}")
-                adding.result()
-            finally:
-                adding.cancel()
-                await asyncio.gather(adding, return_exceptions=True)
+                async with self._dense_stub() as stub:
+                    await ask(stub, address, left_s, left_s + self._config.peers.rpc_timeout_s)
+                return
+            except grpc.aio.AioRpcError as error:
+                if not _is_gone(error):
+                    raise
+                log.warning("the dense worker is asked again about an attention worker", reason=error.details())
+                while not await self._is_dense_serving():
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(_RETRY_S)
+
+    async def _is_dense_serving(self) -> bool:
+        try:
+            async with self._dense_stub() as stub:
+                request = dense_pb2.GetStatusRequest()
+                status = await stub.GetStatus(request, timeout=self._config.peers.rpc_timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(status.state == dense_pb2.DenseStatus.SERVING)
+
+    async def _ask_again(self, ask: _Ask, child: Child, timeout_s: float) -> None:
+        """Asks a dense worker that may have started before its successors were told; for any other it is done."""
+        try:
+            await self._ask_dense(ask, child.address, timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the dense worker was not asked again", name=child.name, reason=_describe(error))
 
     async def _tell_successors(self, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
         """A dense worker that is started from now on attaches to the present attention workers."""
@@ -127,15 +169,24 @@ class AttentionWorkers:
             yield dense_pb2_grpc.DenseWorkerStub(channel)
 
 
-async def _called(
-    stub: dense_pb2_grpc.DenseWorkerStub, request: dense_pb2.AddAttentionWorkerRequest, timeout_s: float
-) -> None:
+async def _add(stub: dense_pb2_grpc.DenseWorkerStub, address: str, within_s: float, timeout_s: float) -> None:
+    request = dense_pb2.AddAttentionWorkerRequest(address=address, timeout_ms=round(1000 * within_s))
     await stub.AddAttentionWorker(request, timeout=timeout_s)
+
+
+async def _remove(stub: dense_pb2_grpc.DenseWorkerStub, address: str, within_s: float, timeout_s: float) -> None:
+    request = dense_pb2.RemoveAttentionWorkerRequest(address=address, timeout_ms=round(1000 * within_s))
+    await stub.RemoveAttentionWorker(request, timeout=timeout_s)
+
+
+def _is_gone(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the dense worker has ended."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and error_of(error) is None
 
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        if error.code() is grpc.StatusCode.UNAVAILABLE and error_of(error) is None:
+        if _is_gone(error):
             return f"the dense worker has ended, or does not answer: {error.details()}"
         return error.details() or error.code().name
     return str(error) if isinstance(error, TwostrokeError) else repr(error)

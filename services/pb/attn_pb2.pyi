@@ -138,12 +138,28 @@ class PlanAnswer(_message.Message):
     opened: SequenceOpened
     def __init__(self, step_id: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., is_leaving: _Optional[bool] = ..., opened: _Optional[_Union[SequenceOpened, _Mapping]] = ...) -> None: ...
 
+class ReadBlocksRequest(_message.Message):
+    __slots__ = ("identity", "digests")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    identity: str
+    digests: bytes
+    def __init__(self, identity: _Optional[str] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class BlockPart(_message.Message):
+    __slots__ = ("content", "checksums")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, content: _Optional[bytes] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AttentionStatus(_message.Message):
-    __slots__ = ("epoch", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_sequences", "num_steps", "num_computed_tokens", "num_cached_tokens", "resident_bytes", "stall", "block_size")
+    __slots__ = ("epoch", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_sequences", "num_steps", "num_computed_tokens", "num_cached_tokens", "resident_bytes", "stall", "block_size", "num_copied_tokens")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +171,7 @@ class AttentionStatus(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_COPIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_blocks: int
     num_free_blocks: int
@@ -166,4 +183,5 @@ class AttentionStatus(_message.Message):
     resident_bytes: int
     stall: _stall_pb2.Stall
     block_size: int
-    def __init__(self, epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., block_size: _Optional[int] = ...) -> None: ...
+    num_copied_tokens: int
+    def __init__(self, epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., block_size: _Optional[int] = ..., num_copied_tokens: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,11 @@ class AttentionWorkerStub:
                 request_serializer=step__pb2.StepPlan.SerializeToString,
                 response_deserializer=attn__pb2.PlanAnswer.FromString,
                 _registered_method=True)
+        self.ReadBlocks = channel.unary_stream(
+                '/twostroke.attn.v1.AttentionWorker/ReadBlocks',
+                request_serializer=attn__pb2.ReadBlocksRequest.SerializeToString,
+                response_deserializer=attn__pb2.BlockPart.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/twostroke.attn.v1.AttentionWorker/GetStatus',
                 request_serializer=attn__pb2.GetStatusRequest.SerializeToString,
@@ -72,6 +77,14 @@ class AttentionWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadBlocks(self, request, context):
+        """Copies blocks to another attention worker, to which a sequence moves. Ends after the blocks before the first one
+        that is not here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Counters for people and tests.
         """
@@ -91,6 +104,11 @@ def add_AttentionWorkerServicer_to_server(servicer, server):
                     servicer.Execute,
                     request_deserializer=step__pb2.StepPlan.FromString,
                     response_serializer=attn__pb2.PlanAnswer.SerializeToString,
+            ),
+            'ReadBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBlocks,
+                    request_deserializer=attn__pb2.ReadBlocksRequest.FromString,
+                    response_serializer=attn__pb2.BlockPart.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -152,6 +170,33 @@ class AttentionWorker:
             '/twostroke.attn.v1.AttentionWorker/Execute',
             step__pb2.StepPlan.SerializeToString,
             attn__pb2.PlanAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twostroke.attn.v1.AttentionWorker/ReadBlocks',
+            attn__pb2.ReadBlocksRequest.SerializeToString,
+            attn__pb2.BlockPart.FromString,
             options,
             channel_credentials,
             insecure,

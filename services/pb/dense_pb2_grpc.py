@@ -124,8 +124,8 @@ class DenseWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AddAttentionWorker(self, request, context):
-        """Attaches to a further attention worker, which gets sequences from the next step on. Fails with a single attention
-        worker that was not started to have others beside it.
+        """Attaches to a further attention worker, which gets sequences from the next step on; one that is attached is no error.
+        Fails with a single attention worker that was not started to have others beside it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,7 +133,7 @@ class DenseWorkerServicer:
 
     def RemoveAttentionWorker(self, request, context):
         """Lets the sequences of an attention worker move to the others, and detaches from it. If others have no room within
-        the time, it fails, and the worker stays.
+        the time, it fails, and the worker stays. One that is not attached is no error; it is not sought any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

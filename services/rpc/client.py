@@ -46,6 +46,21 @@ def open_channel(address: str, max_message_bytes: int, tls: PeerTls | None = Non
 
     `max_message_bytes` limits one message in either direction.
     """
+    options = _options(address, max_message_bytes)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.files.channel_credentials(), options=[*options, *_name(tls)])
+
+
+def open_blocking_channel(address: str, max_message_bytes: int, tls: PeerTls | None = None) -> grpc.Channel:
+    """The same, for a thread that waits for its calls."""
+    options = _options(address, max_message_bytes)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.files.channel_credentials(), options=[*options, *_name(tls)])
+
+
+def _options(address: str, max_message_bytes: int) -> list[tuple[str, object]]:
     options: list[tuple[str, object]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -61,8 +76,9 @@ def open_channel(address: str, max_message_bytes: int, tls: PeerTls | None = Non
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ]
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    if tls.server_name is not None:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
-    return grpc.aio.secure_channel(address, tls.files.channel_credentials(), options=options)
+    return options
+
+
+def _name(tls: PeerTls) -> list[tuple[str, object]]:
+    """What says which name the peer's certificate must have, if it is not that of its address."""
+    return [] if tls.server_name is None else [("grpc.ssl_target_name_override", tls.server_name)]

@@ -135,6 +135,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         traceparent=sequence.traceparent,
         max_cached_tokens=sequence.max_cached_tokens,
         num_source_tokens=sequence.num_source_tokens,
+        leaves_address=sequence.leaves_address,
         spans=encode_spans(sequence.spans),
     )
 
@@ -150,6 +151,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         traceparent=message.traceparent,
         max_cached_tokens=message.max_cached_tokens if message.HasField("max_cached_tokens") else None,
         num_source_tokens=message.num_source_tokens,
+        leaves_address=message.leaves_address,
         spans=decode_spans(message.spans),
     )
 

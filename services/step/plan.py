@@ -30,6 +30,8 @@ class NewSequence:
     num_source_tokens: int = 0  # rows of its encoder's output, which `prefix_key` names; 0: it reads none
     max_cached_tokens: int | None = None  # no more may count as cached, since another rank has no more; None: any
     cache_id: int = 0  # which of several attention workers opens it; not sent
+    leaves_cache_id: int | None = None  # the one that may have its keys and values to copy; not sent
+    leaves_address: str = ""  # where that one is, for the one that opens it
     spans: tuple[PromptSpan, ...] = ()  # of its prompt, see `SequenceSpec`
 
 

@@ -22,8 +22,9 @@ class OpenResult:
     num_pinned_blocks: int  # blocks this call took out of the free pool
     num_held_blocks: int  # blocks the sequence holds now, shared ones included
     num_freed_blocks: int  # blocks this call returned to the free pool: rolled back or dropped ones
-    # Blocks whose content the tier must load before the sequence may run, be forked or stay without its dense worker.
+    # Blocks whose content must be loaded before the sequence may run, be forked or stay without its dense worker.
     missing: tuple[MissingBlock, ...] = ()
+    num_copied_blocks: int = 0  # that came from another attention worker; they are cached ones
     has_source: bool = True  # whether the output of its encoder, if it reads one, is in the cache
 
 

@@ -22,7 +22,7 @@ from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.rollback import Rollback
 from services.attn_worker.cache.sequence_rows import NO_SEQUENCE, SequenceRows
 from services.attn_worker.cache.step_spans import RopePositions, num_later_of_step, positions_of_step
-from services.attn_worker.cache.tiers.tier import MissingBlock, Tier
+from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, Tier
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.step import Fork, StepPlan
@@ -78,8 +78,13 @@ class KVCache:
 
         There must be one group only, without a window.
         """
-        assert len(self._groups) == 1 and self._main.needs_every_block, "a tier has blocks of such a group alone"
+        assert self.can_load_blocks, "a tier has blocks of such a group alone"
         self._prefixes.tier = tier
+
+    @property
+    def can_load_blocks(self) -> bool:
+        """Whether full blocks are all that a sequence keeps, so that those of a prefix may come from elsewhere."""
+        return len(self._groups) == 1 and self._main.needs_every_block
 
     @property
     def tier(self) -> Tier:
@@ -141,15 +146,17 @@ class KVCache:
         max_cached_tokens: int | None = None,
         num_source_tokens: int = 0,
         spans: Sequence[PromptSpan] = (),
+        supplier: BlockSupplier | None = None,
     ) -> OpenResult:
         """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
 
         At least the last token always remains to be computed. A known sequence (its dense worker died) keeps its blocks
         if `token_ids` agree with its tokens and it has dropped none that it needs again; otherwise it starts as a new
         one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
-        of them are not. A tier may have some of the blocks (`missing`); if it cannot load one, close the sequence and
-        open it again. `num_source_tokens`: rows of the encoder's output that it reads; `prefix_key` names the output.
-        Raises InvalidRequest for impossible lengths, and for spans that are not in the prompt in order.
+        of them are not. The tier, or another `supplier`, may have some of the blocks (`missing`); if it cannot load
+        one, close the sequence and open it again. `num_source_tokens`: rows of the encoder's output that it reads;
+        `prefix_key` names the output. Raises InvalidRequest for impossible lengths, and for spans that are not in the
+        prompt in order.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
@@ -177,7 +184,7 @@ class KVCache:
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids, spans)
             if not ignores_prefix_cache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
-                num_taken, missing = self._prefixes.extend_from_tier(sequence, most, self._main)
+                num_taken, missing = self._prefixes.extend_from(supplier or self.tier, sequence, most, self._main)
                 num_pinned += num_taken
         row, has_source = sequence.row, True
         if num_source_tokens:
@@ -188,7 +195,7 @@ class KVCache:
                 raise
         self._rows.num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
-        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing, has_source)
+        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing, has_source=has_source)
 
     def register_loaded(self, blocks: Iterable[MissingBlock]) -> None:
         """Makes blocks of an open sequence findable, whose content the tier has loaded."""

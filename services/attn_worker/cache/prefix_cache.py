@@ -11,7 +11,7 @@ from services.attn_worker.cache.block_pool import block_digest, root_digest
 from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.sequence_rows import SequenceRows
-from services.attn_worker.cache.tiers.tier import MissingBlock, NoTier, Tier
+from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, NoTier, Tier
 
 _TOKEN_BYTES = 4
 
@@ -74,19 +74,19 @@ class PrefixCache:
         self.tier.offer(digests)
         return num_pinned
 
-    def extend_from_tier(
-        self, sequence: CachedSequence, most_tokens: int, main: BlockGroup
+    def extend_from(
+        self, supplier: BlockSupplier, sequence: CachedSequence, most_tokens: int, main: BlockGroup
     ) -> tuple[int, tuple[MissingBlock, ...]]:
-        """Continues the prefix of a new sequence by blocks in the tier, up to `most_tokens`, as far as there is room.
+        """Continues the prefix of a new sequence by blocks of `supplier`, up to `most_tokens`, as far as there is room.
 
-        Returns how many blocks left the free ones, and those whose content the tier must load.
+        Returns how many blocks left the free ones, and those whose content must be loaded.
         """
         digests, first = sequence.digests, len(sequence.digests)
         most = min(most_tokens // self._block_size, first + main.pool.num_free_blocks)
         while len(digests) < most:
             digest = self.digest(sequence, len(digests))
-            # Blocks behind one that the tier has may be findable on the device.
-            if not self.tier.has(digest) and (len(digests) == first or main.pool.lookup(digest) is None):
+            # Blocks behind one that is there may be findable on the device.
+            if not supplier.has(digest) and (len(digests) == first or main.pool.lookup(digest) is None):
                 break
             digests.append(digest)
         if len(digests) == first:

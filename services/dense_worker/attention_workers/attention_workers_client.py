@@ -156,16 +156,16 @@ class AttentionWorkersClient(AttentionClient):
         return {cache_id: link.worker.address for cache_id, link in self._links.items()}
 
     async def add(self, address: str, timeout_s: float) -> None:
-        """Attaches to a further worker, which then gets sequences.
+        """Attaches to a further worker, which then gets sequences, or waits for one that is known.
 
-        Raises `InvalidRequest` if it is there, `ConfigError` if it refuses, `PeerError` if it does not come in time.
+        Raises `ConfigError` if it refuses, `PeerError` if it does not come in time.
         """
-        if address in self._workers:
-            raise InvalidRequest(f"the attention worker at {address} is one of those that serve")
-        _check_room(len(self._links), f"the attention worker at {address}")
         attachment = self._require_attachment()
-        worker = self._workers[address] = _Worker(address, self._peers)
-        self._start(seeking := self._loop.create_task(self._seek(attachment, worker)))
+        seeking = None
+        if (worker := self._workers.get(address)) is None:
+            _check_room(len(self._links), f"the attention worker at {address}")
+            worker = self._workers[address] = _Worker(address, self._peers)
+            self._start(seeking := self._loop.create_task(self._seek(attachment, worker)))
         try:
             async with asyncio.timeout(timeout_s):
                 while address not in self.addresses.values():
@@ -173,9 +173,10 @@ class AttentionWorkersClient(AttentionClient):
                         raise worker.refusal
                     await asyncio.sleep(_POLL_S)
         except BaseException as error:  # also when the caller goes away
-            seeking.cancel()
-            del self._workers[address]
-            await worker.grpc.close()
+            if seeking is not None:
+                seeking.cancel()
+                del self._workers[address]
+                await worker.grpc.close()
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"no attention worker at {address} within {timeout_s:g} s: {worker.last_error}"
@@ -185,15 +186,16 @@ class AttentionWorkersClient(AttentionClient):
     async def remove(self, address: str, timeout_s: float) -> None:
         """Lets the sequences of a worker move to the others, and detaches from it when it has none.
 
-        Raises `InvalidRequest` if it is not there, is leaving already or no other one is there, and `PeerError` if it
-        still has some after `timeout_s` seconds, or no other one is left before: then it stays.
+        One that is not attached is not sought any more. Raises `InvalidRequest` if it is leaving already or no other
+        one is there, and `PeerError` if it still has some after `timeout_s` seconds, or no other one is left before:
+        then it stays.
         """
         attachment = self._require_attachment()
         assert self._listener is not None, "it is attached"
         cache_id = next((each for each, own in self.addresses.items() if own == address), None)
         if cache_id is None:
-            known = ", ".join(self.addresses.values())
-            raise InvalidRequest(f"no attention worker at {address} is attached; there are {known}")
+            self._workers.pop(address, None)
+            return
         if not self._links.keys() - self._leaving.keys() - {cache_id}:
             raise InvalidRequest(f"the attention worker at {address} is the last one: add another one before")
         if cache_id in self._leaving:
@@ -513,6 +515,7 @@ class AttentionWorkersClient(AttentionClient):
         while True:
             if worker.socket is not None and not worker.socket.exists():
                 self._workers.pop(worker.address, None)
+            if self._workers.get(worker.address) is not worker:
                 await worker.grpc.close()
                 return
             try:
@@ -550,7 +553,19 @@ class AttentionWorkersClient(AttentionClient):
                 self._listener.on_answer(self._attachment, PlanAccepted(split.step_id, cache_id=-1))
         for cache_id, part in split.parts.items():
             if (link := self._links.get(cache_id)) is not None:
-                link.plans.put_nowait(part)
+                link.plans.put_nowait(self._with_addresses(part))
+
+    def _with_addresses(self, part: StepPlan) -> StepPlan:
+        """A worker's part of a plan, in which sequences that move say where they come from."""
+        if all([each.leaves_cache_id is None for each in part.new_sequences]):
+            return part
+        addresses = self.addresses
+        return replace(
+            part,
+            new_sequences=tuple(
+                replace(each, leaves_address=addresses.get(each.leaves_cache_id, "")) for each in part.new_sequences
+            ),
+        )
 
 
 async def _write_plans(call: grpc.aio.StreamStreamCall, link: _Link) -> None:

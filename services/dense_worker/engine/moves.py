@@ -1,8 +1,9 @@
 """`Moves`: sequences leave a KV cache that is given up, one after the other. Part of the scheduler.
 
-A sequence moves as one that is preempted comes back: it waits in its order, is opened in another cache, and what that
-cache lacks of it is computed again. The next one moves when that is done, so that the streams share steps with the
-prompt of one sequence and not with those of all. A sequence stays where it is as long as no other cache has room.
+A sequence moves as one that is preempted comes back: it waits in its order and is opened in another cache, which copies
+its blocks from the one that it leaves; what cannot be copied is computed again. The next one moves when that is done,
+so that the streams share steps with the prompt of one sequence and not with those of all. A sequence stays where it is
+as long as no other cache has room.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Moves:
         self._moving = next((each for each in self._session.running if self._may_move(each)), None)
         if self._moving is not None:
             self._residency.preempt(self._moving)
+            self._moving.leaves_cache_id = self._moving.cache_id
 
     def is_empty(self, cache_id: int) -> bool:
         """Whether no sequence is in a cache, or about to be."""
@@ -45,7 +47,7 @@ class Moves:
 
 
 def _has_arrived(sequence: Sequence) -> bool:
-    """Whether it has been computed again, or has ended."""
+    """Whether it goes on elsewhere, or has ended."""
     if sequence.status is SequenceStatus.RUNNING:
         return sequence.num_remaining_tokens <= 1
     return sequence.status is SequenceStatus.FINISHED

@@ -66,6 +66,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
     counts: SequenceCounts = field(default_factory=SequenceCounts)  # or those of its row of `DecodeRows`
     cache_id: int = 0  # the KV cache, of several attention workers', in which it is or was, or will be opened
+    leaves_cache_id: int | None = None  # the one that it has left, which may have its blocks to copy, until it runs
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
     num_evicted_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
     num_opened_tokens: int = 0  # that were in the cache when it was opened
@@ -200,6 +201,7 @@ class Sequence:
         """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""
         self.counts = SequenceCounts(num_pending_tokens=self.num_pending_tokens)
         self.num_draft_tokens = self.num_evicted_blocks = self.num_opened_tokens = 0
+        self.leaves_cache_id = None
 
     def describe(self) -> NewSequence:
         """The sequence with its present tokens, for the KV cache; with those that all its rows share."""
@@ -212,6 +214,7 @@ class Sequence:
             ignores_prefix_cache=any([each.ignores_prefix_cache for each in self.features]),
             traceparent=self.traceparent,
             cache_id=self.cache_id,
+            leaves_cache_id=self.leaves_cache_id,
             num_source_tokens=self.num_source_rows,
             spans=self.spec.spans,
         )

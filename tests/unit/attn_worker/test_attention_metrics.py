@@ -16,7 +16,7 @@ class CountingEngine:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.num_steps, self.num_computed_tokens, self.num_cached_tokens = 5, 70, 8
-        self.num_loaded_tokens = 4
+        self.num_loaded_tokens, self.num_copied_tokens = 4, 4
 
 
 def test_every_block_is_used_cached_or_free() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,65 +21,149 @@ LIMIT_S = 30.0
 
 
 class Dense(dense_pb2_grpc.DenseWorkerServicer):
+    """Does what it is asked, and notes it."""
+
+    def __init__(self, events: list[str], answers: bool = True) -> None:
+        self._events, self._answers = events, answers
+        self.was_asked = asyncio.Event()
+
+    async def _answer(self, event: str) -> None:
+        self.was_asked.set()
+        if not self._answers:
+            await asyncio.Event().wait()
+        self._events.append(event)
+
+    async def AddAttentionWorker(
+        self, request: dense_pb2.AddAttentionWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.AddAttentionWorkerReply:
+        await self._answer("asked to add")
+        return dense_pb2.AddAttentionWorkerReply()
+
     async def RemoveAttentionWorker(
         self, request: dense_pb2.RemoveAttentionWorkerRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.RemoveAttentionWorkerReply:
+        await self._answer("asked to remove")
         return dense_pb2.RemoveAttentionWorkerReply()
+
+    async def GetStatus(
+        self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.DenseStatus:
+        return dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.SERVING)
+
+
+@contextlib.asynccontextmanager
+async def serving(dense: Dense, address: str) -> AsyncIterator[grpc.aio.Server]:
+    server = grpc.aio.server()
+    dense_pb2_grpc.add_DenseWorkerServicer_to_server(dense, server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+class Launcher:
+    """What `AttentionWorkers` uses of a launcher. `events` has what it does, in order."""
+
+    def __init__(self, directory: Path) -> None:
+        self.events = list[str]()
+        self.is_telling, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self.may_go_on.set()
+        self.address = f"unix:{directory}/dense.sock"
+        config = Config()
+        note = self.events.append
+        self.dense: Any = SimpleNamespace(address=self.address, tls=None, config=config, reconfigure=self._reconfigure)
+
+        async def wait(grace_s: float) -> None:
+            note("ended")
+
+        async def watch() -> None:
+            await asyncio.Event().wait()
+
+        async def forget(child: object) -> None:
+            note("forgotten")
+
+        self.child: Any = SimpleNamespace(
+            name=f"{ATTENTION_ROLE}-1",
+            role=ATTENTION_ROLE,
+            options=ChildOptions(attention_index=1),
+            address=f"unix:{directory}/attn.sock",
+            config=config,
+            pid=1,
+            stop=lambda: note("stopped"),
+            wait=wait,
+            watch=watch,
+        )
+        self.children: Any = Children([self.child], self.dense)
+        self.children.forget = forget
+        self.children.adopt = lambda child, watcher: watcher.cancel()
+        standby: Any = SimpleNamespace(suspended=self._suspended)
+        self.workers = AttentionWorkers(self.children, self._make_child, standby, config, directory)
+
+    def _make_child(self, *arguments: object) -> Any:
+        return self.child
+
+    def _reconfigure(self, config: Config) -> None:
+        self.events.append("told")
+        self.dense.config = config
+
+    @contextlib.asynccontextmanager
+    async def _suspended(self, *, is_taken: bool) -> AsyncIterator[None]:
+        self.is_telling.set()
+        await self.may_go_on.wait()
+        yield
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, LIMIT_S))
 
 
 def test_a_worker_that_was_drained_is_stopped_even_if_the_caller_goes_away(tmp_path: Path) -> None:
-    events = list[str]()
-
-    async def wait(grace_s: float) -> None:
-        events.append("ended")
-
-    async def forget(child: object) -> None:
-        events.append("forgotten")
-
-    async def run() -> None:
-        is_telling, may_go_on = asyncio.Event(), asyncio.Event()
-
-        @contextlib.asynccontextmanager
-        async def suspended(*, is_taken: bool) -> AsyncIterator[None]:
-            is_telling.set()
-            await may_go_on.wait()
-            yield
-
-        config, name = Config(), f"{ATTENTION_ROLE}-1"
-        address = f"unix:{tmp_path}/dense.sock"
-        dense: Any = SimpleNamespace(
-            address=address, tls=None, config=config, reconfigure=lambda config: events.append("told")
-        )
-        child: Any = SimpleNamespace(
-            name=name,
-            role=ATTENTION_ROLE,
-            options=ChildOptions(attention_index=1),
-            address=f"unix:{tmp_path}/attn.sock",
-            config=config,
-            stop=lambda: events.append("stopped"),
-            wait=wait,
-        )
-        children: Any = Children([child], dense)
-        children.forget = forget
-        standby: Any = SimpleNamespace(suspended=suspended)
-        make_child: Any = None
-        workers = AttentionWorkers(children, make_child, standby, config, tmp_path)
-        server = grpc.aio.server()
-        dense_pb2_grpc.add_DenseWorkerServicer_to_server(Dense(), server)
-        server.add_insecure_port(address)
-        await server.start()
-        try:
-            draining = asyncio.create_task(workers.drain(name, LIMIT_S))
-            await is_telling.wait()
+    async def drain() -> None:
+        launcher = Launcher(tmp_path)
+        launcher.may_go_on.clear()
+        async with serving(Dense(launcher.events), launcher.address):
+            draining = asyncio.create_task(launcher.workers.drain(launcher.child.name, LIMIT_S))
+            await launcher.is_telling.wait()
             draining.cancel()
             await asyncio.sleep(0)
-            may_go_on.set()
+            launcher.may_go_on.set()
             await asyncio.gather(draining, return_exceptions=True)
-        finally:
-            await server.stop(0)
+        assert launcher.events == ["asked to remove", "told", "asked to remove", "stopped", "ended", "forgotten"]
 
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
-    assert events == ["told", "stopped", "ended", "forgotten"]
+    run(drain())
+
+
+def test_the_successor_of_a_dense_worker_that_dies_meanwhile_is_asked_to_drain(tmp_path: Path) -> None:
+    async def drain() -> None:
+        launcher = Launcher(tmp_path)
+        dies = Dense([], answers=False)
+        async with serving(dies, launcher.address) as server:
+            draining = asyncio.create_task(launcher.workers.drain(launcher.child.name, LIMIT_S))
+            await dies.was_asked.wait()
+            await server.stop(0)
+        async with serving(Dense(launcher.events), launcher.address):
+            await draining
+        assert launcher.events == ["asked to remove", "told", "asked to remove", "stopped", "ended", "forgotten"]
+
+    run(drain())
+
+
+def test_a_dense_worker_that_starts_before_its_successors_are_told_is_asked_to_add(tmp_path: Path) -> None:
+    async def add() -> None:
+        launcher = Launcher(tmp_path)
+        launcher.may_go_on.clear()
+        async with serving(Dense([]), launcher.address):
+            adding = asyncio.create_task(launcher.workers.add())
+            await launcher.is_telling.wait()
+        async with serving(Dense(launcher.events), launcher.address):  # another one, which does not know of it
+            launcher.may_go_on.set()
+            await adding
+        assert launcher.events == ["told", "asked to add"]
+        assert launcher.dense.config.attention.addresses == (launcher.child.address,)
+
+    run(add())
 
 
 class Children(list[Any]):

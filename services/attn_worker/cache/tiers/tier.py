@@ -24,16 +24,11 @@ class TierCounts:
     num_corrupt_blocks: int = 0  # whose checksum was wrong
 
 
-class Tier(Protocol):
-    """Blocks by the digests of the prefix cache. Called by the engine thread; nothing here waits for a copy."""
-
-    counts: TierCounts  # may be read from any thread
+class BlockSupplier(Protocol):
+    """Where blocks can be loaded from. Called by the engine thread; nothing here waits for a copy."""
 
     def has(self, digest: bytes) -> bool:
-        """Whether a block is here. It may have gone when `load` looks for it."""
-
-    def offer(self, digests: Iterable[bytes]) -> None:
-        """These blocks are findable on the device and in use: copies of them may be made from now on."""
+        """Whether a block is there. It may have gone when `load` looks for it."""
 
     def load(
         self, blocks: Sequence[MissingBlock], fence: torch.cuda.Event | None, on_loaded: Callable[[int], None]
@@ -43,6 +38,15 @@ class Tier(Protocol):
         Another thread calls `on_loaded` with the number of first ones that are there then: all, or those before one
         that was evicted, or was corrupt. The tier has forgotten that one.
         """
+
+
+class Tier(BlockSupplier, Protocol):
+    """Blocks by the digests of the prefix cache."""
+
+    counts: TierCounts  # may be read from any thread
+
+    def offer(self, digests: Iterable[bytes]) -> None:
+        """These blocks are findable on the device and in use: copies of them may be made from now on."""
 
     def cancel_loads(self) -> None:
         """When it returns, no load writes to a block any more. Some may have been reported, the others never are.

@@ -172,7 +172,7 @@ def test_a_worker_that_has_closed_sequences_answers_plans_by_the_same_stream(tmp
     assert answers == [PlanAccepted(7, num_freed_blocks=5, errors={})]
 
 
-def test_the_last_worker_is_not_taken_away_and_an_unknown_one_is_named() -> None:
+def test_the_last_worker_is_not_taken_away_and_one_that_is_gone_is_not_sought() -> None:
     async def run() -> None:
         client = make_client()
         attachment: Any = SimpleNamespace()
@@ -180,8 +180,23 @@ def test_the_last_worker_is_not_taken_away_and_an_unknown_one_is_named() -> None
         client._attachment, client._listener, client._links = attachment, listener, {0: make_link(0)}
         with pytest.raises(InvalidRequest, match="at unix:/0 is the last one: add another one before"):
             await client.remove("unix:/0", 1.0)
-        with pytest.raises(InvalidRequest, match="no attention worker at unix:/9 is attached; there are unix:/0"):
-            await client.remove("unix:/9", 1.0)
+        script_workers(client, {"unix:/1": None})  # it was there before the dense worker that this one succeeds died
+        seeking = asyncio.create_task(client._seek(attachment, client._workers["unix:/1"]))
+        await client.remove("unix:/1", 1.0)
+        await client.remove("unix:/9", 1.0)
+        await asyncio.wait_for(seeking, LIMIT_S)
+
+
+def test_a_worker_that_is_there_is_added_once_more_without_an_error() -> None:
+    async def run() -> None:
+        client = make_client()
+        attachment: Any = SimpleNamespace()
+        client._attachment, client._links = attachment, {0: make_link(0)}
+        asked = script_workers(client, {"unix:/0": None, "unix:/1": None})
+        await client.add("unix:/0", 1.0)
+        with pytest.raises(PeerError, match=r"no attention worker at unix:/1 within 0\.05 s"):
+            await client.add("unix:/1", 0.05)  # it is sought already
+        assert client._workers.keys() == {"unix:/0", "unix:/1"} and not asked
 
     asyncio.run(run())
 
