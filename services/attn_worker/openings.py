@@ -106,7 +106,8 @@ class Openings:
             return self._cache.tier
         if self._receiver is not None:
             return self._receiver.supplier_at(new.leaves_address)
-        log.info("a sequence that moves is computed again: its cache has more than blocks", seq_id=f"{new.seq_id:x}")
+        reason = "the KV cache has windows or states beside blocks, or no prefix cache"
+        log.info("a sequence that moves is computed again", seq_id=f"{new.seq_id:x}", reason=reason)
         return self._cache.tier
 
     def _finish(self, opening: _Opening, result: OpenResult, num_loaded: int) -> None:

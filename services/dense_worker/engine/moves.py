@@ -33,7 +33,9 @@ class Moves:
             self._moving.leaves_cache_id = self._moving.cache_id
 
     def is_empty(self, cache_id: int) -> bool:
-        """Whether no sequence is in a cache, or about to be."""
+        """Whether no sequence is in a cache, or about to be, and none copies from it."""
+        if self._moving is not None and self._moving.leaves_cache_id == cache_id and not _is_there(self._moving):
+            return False
         opening = (each.sequence for each in self._session.openings.values())
         return not any(each.cache_id == cache_id for each in (*self._session.running, *opening))
 
@@ -48,6 +50,11 @@ class Moves:
 
 def _has_arrived(sequence: Sequence) -> bool:
     """Whether it goes on elsewhere, or has ended."""
-    if sequence.status is SequenceStatus.RUNNING:
-        return sequence.num_remaining_tokens <= 1
-    return sequence.status is SequenceStatus.FINISHED
+    return _is_there(sequence) and (
+        sequence.status is not SequenceStatus.RUNNING or sequence.num_remaining_tokens <= 1
+    )
+
+
+def _is_there(sequence: Sequence) -> bool:
+    """Whether it has been opened elsewhere, or has ended."""
+    return sequence.status in (SequenceStatus.RUNNING, SequenceStatus.FINISHED)

@@ -214,7 +214,7 @@ class Sequence:
             ignores_prefix_cache=any([each.ignores_prefix_cache for each in self.features]),
             traceparent=self.traceparent,
             cache_id=self.cache_id,
-            leaves_cache_id=self.leaves_cache_id,
+            leaves_cache_id=None if self.leaves_cache_id == self.cache_id else self.leaves_cache_id,
             num_source_tokens=self.num_source_rows,
             spans=self.spec.spans,
         )

@@ -9,11 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
-from services.pb import gateway_pb2
+from services.pb import attn_pb2, attn_pb2_grpc, gateway_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, ctl, request, running_cluster, wait_for_log
 from tests.support.rank_processes import pid_of
@@ -31,6 +33,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_long = metafunc.config.getoption("--all-families")
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", PROCESSES if is_long else KILLED)
+    if "killed_in_drain" in metafunc.fixturenames:
+        metafunc.parametrize("killed_in_drain", (*PROCESSES, "attn_worker-2") if is_long else ("dense_worker",))
     if "stopped" in metafunc.fixturenames:
         metafunc.parametrize("stopped", PROCESSES[1:] if is_long else ())
 
@@ -82,10 +86,56 @@ def test_workers_come_and_go_under_streams(
     for collected, expected in zip(disturbed, of_one_worker, strict=True):
         collected.assert_equals(expected)
     assert len(num_sequences) == 3 and num_sequences[2] > 0
+    assert num_copied_tokens(workers) > 0
     assert len(workers.dense_status().attention_workers) == 2
     refused = ctl(workers, "drain-attention", "attn_worker-2")
     assert "there is no attention worker 'attn_worker-2'; there are attn_worker, attn_worker-1" in refused.stderr
     workers.wait_idle()
+
+
+def num_copied_tokens(workers: Cluster) -> int:
+    """Of sequences that have moved to the present attention workers."""
+    total = 0
+    for each in workers.dense_status().attention_workers:
+        with grpc.insecure_channel(each.address) as channel:
+            status = attn_pb2_grpc.AttentionWorkerStub(channel).GetStatus(attn_pb2.GetStatusRequest())
+            total += status.num_copied_tokens
+    return total
+
+
+def test_a_process_that_dies_in_a_drain_changes_no_token(
+    workers: Cluster,
+    messages: list[gateway_pb2.GenerateRequest],
+    of_one_worker: list[Collected],
+    killed_in_drain: str,
+) -> None:
+    added = ctl(workers, "add-attention")
+    name = added.stdout.split()[1].rstrip(",")
+    pid = pid_of(workers, name if killed_in_drain == "attn_worker-2" else killed_in_drain)
+
+    def num_sequences() -> int:
+        [*_, last] = workers.dense_status().attention_workers
+        return last.num_sequences
+
+    def drain_and_kill() -> None:
+        before = num_sequences()
+        assert before > 1
+        with ThreadPoolExecutor(1) as threads:
+            draining = threads.submit(ctl, workers, "drain-attention", name)
+            while num_sequences() == before and not draining.done():
+                time.sleep(0.002)
+            os.kill(pid, signal.SIGKILL)
+            drained = draining.result()
+        assert drained.stdout == f"{name} has no sequence any more, and has been stopped\n", drained.stderr
+
+    disturbed = collect_all(workers.gateway, messages, drain_and_kill)
+    for collected, expected in zip(disturbed, of_one_worker, strict=True):
+        collected.assert_equals(expected)
+    workers.wait_idle()
+    deadline = time.monotonic() + 60.0
+    while len(workers.dense_status().attention_workers) != 2:  # one that was killed comes back
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_streams_end_as_without_the_kill(

@@ -265,6 +265,45 @@ def test_a_cache_that_a_waiting_request_needs_is_not_given_up() -> None:
     assert running.output_token_ids == expected_output(running)
 
 
+def test_a_sequence_that_moves_names_the_cache_it_has_left_until_it_runs_elsewhere() -> None:
+    workers = Workers(1)
+    sequence = make_sequence(1, 20, 30)
+    workers.scheduler.add(sequence)
+    workers.step()
+    assert sequence.describe().leaves_cache_id is None
+    target, other = workers.add(), workers.add()
+    workers.scheduler.give_up_cache(0)
+    while sequence.cache_id == 0:  # the cache that it leaves closes it first
+        workers.step()
+    assert sequence.cache_id == target and sequence.describe().leaves_cache_id == 0
+    workers.lose(target)
+    assert sequence.describe().leaves_cache_id is None  # it ran there, and is to be computed again
+    workers.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence) and other in workers.caches
+
+
+def test_a_sequence_goes_on_to_move_when_its_new_worker_dies_while_it_copies() -> None:
+    workers = Workers(1)
+    sequence = make_sequence(1, 20, 30)
+    workers.scheduler.add(sequence)
+    workers.step()
+    target, _ = workers.add(), workers.add()
+    workers.scheduler.give_up_cache(0)
+    workers.open = lambda sequence: None  # type: ignore[method-assign]  # no answer: it is copying
+    while sequence.status is not SequenceStatus.OPENING:
+        workers.step()
+    workers.step()
+    assert 0 in workers.caches, "it is read from until the sequence has been opened"
+    assert (sequence.cache_id, sequence.describe().leaves_cache_id) == (target, 0)
+    workers.lose(target)
+    del workers.open
+    [again] = workers.scheduler.next_to_open()
+    assert again is sequence and again.describe().leaves_cache_id == 0
+    workers.open(again)
+    workers.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+
+
 def test_nothing_is_remembered_of_a_worker_that_has_gone() -> None:
     workers = Workers(2)
     for seq_id in range(1, 5):
