@@ -166,7 +166,8 @@ class Scheduler:
         outputs = []
         under_way = spans_of(step.published.plan for step in session.in_flight)
         for step in session.in_flight:
-            step.published.lost.update(lost)
+            left = step.published.left.items()
+            step.published.lost.update(lost, [each for each, where in left if where == cache_id])
         for sequence in lost:
             if sequence.status is SequenceStatus.FINISHED:  # cancelled while it was being opened
                 continue

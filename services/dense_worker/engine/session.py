@@ -56,6 +56,8 @@ class PublishedPlan:
     closes_rows: bool = False  # dead ones
     frees_blocks: bool = False  # for others, by more than dead rows
     lost: set[Sequence] = field(default_factory=set)  # whose attention worker went away before the step had ended
+    # Those that have left their KV cache since the step was published, with its cache_id.
+    left: dict[Sequence, int] = field(default_factory=dict)
 
     def taken_blocks(self, seq_id: int) -> Iterator[tuple[Sequence, int]]:
         """The sequence of an entry, and how many blocks it has taken; nothing if the plan has no such entry."""

@@ -304,6 +304,21 @@ def test_a_sequence_goes_on_to_move_when_its_new_worker_dies_while_it_copies() -
     assert sequence.output_token_ids == expected_output(sequence)
 
 
+def test_a_token_of_a_step_that_dies_after_its_sequence_has_left_is_not_believed() -> None:
+    workers = Workers(1)
+    sequence = make_sequence(1, 20, 30)
+    workers.scheduler.add(sequence)
+    for _ in range(5):
+        workers.step()
+    workers.add()
+    workers.scheduler.give_up_cache(0)
+    workers.scheduler.next_to_open()  # it leaves while a step runs it
+    assert workers.in_flight is not None and sequence.status is SequenceStatus.WAITING
+    workers.lose(0)
+    workers.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+
+
 def test_nothing_is_remembered_of_a_worker_that_has_gone() -> None:
     workers = Workers(2)
     for seq_id in range(1, 5):
