@@ -6,6 +6,7 @@ is not supported is refused by name.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
+from services.common.encoders.encoder_types import is_encoder_type
 from services.common.errors import ModelError
 from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json
@@ -35,6 +37,30 @@ class EncoderLayer:
 
     rope_theta: float | None = None  # None: positions are not rotated
     window: int | None = None  # a token sees those at most so many places away; None: all
+
+
+class NormKind(enum.Enum):
+    """How rows are normalised."""
+
+    LAYER = "layer"  # LayerNorm
+    RMS_PLUS_ONE = "rms_plus_one"  # RMSNorm with the factor 1 + weight (Gemma)
+
+
+@dataclass(frozen=True, slots=True)
+class Disentangled:
+    """Scores that also depend on the distance, by content and position (DeBERTa, arXiv:2006.03654).
+
+    Query i and key j get, besides q_i · k_j, the products q_i · pk and k_j · pq, where pk and pq are projections of the
+    row of a table for the distance i - j: log-spaced buckets beyond a half of `num_buckets`, if there are any.
+    """
+
+    span: int  # half of the table's rows, which are for distances from -span to span - 1
+    num_buckets: int  # 0: distances are not in buckets
+    max_distance: int  # where the last bucket begins
+    has_query_terms: bool  # q_i · pk
+    has_key_terms: bool  # k_j · pq
+    shares_projections: bool  # positions are projected by the matrices of k and q; otherwise by their own
+    has_norm: bool  # the table's rows are normalised
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +88,16 @@ class TextEncoderConfig:
     has_mlp_bias: bool = True
     has_norm_bias: bool = True
     classifier_activation: str = "tanh"  # of the layer before a classifier's last one
+    norm: NormKind = NormKind.LAYER
+    has_norms_after: bool = False  # what a half of a layer adds is normalised, too
+    has_embedding_norm: bool = True
+    embedding_multiplier: float = 1.0
+    embedding_width: int | None = None  # of the table's rows, which are projected to the hidden size; None: equal
+    kv_heads: int | None = None  # None: as many as heads of q
+    head_size: int | None = None  # None: the hidden size divided by the heads
+    has_head_norms: bool = False  # of q and k, the same for all heads
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    disentangled: Disentangled | None = None
 
     @property
     def num_layers(self) -> int:
@@ -69,7 +105,11 @@ class TextEncoderConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.num_heads
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -87,7 +127,7 @@ def read_encoder_config(path: Path, num_layers: int | None = None) -> TextEncode
     if raw is None:
         raise ModelError(f"model directory {path} has no config.json")
     family = raw.get("model_type")
-    if family not in _ENCODERS:
+    if family not in _ENCODERS or not is_encoder_type(raw):
         raise ModelError(f"{path} has model_type {family!r}, the encoders are {', '.join(_ENCODERS)}")
     if raw.get("quantization_config") is not None:
         raise ModelError(f"{path} has quantization_config, which encoders do not support")
@@ -96,7 +136,10 @@ def read_encoder_config(path: Path, num_layers: int | None = None) -> TextEncode
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid {family} config.json: {error}") from error
     config = _ENCODERS[family](_EncoderFields(values, str(path)))
-    if config.hidden_size % config.num_heads:
+    if config.num_heads % config.num_kv_heads:
+        count = config.num_heads
+        raise ModelError(f"{path} has {count} heads, expected a multiple of its {config.num_kv_heads} kv heads")
+    if config.head_size is None and config.hidden_size % config.num_heads:
         size, count = config.hidden_size, config.num_heads
         raise ModelError(f"{path} has hidden size {size}, expected a multiple of its {count} heads")
     if num_layers is not None:
@@ -187,24 +230,13 @@ def _read_distilbert(fields: _EncoderFields) -> TextEncoderConfig:
 
 def _read_modernbert(fields: _EncoderFields) -> TextEncoderConfig:
     """ModernBERT: rotated positions, windows in most layers, gated MLPs, norms before both halves of a layer."""
-    ropes = fields.inner("rope_parameters")
-    kinds, layers = fields.get("layer_types"), list[EncoderLayer]()
-    if not isinstance(kinds, list) or len(kinds) != fields.size("num_hidden_layers"):
-        raise fields.error("layer_types", kinds, f"expected one for each of {fields.get('num_hidden_layers')} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise fields.unsupported("layer_types", kind, "full_attention, sliding_attention")
-        rope = ropes.inner(kind)
-        rope.one_of("rope_type", ("default",), "default")
-        window = fields.size("local_attention") // 2 if kind == "sliding_attention" else None
-        layers.append(EncoderLayer(rope.number("rope_theta"), window))
     return TextEncoderConfig(
         family="modernbert",
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_heads=fields.size("num_attention_heads"),
-        layers=tuple(layers),
+        layers=_rotated_layers(fields, fields.size("local_attention") // 2),
         norm_eps=float(fields.number("norm_eps") or 0.0),
         activation=fields.activation("hidden_activation"),
         max_input_tokens=fields.size("max_position_embeddings"),
@@ -219,11 +251,108 @@ def _read_modernbert(fields: _EncoderFields) -> TextEncoderConfig:
     )
 
 
-_ENCODERS: Mapping[str, Callable[[Any], TextEncoderConfig]] = {  # by model_type, see `ENCODER_TYPES`
+def _read_gemma(fields: _EncoderFields) -> TextEncoderConfig:
+    """EmbeddingGemma: Gemma 3 whose attention sees all tokens, in most layers within a window."""
+    fields.refuse("attn_logit_softcapping", "attention_bias")
+    return TextEncoderConfig(
+        family="gemma3_text",
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=fields.size("num_attention_heads"),
+        layers=_rotated_layers(fields, fields.size("sliding_window") // 2),
+        norm_eps=float(fields.number("rms_norm_eps") or 0.0),
+        activation=fields.activation("hidden_activation"),
+        max_input_tokens=fields.size("max_position_embeddings"),
+        checkpoint_dtype=fields.dtype,
+        position_offset=None,
+        has_norms_before=True,
+        is_gated=True,
+        has_attention_bias=False,
+        has_mlp_bias=False,
+        has_norm_bias=False,
+        norm=NormKind.RMS_PLUS_ONE,
+        has_norms_after=True,
+        has_embedding_norm=False,
+        embedding_multiplier=fields.size("hidden_size") ** 0.5,
+        kv_heads=fields.size("num_key_value_heads"),
+        head_size=fields.size("head_dim"),
+        has_head_norms=True,
+        attention_scale=fields.size("query_pre_attn_scalar") ** -0.5,
+    )
+
+
+def _read_deberta(fields: _EncoderFields) -> TextEncoderConfig:
+    """DeBERTa v2 and v3: BERT with disentangled attention, mostly without a table of positions."""
+    fields.one_of("conv_kernel_size", (0,), 0)
+    fields.one_of("relative_attention", (True,), False)
+    width = fields.size("hidden_size")
+    head_size = width // fields.size("num_attention_heads")
+    fields.one_of("attention_head_size", (head_size,), head_size)
+    max_distance = fields.get("max_relative_positions", -1)
+    num_positions = fields.size("max_position_embeddings")
+    if max_distance < 1:
+        max_distance = num_positions
+    num_buckets = max(0, fields.get("position_buckets", -1))
+    terms = fields.get("pos_att_type") or []
+    if not set(terms) <= {"c2p", "p2c"}:
+        raise fields.unsupported("pos_att_type", terms, "c2p, p2c")
+    norms = str(fields.get("norm_rel_ebd", "none")).lower()
+    if norms not in ("none", "layer_norm"):
+        raise fields.unsupported("norm_rel_ebd", norms, "none, layer_norm")
+    has_positions = bool(fields.get("position_biased_input", True))
+    embedding_size = fields.get("embedding_size", width)
+    return TextEncoderConfig(
+        family="deberta-v2",
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=width,
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=fields.size("num_attention_heads"),
+        layers=(EncoderLayer(),) * fields.size("num_hidden_layers"),
+        norm_eps=float(fields.number("layer_norm_eps") or 0.0),
+        activation=fields.activation("hidden_act"),
+        max_input_tokens=num_positions,
+        checkpoint_dtype=fields.dtype,
+        position_offset=0 if has_positions else None,
+        num_positions=num_positions if has_positions else 0,
+        num_token_types=fields.get("type_vocab_size", 0),
+        classifier_activation=fields.activation("pooler_hidden_act"),
+        embedding_width=None if embedding_size == width else embedding_size,
+        attention_scale=(head_size * (1 + len(set(terms)))) ** -0.5,
+        disentangled=Disentangled(
+            span=num_buckets or max_distance,
+            num_buckets=num_buckets,
+            max_distance=max_distance,
+            has_query_terms="c2p" in terms,
+            has_key_terms="p2c" in terms,
+            shares_projections=bool(fields.get("share_att_key", False)),
+            has_norm=norms == "layer_norm",
+        ),
+    )
+
+
+def _rotated_layers(fields: _EncoderFields, window: int) -> tuple[EncoderLayer, ...]:
+    """Layers whose positions are rotated, with or without a window."""
+    ropes = fields.inner("rope_parameters")
+    kinds, layers = fields.get("layer_types"), list[EncoderLayer]()
+    if not isinstance(kinds, list) or len(kinds) != fields.size("num_hidden_layers"):
+        raise fields.error("layer_types", kinds, f"expected one for each of {fields.get('num_hidden_layers')} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.unsupported("layer_types", kind, "full_attention, sliding_attention")
+        rope = ropes.inner(kind)
+        rope.one_of("rope_type", ("default",), "default")
+        layers.append(EncoderLayer(rope.number("rope_theta"), window if kind == "sliding_attention" else None))
+    return tuple(layers)
+
+
+_ENCODERS: Mapping[str, Callable[[Any], TextEncoderConfig]] = {  # by model_type, see `is_encoder_type`
     "bert": _read_bert,
     "roberta": _read_roberta,
     "xlm-roberta": _read_roberta,
     "distilbert": _read_distilbert,
     "mpnet": _read_mpnet,
     "modernbert": _read_modernbert,
+    "deberta-v2": _read_deberta,
+    "gemma3_text": _read_gemma,
 }

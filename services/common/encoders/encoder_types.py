@@ -7,12 +7,14 @@ from typing import Any
 
 from services.common.json_files.read_json import read_json
 
-ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert")  # of config.json's model_type
+ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert", "deberta-v2")  # model_type
+BIDIRECTIONAL_TYPE = "gemma3_text"  # a decoder's, which is an encoder if config.json says that attention sees all
 
 
 def is_encoder_type(raw: dict[str, Any]) -> bool:
     """Whether the model of a config.json sees whole inputs at once and generates nothing."""
-    return raw.get("model_type") in ENCODER_TYPES
+    kind = raw.get("model_type")
+    return kind in ENCODER_TYPES or (kind == BIDIRECTIONAL_TYPE and bool(raw.get("use_bidirectional_attention")))
 
 
 def is_encoder(path: Path) -> bool:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
+
+from services.dense_worker.sampling.upload import upload
 
 MAX_SCORES = 2**26  # of one call, over all heads: 256 MiB in float32 where a kernel of torch has them in memory
 _MIN_WINDOW_ROWS = 128  # queries of one call that has a window, at least
@@ -29,6 +32,23 @@ class _Bucket:
     targets: torch.Tensor  # int64 [num_sequences, length]: where results go; those of padding behind all tokens
 
 
+@dataclass(frozen=True, slots=True)
+class PositionTerms:
+    """What is added to the products of queries and keys for the distance between them (DeBERTa, arXiv:2006.03654).
+
+    Each of `keys` and `queries` [num_heads, num_rows, head_dim] has a row for each kind of distance. A query is also
+    multiplied by the row of `keys`, and a key by the row of `queries`. None: it is not.
+    """
+
+    keys: torch.Tensor | None
+    queries: torch.Tensor | None
+    rows: torch.Tensor  # int64 [2 n - 1], n at least the longest length: that of a key d places behind is at n - 1 + d
+
+    @property
+    def num_rows(self) -> int:
+        return max(each.shape[1] for each in (self.keys, self.queries) if each is not None)
+
+
 class PackedSequences:
     """Where sequences of the given lengths lie in a packed tensor, and which of them are computed together."""
 
@@ -39,8 +59,14 @@ class PackedSequences:
         self.num_tokens = sum(lengths)
         self.max_length = max(lengths, default=0)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        self.cu_seqlens = ends.to(device)  # int32 [num_sequences + 1]: the first row of each, and of what follows
-        self.buckets = tuple(_lay_out(each, self.num_tokens, device) for each in _group_by_size(lengths))
+        # int32 [num_sequences + 1]: the first row of each, and of what follows
+        self.cu_seqlens = upload(ends.numpy(), torch.device(device))
+        self._lengths, self._device = lengths, device
+
+    @cached_property
+    def buckets(self) -> tuple[_Bucket, ...]:
+        """Those that are padded together."""
+        return tuple(_lay_out(each, self.num_tokens, self._device) for each in _group_by_size(self._lengths))
 
 
 def attend(
@@ -52,6 +78,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     distance_bias: torch.Tensor | None = None,
+    positions: PositionTerms | None = None,
 ) -> torch.Tensor:
     """softmax(scale · q·kᵀ + bias)·v of each sequence by itself: [num_tokens, num_heads, head_dim], contiguous.
 
@@ -61,6 +88,7 @@ def attend(
     window: a token sees those at most so many places before or behind it; None: all
     distance_bias: [num_heads, 2 n - 1] with n at least the longest length, added to the scaled scores. Column
     n - 1 + d is for a key d places behind the query, as in T5 (relative positions) or with ALiBi.
+    positions: their products are added before scaling; not together with a window or a distance_bias
 
     Besides copies of its inputs it needs memory for `MAX_SCORES` scores and as many biases, whatever the lengths.
     """
@@ -71,17 +99,21 @@ def attend(
             f"distance_bias has {distance_bias.shape[1]} distances, sequences of {sequences.max_length} tokens need "
             f"{2 * sequences.max_length - 1}"
         )
-    if _suits_flash_kernel(q, distance_bias):
+    assert positions is None or (window is None and distance_bias is None), "no family has them together"
+    if positions is None and _suits_flash_kernel(q, distance_bias):
         return _attend_unpadded(q, k, v, sequences, scale, window)
     out = q.new_empty(len(q) + 1, *q.shape[1:])  # the last row is that of padding
     repeats = q.shape[1] // k.shape[1]
     for bucket in sequences.buckets:
-        for some in _split(bucket, q.shape[1], window):
+        for some in _split(bucket, q.shape[1], window, 0 if positions is None else positions.num_rows):
             heads = [_heads_first(each[some.rows]) for each in (q, k, v)]
             if repeats > 1:
                 heads[1:] = [each.repeat_interleave(repeats, dim=1) for each in heads[1:]]
-            attended = _attend_padded(*heads, some.is_token, scale, window, distance_bias).transpose(1, 2)
-            out[some.targets.flatten()] = attended.flatten(0, 1)
+            if positions is None:
+                attended = _attend_padded(*heads, some.is_token, scale, window, distance_bias)
+            else:
+                attended = _attend_with_positions(*heads, some.is_token, scale or q.shape[2] ** -0.5, positions)
+            out[some.targets.flatten()] = attended.transpose(1, 2).flatten(0, 1)
     return out[:-1]
 
 
@@ -133,11 +165,11 @@ def _lay_out(spans: Sequence[tuple[int, int]], num_tokens: int, device: torch.de
     return _Bucket(rows.to(device), is_token.to(device), torch.where(is_token, rows, num_tokens).to(device))
 
 
-def _split(bucket: _Bucket, num_heads: int, window: int | None) -> Iterator[_Bucket]:
+def _split(bucket: _Bucket, num_heads: int, window: int | None, num_position_rows: int) -> Iterator[_Bucket]:
     """Parts of a bucket, each with as many sequences as may be computed at once."""
     length = bucket.rows.shape[1]
     num_rows, num_keys = _tile(length, window)
-    size = max(1, MAX_SCORES // (num_heads * num_rows * num_keys))
+    size = max(1, MAX_SCORES // (num_heads * num_rows * max(num_keys, num_position_rows)))
     for start in range(0, len(bucket.rows), size):
         some = slice(start, start + size)
         is_token = None if bucket.is_token is None else bucket.is_token[some]
@@ -174,6 +206,35 @@ def _attend_padded(
             mask = _mask_of(keys - rows[:, None], mask, window, distance_bias, q.dtype)
         keys, values = k[:, :, first:last], v[:, :, first:last]
         parts.append(F.scaled_dot_product_attention(q[:, :, start:end], keys, values, attn_mask=mask, scale=scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _attend_with_positions(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_token: torch.Tensor | None,
+    scale: float,
+    positions: PositionTerms,
+) -> torch.Tensor:
+    """q, k, v [n, num_heads, length, head_dim] -> the same; some queries at a time, so that scores are few."""
+    num_heads, length = q.shape[1:3]
+    num_rows = min(length, max(1, MAX_SCORES // (num_heads * max(length, positions.num_rows))))
+    of_keys = None if positions.queries is None else k @ positions.queries.transpose(1, 2)  # [n, heads, length, rows]
+    keys, middle, parts = torch.arange(length, device=q.device), len(positions.rows) // 2, []
+    for start in range(0, length, num_rows):
+        some = q[:, :, start : start + num_rows]
+        rows = positions.rows[keys - keys[start : start + num_rows, None] + middle]  # [num_queries, length]
+        scores = some @ k.transpose(2, 3)
+        if positions.keys is not None:
+            of_queries = some @ positions.keys.transpose(1, 2)
+            scores += of_queries.gather(3, rows.expand(*scores.shape))
+        if of_keys is not None:
+            scores += of_keys.gather(3, rows.T.expand(*scores.transpose(2, 3).shape)).transpose(2, 3)
+        scores *= scale
+        if is_token is not None:
+            scores.masked_fill_(~is_token[:, None, None], float("-inf"))
+        parts.append(scores.softmax(dim=3) @ v)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 

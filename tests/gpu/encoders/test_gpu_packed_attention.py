@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.dense_worker.encoders.packed_attention import PackedSequences, attend
+from services.dense_worker.encoders.packed_attention import PackedSequences, PositionTerms, attend
 from tests.unit.dense_worker.encoders.test_packed_attention import CASES, LENGTHS, by_formula, random_qkv
 
 pytestmark = pytest.mark.gpu
@@ -15,11 +15,18 @@ pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
+def to_gpu(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, PositionTerms):
+        keys, queries = (None if each is None else each.to("cuda", dtype) for each in (value.keys, value.queries))
+        return PositionTerms(keys, queries, value.rows.cuda())
+    return value.cuda() if torch.is_tensor(value) else value
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_equals_the_formula(options: dict[str, Any], dtype: torch.dtype) -> None:
     qkv = [each.to("cuda", dtype) for each in random_qkv(sum(LENGTHS))]
-    on_gpu = {name: value.cuda() if torch.is_tensor(value) else value for name, value in options.items()}
+    on_gpu = {name: to_gpu(value, dtype) for name, value in options.items()}
     found = attend(*qkv, PackedSequences(LENGTHS, "cuda"), **on_gpu).double().cpu()
     wanted = by_formula(*(each.cpu() for each in qkv), **options)
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCES[dtype])

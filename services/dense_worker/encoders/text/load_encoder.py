@@ -10,12 +10,18 @@ from pathlib import Path
 
 import torch
 
-from services.common.encoders.encoder_config import TextEncoderConfig
+from services.common.encoders.encoder_config import Disentangled, NormKind, TextEncoderConfig
 from services.common.errors import ModelError
+from services.common.families.shape import Activation
 from services.common.pooling.pooling_config import ClassifierHead, PooledActivation, PoolingConfig
-from services.dense_worker.encoders.text.text_encoder import Affine, EncoderNorm, HeadLayer, LayerWeights, TextEncoder
+from services.dense_worker.encoders.packed_attention import PositionTerms
+from services.dense_worker.encoders.text.encoder_operations import EncoderOperations, TorchEncoderOperations
+from services.dense_worker.encoders.text.text_encoder import Affine, HeadLayer, LayerWeights, TextEncoder
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
+from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, RmsNormPlusOne
 from services.dense_worker.model.checkpoint import open_checkpoint
+from services.dense_worker.parameters import Parameter
 
 MAX_DISTANCE = 128  # from which on all distances have the same bias (MPNet, as T5 in arXiv:1910.10683)
 
@@ -37,10 +43,17 @@ class EncoderNames:
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
     o: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
-    up: str = "intermediate.dense"
+    up: tuple[str, ...] = ("intermediate.dense",)
     down: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
+    norms_after: tuple[str, str] = ("", "")  # of what attention and the MLP add
+    head_norms: tuple[str, str] = ("", "")  # of q and k
+    has_first_norm: bool = True  # whether the first layer has a norm before attention, as the others
+    projection: str = "embeddings.embed_proj"
     distance_bias: str = "encoder.relative_attention_bias"
+    distances: str = "encoder.rel_embeddings"
+    distance_norm: str = "encoder.LayerNorm"
+    position_projections: tuple[str, str] = ("attention.self.pos_key_proj", "attention.self.pos_query_proj")
     final_norm: str = "final_norm"
     head_norm: str = ""  # of a classifier's first layer
 
@@ -62,7 +75,7 @@ NAMES: dict[str, EncoderNames] = {  # by `TextEncoderConfig.family`
         qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         o="attention.out_lin",
         attention_norm="sa_layer_norm",
-        up="ffn.lin1",
+        up=("ffn.lin1",),
         down="ffn.lin2",
         mlp_norm="output_layer_norm",
     ),
@@ -82,10 +95,31 @@ NAMES: dict[str, EncoderNames] = {  # by `TextEncoderConfig.family`
         qkv=("attn.Wqkv",),
         o="attn.Wo",
         attention_norm="attn_norm",
-        up="mlp.Wi",
+        up=("mlp.Wi",),
         down="mlp.Wo",
         mlp_norm="mlp_norm",
+        has_first_norm=False,
         head_norm="head.norm",
+    ),
+    "deberta-v2": EncoderNames(
+        "deberta",
+        ("pooler.dense", "classifier"),
+        qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
+    ),
+    "gemma3_text": EncoderNames(
+        "model",
+        (),
+        embedding="embed_tokens",
+        layers="layers",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        o="self_attn.o_proj",
+        attention_norm="input_layernorm",
+        up=("mlp.gate_proj", "mlp.up_proj"),
+        down="mlp.down_proj",
+        mlp_norm="pre_feedforward_layernorm",
+        norms_after=("post_attention_layernorm", "post_feedforward_layernorm"),
+        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+        final_norm="norm",
     ),
 }
 
@@ -135,55 +169,113 @@ def _build(
     device: torch.device,
 ) -> TextEncoder:
     hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    width = config.embedding_width or hidden
+    rows_of_distance = None
+    if config.disentangled is not None:
+        rows_of_distance = disentangled_rows(config.disentangled, config.max_input_tokens).to(device)
 
     def tensor(name: str, *shape: int) -> torch.Tensor:
         return read(name, shape).to(device, dtype)
 
-    def norm(name: str, dtype: torch.dtype = dtype) -> EncoderNorm:
-        weight, bias = (
-            read(f"{name}.{each}", (hidden,)).to(device, dtype) if is_there else None
-            for each, is_there in (("weight", True), ("bias", config.has_norm_bias))
-        )
-        assert weight is not None, "every norm has a weight"
-        return EncoderNorm(weight, bias, config.norm_eps)
+    def norm(name: str, size: int = hidden) -> Norm:
+        weight = Parameter(f"{name}.weight", tensor(f"{name}.weight", size))
+        if config.norm is NormKind.RMS_PLUS_ONE:
+            return RmsNormPlusOne(weight, config.norm_eps)
+        bias = Parameter(f"{name}.bias", tensor(f"{name}.bias", size)) if config.has_norm_bias else None
+        return LayerNorm(weight, bias, config.norm_eps)
 
-    def affine(modules: tuple[str, ...], num_rows: int, num_columns: int, has_bias: bool) -> Affine:
-        size = num_rows // len(modules)
-        weight = torch.cat([tensor(f"{module}.weight", size, num_columns) for module in modules])
-        bias = torch.cat([tensor(f"{module}.bias", size) for module in modules]) if has_bias else None
+    def affine(modules: tuple[str, ...], num_rows: tuple[int, ...], num_columns: int, has_bias: bool) -> Affine:
+        parts = list(zip(modules, num_rows, strict=True))
+        weight = torch.cat([tensor(f"{module}.weight", count, num_columns) for module, count in parts])
+        bias = torch.cat([tensor(f"{module}.bias", count) for module, count in parts]) if has_bias else None
         return Affine(weight, bias)
+
+    def next_norm(index: int) -> Norm:
+        """Of the sum behind a layer."""
+        if not config.has_norms_before:
+            return norm(f"{names.layers}.{index}.{names.mlp_norm}")
+        is_last = index + 1 == config.num_layers
+        return norm(names.final_norm if is_last else f"{names.layers}.{index + 1}.{names.attention_norm}")
 
     def layer(index: int) -> LayerWeights:
         base = f"{names.layers}.{index}."
-        has_norm = index > 0 or not config.has_norms_before
-        num_up = (1 + config.is_gated) * intermediate
+        head_norms = None
+        if config.has_head_norms:
+            of_q, of_k = (norm(base + each, config.head_dim) for each in names.head_norms)
+            head_norms = HeadNorms(of_q, of_k, config.num_heads, config.num_kv_heads)
+        qkv_rows = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
+        up_rows = (1 + config.is_gated) * intermediate
+        qkv = affine(tuple(base + name for name in names.qkv), qkv_rows, hidden, config.has_attention_bias)
         return LayerWeights(
-            affine(tuple(base + name for name in names.qkv), 3 * hidden, hidden, config.has_attention_bias),
-            affine((base + names.o,), hidden, hidden, config.has_attention_bias),
-            norm(base + names.attention_norm) if has_norm else None,
-            affine((base + names.up,), num_up, hidden, config.has_mlp_bias),
-            affine((base + names.down,), hidden, intermediate, config.has_mlp_bias),
-            norm(base + names.mlp_norm),
+            qkv,
+            head_norms,
+            None if config.disentangled is None else positions(config.disentangled, base, qkv),
+            affine((base + names.o,), (hidden,), q_size, config.has_attention_bias),
+            norm(base + (names.mlp_norm if config.has_norms_before else names.attention_norm)),
+            affine(
+                tuple(base + name for name in names.up),
+                (up_rows // len(names.up),) * len(names.up),
+                hidden,
+                config.has_mlp_bias,
+            ),
+            affine((base + names.down,), (hidden,), intermediate, config.has_mlp_bias),
+            next_norm(index),
+            norm(base + names.norms_after[0]) if config.has_norms_after else None,
+            norm(base + names.norms_after[1]) if config.has_norms_after else None,
         )
 
-    def optional(name: str, num_rows: int) -> torch.Tensor | None:
-        return tensor(f"{name}.weight", num_rows, hidden) if num_rows else None
+    def positions(terms: Disentangled, base: str, qkv: Affine) -> PositionTerms:
+        """The projections of the table of distances, which are the same for all inputs."""
+        table = distances
+        assert table is not None and rows_of_distance is not None and qkv.bias is not None, "DeBERTa has these"
 
-    bias = None
+        def projected(name: str, first_row: int) -> torch.Tensor:
+            part = slice(first_row, first_row + hidden)
+            by = Affine(qkv.weight[part], qkv.bias[part]) if qkv.bias is not None else None
+            if not terms.shares_projections:
+                by = affine((base + name,), (hidden,), hidden, True)
+            assert by is not None
+            return by.forward(table).unflatten(1, (config.num_heads, -1)).transpose(0, 1).contiguous()
+
+        keys = projected(names.position_projections[0], hidden) if terms.has_query_terms else None
+        queries = projected(names.position_projections[1], 0) if terms.has_key_terms else None
+        return PositionTerms(keys, queries, rows_of_distance)
+
+    def optional(name: str, num_rows: int) -> torch.Tensor | None:
+        return tensor(f"{name}.weight", num_rows, width) if num_rows else None
+
+    bias = distances = None
     if config.num_distance_buckets:
         table = tensor(f"{names.distance_bias}.weight", config.num_distance_buckets, config.num_heads)
         bias = table.T[:, _buckets(config.max_input_tokens, config.num_distance_buckets).to(device)].contiguous()
+    if config.disentangled is not None:
+        distances = tensor(f"{names.distances}.weight", 2 * config.disentangled.span, hidden)
+        if config.disentangled.has_norm:
+            distances = norm(names.distance_norm).normalize(distances)
+    first_norm = f"{names.layers}.0.{names.attention_norm}"
     return TextEncoder(
         config,
-        tensor(f"{names.embedding}.weight", config.vocab_size, hidden),
+        _operations(device),
+        MlpActivation(Activation(config.activation), config.is_gated),
+        tensor(f"{names.embedding}.weight", config.vocab_size, width),
         optional(names.positions, config.num_positions),
         optional(names.token_types, config.num_token_types),
-        norm(names.embedding_norm),
+        None if width == hidden else affine((names.projection,), (hidden,), width, False),
+        norm(names.embedding_norm) if config.has_embedding_norm else None,
+        norm(first_norm) if config.has_norms_before and names.has_first_norm else None,
         tuple(layer(index) for index in range(config.num_layers)),
-        norm(names.final_norm) if config.has_norms_before else None,
         bias,
         _head(config, pooling, names, read, device),
     )
+
+
+def _operations(device: torch.device) -> EncoderOperations:
+    if device.type != "cuda":
+        return TorchEncoderOperations()
+    from services.dense_worker.encoders.text.triton_operations import TritonEncoderOperations
+
+    return TritonEncoderOperations(device)
 
 
 def _head(
@@ -196,14 +288,18 @@ def _head(
 
     layers, size = list[HeadLayer](), config.hidden_size
     if pooling.head is ClassifierHead.ENCODER:
+        if not names.head:
+            raise ModelError(f"classifiers of {config.family} with attention to all tokens are not supported")
         first, last = names.head
         is_modern = bool(names.head_norm)
         has_bias = not is_modern  # ModernBERT's is a field of its own, which says no in all published files
         bias = part(f"{first}.bias", size) if has_bias else None
         norm = None
         if is_modern:
-            norm_bias = part(f"{names.head_norm}.bias", size) if config.has_norm_bias else None
-            norm = EncoderNorm(part(f"{names.head_norm}.weight", size), norm_bias, config.norm_eps)
+            name, norm_bias = names.head_norm, None
+            if config.has_norm_bias:
+                norm_bias = Parameter(f"{name}.bias", part(f"{name}.bias", size))
+            norm = LayerNorm(Parameter(f"{name}.weight", part(f"{name}.weight", size)), norm_bias, config.norm_eps)
         layers.append(HeadLayer(Affine(part(f"{first}.weight", size, size), bias), config.classifier_activation, norm))
         num_labels = len(pooling.labels)
         weights = Affine(part(f"{last}.weight", num_labels, size), part(f"{last}.bias", num_labels))
@@ -228,3 +324,15 @@ def _buckets(max_length: int, num_buckets: int) -> torch.Tensor:
     ratio = (far.float() / exact).clamp(min=1.0).log() / math.log(MAX_DISTANCE / exact)
     large = (exact + (ratio * (half - exact)).long()).clamp(max=half - 1)
     return behind + torch.where(far < exact, far, large)
+
+
+def disentangled_rows(terms: Disentangled, max_length: int) -> torch.Tensor:
+    """The row of the table for each distance from 1 - max_length to max_length - 1 of a key behind its query: int64."""
+    distances = -torch.arange(1 - max_length, max_length)  # of the query behind the key
+    if terms.num_buckets:
+        middle = terms.num_buckets // 2
+        far = distances.abs().clamp(min=middle).float()
+        logs = torch.log(far / middle) / torch.log(torch.tensor((terms.max_distance - 1) / middle)) * (middle - 1)
+        buckets = (torch.ceil(logs) + middle).long() * distances.sign()
+        distances = torch.where(distances.abs() <= middle, distances, buckets)
+    return (distances + terms.span).clamp(0, 2 * terms.span - 1)

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from services.common.encoders.encoder_config import EncoderLayer, TextEncoderConfig
 from services.common.pooling.pooling_config import PoolingMethod
-from services.dense_worker.encoders.packed_attention import PackedSequences, attend
+from services.dense_worker.encoders.packed_attention import PackedSequences, PositionTerms, attend
+from services.dense_worker.encoders.text.encoder_operations import EncoderOperations, Rotation
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
+from services.dense_worker.sampling.upload import upload
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -37,28 +42,24 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderNorm:
-    """LayerNorm (arXiv:1607.06450), perhaps without a bias."""
-
-    weight: torch.Tensor  # [hidden]
-    bias: torch.Tensor | None
-    eps: float
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, hidden]"""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Its norms are those of sums, or of inputs; the first ModernBERT layer has none before attention."""
+    """One layer: attention and an MLP, whose results are each added to the residual, and what is done to the sums.
+
+    `attention_norm` and `mlp_norm` normalise the sums behind them. BERT's normalised sums are the next residual. With
+    norms before each half of a layer (ModernBERT), they are only what the next half reads: that of the MLP is the next
+    layer's, or the final one.
+    """
 
     qkv: Affine  # q rows, then k, then v
+    head_norms: HeadNorms | None
+    positions: PositionTerms | None
     o: Affine
-    attention_norm: EncoderNorm | None
+    attention_norm: Norm
     up: Affine  # of a gated MLP: what is activated, then what it is multiplied by
     down: Affine
-    mlp_norm: EncoderNorm
+    mlp_norm: Norm
+    after_attention: Norm | None = None  # of what attention adds
+    after_mlp: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,14 @@ class HeadLayer:
 
     affine: Affine
     activation: str | None
-    norm: EncoderNorm | None = None
+    norm: Norm | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [n, in] -> [n, out]"""
         x = self.affine.forward(x)
         if self.activation is not None:
             x = _ACTIVATIONS[self.activation](x)
-        return x if self.norm is None else self.norm.forward(x)
+        return x if self.norm is None else self.norm.normalize(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,15 @@ class TextEncoder:
     """All weights of an encoder, on one device; never written after loading."""
 
     config: TextEncoderConfig
-    embedding: torch.Tensor  # [vocab, hidden]
-    positions: torch.Tensor | None  # [num_positions, hidden]
-    token_types: torch.Tensor | None  # [num_token_types, hidden]
-    embedding_norm: EncoderNorm
+    operations: EncoderOperations
+    activation: MlpActivation
+    embedding: torch.Tensor  # [vocab, width]
+    positions: torch.Tensor | None  # [num_positions, width]
+    token_types: torch.Tensor | None  # [num_token_types, width]
+    projection: Affine | None  # from the width to the hidden size; None: they are equal
+    embedding_norm: Norm | None
+    first_norm: Norm | None  # of what the first layer reads; None: it reads the residual itself
     layers: tuple[LayerWeights, ...]
-    final_norm: EncoderNorm | None
     distance_bias: torch.Tensor | None  # [num_heads, 2 max_input_tokens - 1], see `attend`
     head: tuple[HeadLayer, ...] = ()  # of a classifier, or dense layers after pooling
 
@@ -101,36 +105,50 @@ class TextEncoder:
 
 
 class EncoderRun:
-    """Some inputs on their way through the layers. Call `advance` until `is_done`, then `pool`."""
+    """Some inputs on their way through the layers. Call `advance` until `is_done`, then `pool` or `tokens`.
+
+    Waits for no GPU.
+    """
 
     def __init__(
         self, encoder: TextEncoder, inputs: Sequence[Sequence[int]], second_segments: Sequence[int]
     ) -> None:
         """inputs: token ids of each; second_segments: tokens of each before its second text, 0 for one text"""
         self._encoder = encoder
-        self._lengths = [len(each) for each in inputs]
+        self.lengths = [len(each) for each in inputs]
         self._next_layer = 0
-        device = encoder.device
-        self._sequences = PackedSequences(self._lengths, device)
-        places = torch.cat([torch.arange(length) for length in self._lengths])
-        token_ids = torch.tensor([token_id for each in inputs for token_id in each])
-        hidden = F.embedding(_upload(token_ids, device), encoder.embedding)
+        device, lengths = encoder.device, np.array(self.lengths)
+        self._sequences = PackedSequences(self.lengths, device)
+        places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        token_ids = np.concatenate([np.asarray(each, np.int64) for each in inputs])
+        hidden = F.embedding(upload(token_ids, device), encoder.embedding)
+        if encoder.config.embedding_multiplier != 1.0:
+            hidden = hidden * torch.tensor(encoder.config.embedding_multiplier, dtype=hidden.dtype)
         if encoder.token_types is not None:
-            starts = torch.tensor([each or length for each, length in zip(second_segments, self._lengths, strict=True)])
-            types = (places >= starts.repeat_interleave(torch.tensor(self._lengths))).long()
-            types = types.clamp(max=len(encoder.token_types) - 1)
-            hidden = hidden + F.embedding(_upload(types, device), encoder.token_types)
-        on_device = _upload(places, device)
+            starts = np.array([each or length for each, length in zip(second_segments, self.lengths, strict=True)])
+            types = (places >= np.repeat(starts, lengths)).astype(np.int64)
+            hidden = hidden + F.embedding(
+                upload(types.clip(max=len(encoder.token_types) - 1), device), encoder.token_types
+            )
         if encoder.positions is not None:
-            rows = _upload(self._position_rows(token_ids, places), device)
-            hidden = hidden + F.embedding(rows, encoder.positions)
-        self._hidden = encoder.embedding_norm.forward(hidden)
+            hidden = hidden + F.embedding(upload(self._position_rows(token_ids, places), device), encoder.positions)
+        if encoder.projection is not None:
+            hidden = encoder.projection.forward(hidden)
+        operations = encoder.operations
+        if encoder.embedding_norm is not None:
+            hidden = operations.normalize(hidden, encoder.embedding_norm)
+        self._residual = self._normed = hidden
+        if encoder.first_norm is not None:
+            self._normed = operations.normalize(hidden, encoder.first_norm)
         thetas = {layer.rope_theta for layer in encoder.config.layers if layer.rope_theta is not None}
-        self._rotations = {theta: _rotation(on_device, theta, encoder.config.head_dim) for theta in thetas}
+        self._rotations = dict[float, Rotation]()
+        if thetas:
+            on_device = upload(places, device)
+            self._rotations = {theta: _rotation(on_device, theta, encoder.config.head_dim) for theta in thetas}
 
     @property
     def num_tokens(self) -> int:
-        return sum(self._lengths)
+        return sum(self.lengths)
 
     @property
     def is_done(self) -> bool:
@@ -138,74 +156,68 @@ class EncoderRun:
 
     def advance(self) -> None:
         """Runs the next layer."""
-        config, weights = self._encoder.config, self._encoder.layers[self._next_layer]
-        layer, x = config.layers[self._next_layer], self._hidden
-        if config.has_norms_before:
-            normed = x if weights.attention_norm is None else weights.attention_norm.forward(x)
-            x = x + self._attention(normed, weights, layer)
-            self._hidden = x + self._mlp(weights.mlp_norm.forward(x), weights)
-        else:
-            assert weights.attention_norm is not None, "only a layer with norms before can lack it"
-            x = weights.attention_norm.forward(x + self._attention(x, weights, layer))
-            self._hidden = weights.mlp_norm.forward(x + self._mlp(x, weights))
+        weights, layer = self._encoder.layers[self._next_layer], self._encoder.config.layers[self._next_layer]
+        self._add(self._attention(self._normed, weights, layer), weights.attention_norm, weights.after_attention)
+        self._add(self._mlp(self._normed, weights), weights.mlp_norm, weights.after_mlp)
         self._next_layer += 1
 
     def pool(self, method: PoolingMethod) -> torch.Tensor:
         """The vector of each input, or the values of its labels: float32 [num_inputs, size]."""
-        hidden, norm = self._hidden, self._encoder.final_norm
-        if norm is not None:
-            hidden = norm.forward(hidden)
+        hidden, lengths = self._normed, np.array(self.lengths)
         if method is PoolingMethod.MEAN:
-            pooled = torch.stack([each.float().mean(0) for each in hidden.split(self._lengths)])
+            on_device = upload(lengths, hidden.device)
+            pooled = torch.segment_reduce(hidden.float(), "mean", lengths=on_device, axis=0, unsafe=True)
         else:
-            ends = torch.tensor(self._lengths).cumsum(0)
-            rows = ends - 1 if method is PoolingMethod.LAST else ends - torch.tensor(self._lengths)
-            pooled = hidden[_upload(rows, hidden.device)].float()
-        for layer in self._encoder.head:
-            pooled = layer.forward(pooled)
-        return pooled
+            ends = np.cumsum(lengths)
+            rows = ends - 1 if method is PoolingMethod.LAST else ends - lengths
+            pooled = hidden[upload(rows, hidden.device)].float()
+        return self._through_head(pooled)
 
-    def _position_rows(self, token_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The row of the table of positions for each token: int64 [n], on the host."""
+    def _through_head(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self._encoder.head:
+            values = layer.forward(values)
+        return values
+
+    def _add(self, delta: torch.Tensor, norm: Norm, delta_norm: Norm | None) -> None:
+        """Adds to the residual what half a layer has computed."""
+        total, normed = self._encoder.operations.add_normalize(self._residual, delta, norm, delta_norm)
+        self._residual = total if self._encoder.config.has_norms_before else normed
+        self._normed = normed
+
+    def _position_rows(self, token_ids: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """The row of the table of positions for each token: int64 [n]."""
         offset, padding_id = self._encoder.config.position_offset or 0, self._encoder.config.padding_id
         if padding_id is None or not (token_ids == padding_id).any():
             return places + offset
-        counts = (token_ids != padding_id).long()
-        parts = [each.cumsum(0) * each + padding_id for each in counts.split(self._lengths)]
-        return torch.cat(parts)
+        counts = (token_ids != padding_id).astype(np.int64)
+        parts = np.split(counts, np.cumsum(self.lengths)[:-1])
+        return np.concatenate([each.cumsum() * each + padding_id for each in parts])
 
     def _attention(self, x: torch.Tensor, weights: LayerWeights, layer: EncoderLayer) -> torch.Tensor:
-        qkv = weights.qkv.forward(x).unflatten(1, (3, self._encoder.config.num_heads, -1))
-        q, k, v = qkv.unbind(1)
-        if layer.rope_theta is not None:
-            cos, sin = self._rotations[layer.rope_theta]
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        bias = self._encoder.distance_bias
-        attended = attend(q, k, v, self._sequences, window=layer.window, distance_bias=bias)
+        encoder, config = self._encoder, self._encoder.config
+        num_heads, num_kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rotation = None if layer.rope_theta is None else self._rotations[layer.rope_theta]
+        qkv, num_rotated = weights.qkv.forward(x), num_heads + num_kv_heads
+        qkv = encoder.operations.prepare_heads(qkv, num_rotated, weights.head_norms, rotation)
+        q, k, v = qkv.unflatten(1, (-1, dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        attended = attend(
+            q,
+            k,
+            v,
+            self._sequences,
+            scale=config.attention_scale,
+            window=layer.window,
+            distance_bias=encoder.distance_bias,
+            positions=weights.positions,
+        )
         return weights.o.forward(attended.flatten(1))
 
     def _mlp(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
-        config, x = self._encoder.config, weights.up.forward(x)
-        activate = _ACTIVATIONS[config.activation]
-        if config.is_gated:
-            activated, gate = x.chunk(2, dim=-1)
-            return weights.down.forward(activate(activated) * gate)
-        return weights.down.forward(activate(x))
+        activated = self._encoder.operations.activate(weights.up.forward(x), self._encoder.activation)
+        return weights.down.forward(activated)
 
 
-def _rotation(places: torch.Tensor, theta: float, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the angles of each token: float32 [n, 1, head_dim / 2]."""
+def _rotation(places: torch.Tensor, theta: float, head_dim: int) -> Rotation:
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=places.device).float() / head_dim)
-    angles = places.float()[:, None, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns each pair (i, i + head_dim / 2) of x [n, num_heads, head_dim] (RoPE, arXiv:2104.09864)."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-def _upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies to a GPU without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    angles = places.float()[:, None] * frequencies
+    return Rotation(angles.cos(), angles.sin())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.dense_worker.encoders import packed_attention
-from services.dense_worker.encoders.packed_attention import PackedSequences, attend
+from services.dense_worker.encoders.packed_attention import PackedSequences, PositionTerms, attend
 
 LENGTHS = (1, 7, 40, 3, 7, 41, 38, 2, 40)
 NUM_HEADS, HEAD_DIM = 4, 16
@@ -27,6 +27,7 @@ def by_formula(
     scale: float = HEAD_DIM**-0.5,
     window: int | None = None,
     distance_bias: torch.Tensor | None = None,
+    positions: PositionTerms | None = None,
 ) -> torch.Tensor:
     """The definition: every score by itself, in float64."""
     repeats = q.shape[1] // k.shape[1]
@@ -38,6 +39,12 @@ def by_formula(
             scores = scale * each_q[:, head] @ each_k[:, head // repeats].T
             if distance_bias is not None:
                 scores += distance_bias[head, distance_bias.shape[1] // 2 + distances]
+            if positions is not None:
+                rows = positions.rows[distances + len(positions.rows) // 2]
+                if positions.keys is not None:
+                    scores += scale * (each_q[:, head, None] * positions.keys[head].double()[rows]).sum(2)
+                if positions.queries is not None:
+                    scores += scale * (each_k[None, :, head] * positions.queries[head].double()[rows]).sum(2)
             if window is not None:
                 scores[distances.abs() > window] = float("-inf")
             results.append(scores.softmax(1) @ each_v[:, head // repeats])
@@ -49,12 +56,23 @@ def bias_of(num_distances: int) -> torch.Tensor:
     return torch.randn(NUM_HEADS, num_distances, generator=torch.Generator().manual_seed(6))
 
 
+def positions_of(num_rows: int, *, has_keys: bool = True, has_queries: bool = True) -> PositionTerms:
+    """Rows that are not symmetric: one way, distances of several tokens share a row."""
+    generator = torch.Generator().manual_seed(7)
+    keys, queries = torch.randn(2, NUM_HEADS, num_rows, HEAD_DIM, generator=generator)
+    rows = (torch.arange(-60, 61) // 3 + num_rows // 2).clamp(0, num_rows - 1)
+    return PositionTerms(keys if has_keys else None, queries if has_queries else None, rows)
+
+
 CASES = {
     "all see all": {},
     "scale": {"scale": 0.7},
     "window": {"window": 3},
     "window wider than sequences": {"window": 100},
     "bias": {"distance_bias": bias_of(2 * max(LENGTHS) - 1)},
+    "positions": {"positions": positions_of(8), "scale": 0.1},
+    "positions of keys": {"positions": positions_of(90, has_queries=False)},
+    "positions of queries": {"positions": positions_of(90, has_keys=False)},
     "longer bias and window": {"distance_bias": bias_of(201), "window": 5},
 }
 

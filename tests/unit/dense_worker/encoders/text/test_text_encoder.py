@@ -28,6 +28,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("modernbert", SIZES | {"num_hidden_layers": 4, "local_attention": 10}),
     "modernbert-biased": ("modernbert", SIZES | {"attention_bias": True, "mlp_bias": True, "norm_bias": True}),
 }
+DEBERTA = SIZES | {"relative_attention": True, "type_vocab_size": 0, "pos_att_type": ["p2c", "c2p"], "pad_token_id": 0}
+V3 = {"position_biased_input": False, "share_att_key": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"}
+GEMMA = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 12}
+VARIANTS |= {
+    "deberta": ("deberta-v2", DEBERTA | V3),
+    "deberta-unshared": ("deberta-v2", DEBERTA | {"type_vocab_size": 2, "max_relative_positions": 30}),
+    "deberta-of-queries": ("deberta-v2", DEBERTA | V3 | {"pos_att_type": ["c2p"], "share_att_key": False}),
+    "gemma": ("gemma3_text", GEMMA | {"num_hidden_layers": 7, "use_bidirectional_attention": True}),
+}
 LENGTHS = (1, 17, 90, 5)
 METHODS = {"cls": PoolingMethod.CLS, "mean": PoolingMethod.MEAN, "last": PoolingMethod.LAST}
 
@@ -62,7 +71,7 @@ def test_states_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, torch.stack([pick(each) for each in wanted]), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "modernbert", "deberta"])
 @torch.inference_mode()
 def test_classifiers_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also of pairs, which BERT tells by the types of tokens."""
