@@ -70,8 +70,12 @@ class ModelSection(Section):
     # pooling: makes vectors of inputs, also where the checkpoint is one that generates, which it then does, too;
     # generate: makes none; auto: if the checkpoint is made for it
     runner: Literal["auto", "generate", "pooling"] = "auto"
-    # two tokens, such as "no" and "yes": the model scores inputs by how much likelier the second is to follow
+    # two tokens, such as "no" and "yes": the model scores inputs by how much likelier the second is to follow; one: by
+    # its logit
     classifier_from_token: tuple[str, ...] = ()
+    # qwen3, gemma: the model is Qwen3-Reranker or bge-reranker-v2-gemma, whose template is written around pairs of
+    # texts; auto: qwen3 if config.json has is_original_qwen3_reranker
+    reranker: Literal["auto", "none", "qwen3", "gemma"] = "auto"
     images: bool = True  # false: of a model that sees pictures only the text part is loaded
 
 

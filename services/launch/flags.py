@@ -123,6 +123,12 @@ FLAGS = (
         is_list=True,
     ),
     Flag(
+        "--reranker",
+        ("model.reranker",),
+        "qwen3, gemma: the model is Qwen3-Reranker or bge-reranker-v2-gemma, and reads pairs in its template",
+        _same(["auto", "none", "qwen3", "gemma"]),
+    ),
+    Flag(
         "--language-model-only",
         ("model.images",),
         "of a model that sees pictures only the text part is loaded",

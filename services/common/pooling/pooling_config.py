@@ -18,6 +18,7 @@ from services.common.errors import ConfigError, ModelError
 from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json, read_json_list
 from services.common.pooling.architectures import has_language_head, is_classifier
+from services.common.pooling.pair_template import TEMPLATES, PairTemplate
 
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
@@ -44,7 +45,7 @@ class ClassifierHead(enum.Enum):
     """The layers between the pooled vector and the values of the classes."""
 
     SCORE = "score"  # one matrix, as decoders have it
-    TOKENS = "tokens"  # the rows of two tokens of the language head: the second minus the first
+    TOKENS = "tokens"  # the rows of tokens of the language head: that of one, or the second minus the first
     ENCODER = "encoder"  # as the encoder's family has it
 
 
@@ -72,6 +73,7 @@ class PoolingConfig:
     is_raw: bool = False  # the values of labels are shown as they are, without sigmoid or softmax
     tokens: tuple[str, ...] = ()  # those of `ClassifierHead.TOKENS`
     prompts: Mapping[str, str] = field(default_factory=dict)  # what stands before texts for a purpose, by its name
+    template: PairTemplate | None = None  # in which a scorer reads pairs; None: as the tokenizer joins them
     max_input_tokens: int | None = None  # which sentence-transformers keeps of longer inputs; None: it says nothing
 
     @property
@@ -91,23 +93,29 @@ def read_pooling(section: ModelSection) -> PoolingConfig | None:
     """
     path = section.path
     if section.runner == "generate":
-        if section.classifier_from_token:
-            raise ConfigError("model.classifier_from_token is set, but model.runner is generate")
+        for key in ("classifier_from_token", "reranker"):
+            if getattr(section, key) not in ((), "auto", "none"):
+                raise ConfigError(f"model.{key} is set, but model.runner is generate")
         return None
     raw = read_json(path / "config.json")
     if raw is None:
         raise ModelError(f"model directory {path} has no config.json")
-    if section.classifier_from_token:
-        if len(section.classifier_from_token) != 2:
+    is_encoder, template = is_encoder_type(raw), _read_template(section, raw)
+    if is_encoder and template is not None:
+        raise ConfigError(f"model.reranker is {section.reranker}, but the model is an encoder")
+    if is_classifier(raw) and not section.classifier_from_token:
+        classifier = _read_classifier(raw, path, is_encoder)
+        if template is not None and not classifier.is_scorer:
+            num_labels = len(classifier.labels)
+            raise ConfigError(f"model.reranker is {section.reranker}, but the model has {num_labels} labels")
+        return replace(classifier, template=template)
+    if tokens := section.classifier_from_token or (() if template is None else template.tokens):
+        if len(tokens) > 2:
             raise ConfigError(
-                f"model.classifier_from_token has {len(section.classifier_from_token)} tokens, expected two: that of "
-                "no, then that of yes"
+                f"model.classifier_from_token has {len(tokens)} tokens, expected one, or that of no and that of yes"
             )
-        tokens = section.classifier_from_token
-        return PoolingConfig(PoolingMethod.LAST, False, head=ClassifierHead.TOKENS, labels=(tokens[1],), tokens=tokens)
-    is_encoder = is_encoder_type(raw)
-    if is_classifier(raw):
-        return _read_classifier(raw, path, is_encoder)
+        head, labels = ClassifierHead.TOKENS, tokens[-1:]
+        return PoolingConfig(PoolingMethod.LAST, False, head=head, labels=labels, tokens=tokens, template=template)
     modules = read_json_list(path / MODULES_FILE)
     if modules is not None:
         return replace(_read_modules(modules, path), prompts=_read_prompts(path))
@@ -123,6 +131,13 @@ def _read_prompts(path: Path) -> dict[str, str]:
     if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
         raise ModelError(f"{path / PROMPTS_FILE} has prompts {prompts!r}, expected texts by name")
     return prompts
+
+
+def _read_template(section: ModelSection, raw: dict[str, Any]) -> PairTemplate | None:
+    """`is_original_qwen3_reranker` is what vLLM's users write into config.json."""
+    if section.reranker == "auto":
+        return TEMPLATES["qwen3"] if raw.get("is_original_qwen3_reranker") is True else None
+    return TEMPLATES.get(section.reranker)
 
 
 def _read_classifier(raw: dict[str, Any], path: Path, is_encoder: bool) -> PoolingConfig:

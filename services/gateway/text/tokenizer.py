@@ -8,7 +8,7 @@ to those of short texts, and all that is long to the thread of `HeavyWork`, so t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from services.common.errors import ConfigError, InvalidRequest
+from services.common.pooling.pair_template import PairTemplate
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.chat_vectors import encode_around
@@ -116,6 +117,17 @@ class Tokenizer:
         size = sum(map(len, texts))
         given = (texts, adds_special_tokens, max_tokens, is_cut, max_last, keeps_last)
         return await self.off_loop(size, self._encode_input, *given)
+
+    async def encode_pair(
+        self, template: PairTemplate, texts: Mapping[str, str], max_tokens: int, is_cut: bool, max_last: int | None
+    ) -> list[int]:
+        """Token ids of a template with a client's texts, in which special tokens are plain text.
+
+        If `is_cut`, the document loses tokens at its end until all are `max_tokens`; with `max_last` it also keeps at
+        most so many.
+        """
+        size = sum(map(len, texts.values())) + sum(map(len, template.pieces))
+        return await self.off_loop(size, self._encode_pair, template, texts, max_tokens, is_cut, max_last)
 
     async def encode_chat(
         self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0, num_bytes: int = 0
@@ -279,6 +291,23 @@ class Tokenizer:
         if len(texts) == 1 or "token_type_ids" not in self.hf_tokenizer.model_input_names:
             return encoding.ids, 0
         return encoding.ids, next((i for i, each in enumerate(encoding.type_ids) if each), 0)
+
+    def _encode_pair(
+        self, template: PairTemplate, texts: Mapping[str, str], max_tokens: int, is_cut: bool, max_last: int | None
+    ) -> list[int]:
+        nonce, place = new_nonce(), template.document_piece
+
+        def encode(piece: str) -> list[int]:
+            return self._control_tokens.encode(piece, nonce, False)
+
+        marked = self._control_tokens.marked(texts, nonce)
+        parts = [encode(piece) for piece in template.fill(marked)]
+        num_others = sum(map(len, parts)) - len(parts[place])
+        most = max(0, max_tokens - num_others) if is_cut or max_last is not None else len(parts[place])
+        if max_last is not None:
+            most = min(most, len(encode(template.fill({**marked, "document": ""})[place])) + max_last)
+        parts[place] = parts[place][:most]
+        return [token_id for part in parts for token_id in part]
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encode(text, add_special_tokens=False) for text in texts]

@@ -16,6 +16,7 @@ import numpy as np
 
 from services.common.errors import InvalidRequest, PeerError, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
+from services.common.pooling.pair_template import PairTemplate
 from services.common.pooling.pooling_config import PoolingConfig
 from services.gateway.access.access import Caller
 from services.gateway.core.request_service import RequestService
@@ -64,6 +65,7 @@ class InputOptions:
     is_cut: bool | None = None  # default: if `max_tokens` says where; False: longer inputs are refused
     keeps_last: bool = False  # texts are cut at their beginning
     cache_salt: str = ""
+    instruction: str | None = None  # what a reranker is told of pairs; None: what its template says
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,12 @@ class Vectors:
         """Raises `InvalidRequest` if vectors have fewer values."""
         if dimensions is not None and dimensions > self.size:
             raise InvalidRequest(f"dimensions is {dimensions}, the model's vectors have {self.size}", "dimensions")
+
+    def check_instruction(self, instruction: str | None) -> None:
+        """Raises `InvalidRequest` if there is one, and the model has no place for it."""
+        template = self.pooling.template
+        if instruction is not None and (template is None or template.instruction is None):
+            raise InvalidRequest("this model reads no instruction: model.reranker is not qwen3", "instruction")
 
     def check_num_given(self, num_given: int, field: str) -> None:
         """Raises `InvalidRequest` if a request has too many elements, or none: two megabytes may hold a million."""
@@ -199,6 +207,13 @@ class Vectors:
                 raise PeerError(f"{each.name} ended without its vector")
             results[index] = PooledInput(vector.values, len(prompt.token_ids))
 
+    async def _encode_pair(
+        self, template: PairTemplate, each: VectorInput, options: InputOptions, most: int, is_cut: bool
+    ) -> list[int]:
+        instruction = template.instruction if options.instruction is None else options.instruction
+        given = {"instruction": instruction or "", "query": str(each.first), "document": each.second or ""}
+        return await self.service.tokenizer.encode_pair(template, given, most, is_cut, each.max_own_tokens)
+
     async def _message(self, each: VectorInput, options: InputOptions) -> gateway_pb2.GenerateRequest:
         """The request for one input. Raises `InvalidRequest` if it is empty or too long."""
         name = each.name
@@ -216,14 +231,18 @@ class Vectors:
                     f"{name} has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
                     name,
                 )
-            token_ids, second_segment = await tokenizer.encode_input(
-                texts,
-                options.adds_special_tokens is not False,
-                most,
-                is_cut,
-                each.max_own_tokens,
-                keeps_last=options.keeps_last,
-            )
+            template = self.pooling.template
+            if template is not None and each.second is not None:
+                token_ids = await self._encode_pair(template, each, options, most, is_cut)
+            else:
+                token_ids, second_segment = await tokenizer.encode_input(
+                    texts,
+                    options.adds_special_tokens is not False,
+                    most,
+                    is_cut,
+                    each.max_own_tokens,
+                    keeps_last=options.keeps_last,
+                )
         elif isinstance(each.first, gateway_pb2.Chat):
             adds = options.adds_special_tokens
             chat = gateway_pb2.TokenizeRequest(chat=each.first, add_special_tokens=adds)

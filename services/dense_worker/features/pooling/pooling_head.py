@@ -63,8 +63,8 @@ def load_pooling_head(
     elif pooling.head is ClassifierHead.TOKENS:
         if language_head is None:
             raise ModelError(f"{path}: model.classifier_from_token needs an lm_head that is not quantized")
-        no, yes = (language_head[_token_id(path, token)].float() for token in pooling.tokens)
-        layers.append(PooledLayer((yes - no)[None], None))
+        rows = [language_head[_token_id(path, token)].float() for token in pooling.tokens]
+        layers.append(PooledLayer((rows[1] - rows[0] if len(rows) == 2 else rows[0])[None], None))
     size = hidden_size
     for layer in layers:
         num_read = layer.weight.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import pydantic
@@ -213,7 +214,19 @@ TextOrTexts = Annotated[
 ]
 
 
-class ScoreRequest(InputFields):
+class PairFields(InputFields):
+    """What bodies for scores have in common."""
+
+    instruction: str | None = Field(
+        None, description="What a model that reads pairs in a template with an instruction is told; default: its own"
+    )
+
+    def options(self, request_id: str, traceparent: str) -> InputOptions:
+        """With the instruction."""
+        return replace(super().options(request_id, traceparent), instruction=self.instruction)
+
+
+class ScoreRequest(PairFields):
     """Pairs of texts: one with each of several, or as many firsts as seconds."""
 
     text_1: TextOrTexts = Field(
@@ -251,7 +264,7 @@ TextOrDocument = Annotated[
 ]
 
 
-class RerankRequest(InputFields):
+class RerankRequest(PairFields):
     """Documents to put in order, as Cohere and Jina have them."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rank_fields": ([], ["text"]), "max_chunks_per_doc": ()}

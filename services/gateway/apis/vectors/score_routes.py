@@ -53,6 +53,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     async def create_scores(body: ScoreRequest, request: Request) -> Response:
         """How well the two texts of each pair belong together."""
         request_id, options = await begin(body, request)
+        vectors.check_instruction(body.instruction)
         pairs = body.pairs()
         names = [(f"text_1[{i}]", f"text_2[{i}]") for i in range(len(pairs))]
         inputs, scores_of = score_pairs(pairs, names, vectors.pooling, shows_raw=_shows_raw(body, vectors))
@@ -71,6 +72,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """The documents in the order of how well they belong to the query."""
         request_id, options = await begin(body, request)
+        vectors.check_instruction(body.instruction)
         texts = body.texts()
         names = [("query", f"documents[{i}]") for i in range(len(texts))]
         pairs = [(body.query, text) for text in texts]

@@ -226,7 +226,9 @@ def test_the_config_says_what_the_checkpoint_does_not(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3", **SIZES, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
     assert read_pooling(ModelSection(path=tmp_path)) is None
     assert read_pooling(ModelSection(path=tmp_path, runner="pooling")) is not None
-    with pytest.raises(ConfigError, match="1 tokens"):
-        read_pooling(ModelSection(path=tmp_path, classifier_from_token=("yes",)))
+    with pytest.raises(ConfigError, match="3 tokens"):
+        read_pooling(ModelSection(path=tmp_path, classifier_from_token=("a", "b", "c")))
+    one = read_pooling(ModelSection(path=tmp_path, classifier_from_token=("yes",)))
+    assert one is not None and one.is_scorer and one.template is None
     with pytest.raises(ConfigError, match=r"model\.runner is generate"):
         read_pooling(ModelSection(path=tmp_path, runner="generate", classifier_from_token=("no", "yes")))
