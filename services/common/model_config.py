@@ -40,7 +40,7 @@ _SIZES = (
 )
 # The classes of a family's models that generate nothing, by what stands in the place of the language head.
 _BASE = re.compile("(ForCausalLM|LMHeadModel)$")
-_WITHOUT_HEAD = ("Model", "ForSequenceClassification")
+_WITHOUT_HEAD = ("Model", "ForSequenceClassification", "ForTokenClassification")
 
 
 def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:

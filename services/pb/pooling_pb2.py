@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rpooling.proto\x12\x0ctwostroke.v1\"(\n\x0ePoolingRequest\x12\x16\n\x0esecond_segment\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rpooling.proto\x12\x0ctwostroke.v1\"<\n\x0ePoolingRequest\x12\x16\n\x0esecond_segment\x18\x01 \x01(\r\x12\x12\n\nall_tokens\x18\x02 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pooling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_POOLINGREQUEST']._serialized_start=31
-  _globals['_POOLINGREQUEST']._serialized_end=71
+  _globals['_POOLINGREQUEST']._serialized_end=91
 # @@protoc_insertion_point(module_scope)

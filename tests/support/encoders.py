@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -24,13 +26,19 @@ SIZES = {
 }
 
 
-def make_encoder(path: Path, family: str, fields: dict[str, Any], num_labels: int = 0) -> torch.nn.Module:
+def make_encoder(
+    path: Path,
+    family: str,
+    fields: dict[str, Any],
+    num_labels: int = 0,
+    classifier: Any = AutoModelForSequenceClassification,
+) -> torch.nn.Module:
     """Writes config.json and safetensors of a random encoder, or of a classifier, and returns it.
 
     Norms and biases are random, too, so that a test notices a missing one.
     """
     config = AutoConfig.for_model(family, **fields, **({"num_labels": num_labels} if num_labels else {}))
-    maker = AutoModelForSequenceClassification if num_labels else AutoModel
+    maker = classifier if num_labels else AutoModel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = maker.from_config(config).eval()
@@ -39,6 +47,17 @@ def make_encoder(path: Path, family: str, fields: dict[str, Any], num_labels: in
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
     model.save_pretrained(path)
     return model
+
+
+def make_colbert(path: Path, fields: dict[str, Any], size: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Writes a ColBERT of BERT's form, and returns BERT and the matrix behind it: float32 [size, hidden]."""
+    model = make_encoder(path, "bert", fields)
+    linear = torch.randn(size, fields["hidden_size"], generator=torch.Generator().manual_seed(6)) * 0.3
+    tensors = {f"bert.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors | {"linear.weight": linear}, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["HF_ColBERT"]}))
+    return model, linear
 
 
 def add_tokenizer(path: Path) -> PreTrainedTokenizerFast:

@@ -7,7 +7,8 @@ from typing import Any
 from services.common.encoders.encoder_types import is_encoder_type
 from services.common.families.registry import FAMILIES
 
-_CLASSIFIER = "ForSequenceClassification"
+_CLASSIFIER, _TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
+_COLBERT = "HF_ColBERT"
 
 
 def has_language_head(raw: dict[str, Any]) -> bool:
@@ -24,6 +25,16 @@ def has_language_head(raw: dict[str, Any]) -> bool:
 def is_classifier(raw: dict[str, Any]) -> bool:
     """Whether it gives a value for each of some labels."""
     return _architecture_of(raw).endswith(_CLASSIFIER)
+
+
+def is_token_classifier(raw: dict[str, Any]) -> bool:
+    """Whether it gives these values for each token."""
+    return _architecture_of(raw).endswith(_TOKEN_CLASSIFIER)
+
+
+def is_colbert(raw: dict[str, Any]) -> bool:
+    """Whether it gives a short vector for each token, by a layer named linear (ColBERT, arXiv:2004.12832)."""
+    return _architecture_of(raw) == _COLBERT
 
 
 def _architecture_of(raw: dict[str, Any]) -> str:

@@ -12,12 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from services.common.config import ModelSection
 from services.common.encoders.encoder_types import is_encoder_type
 from services.common.errors import ConfigError, ModelError
 from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json, read_json_list
-from services.common.pooling.architectures import has_language_head, is_classifier
+from services.common.pooling.architectures import (
+    has_language_head,
+    is_classifier,
+    is_colbert,
+    is_token_classifier,
+)
 from services.common.pooling.pair_template import TEMPLATES, PairTemplate
 
 MODULES_FILE = "modules.json"
@@ -30,6 +37,7 @@ class PoolingMethod(enum.Enum):
     LAST = "last"  # that of the last token
     MEAN = "mean"  # the mean of all
     CLS = "cls"  # that of the first token
+    ALL = "all"  # those of all tokens: a vector for each
 
 
 class PooledActivation(enum.Enum):
@@ -47,6 +55,7 @@ class ClassifierHead(enum.Enum):
     SCORE = "score"  # one matrix, as decoders have it
     TOKENS = "tokens"  # the rows of tokens of the language head: that of one, or the second minus the first
     ENCODER = "encoder"  # as the encoder's family has it
+    EACH_TOKEN = "each_token"  # of each token by itself: a matrix with a bias, mostly nothing before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +90,14 @@ class PoolingConfig:
         return self.head is not None
 
     @property
+    def has_each_token(self) -> bool:
+        """Whether there is a vector for each token."""
+        return self.method is PoolingMethod.ALL
+
+    @property
     def is_scorer(self) -> bool:
         """Whether its only value says how well two texts belong together."""
-        return self.is_classifier and len(self.labels) == 1
+        return self.is_classifier and len(self.labels) == 1 and not self.has_each_token
 
 
 def read_pooling(section: ModelSection) -> PoolingConfig | None:
@@ -109,6 +123,13 @@ def read_pooling(section: ModelSection) -> PoolingConfig | None:
             num_labels = len(classifier.labels)
             raise ConfigError(f"model.reranker is {section.reranker}, but the model has {num_labels} labels")
         return replace(classifier, template=template)
+    if is_token_classifier(raw):
+        classifier = _read_classifier(raw, path, is_encoder)
+        return replace(classifier, method=PoolingMethod.ALL, head=ClassifierHead.EACH_TOKEN)
+    if is_colbert(raw):
+        rows, columns = _shape_of(path, "linear.weight")
+        stage = DenseStage(path, columns, rows, has_bias=False, activation=PooledActivation.NONE)
+        return PoolingConfig(PoolingMethod.ALL, normalizes=True, stages=(stage,))
     if tokens := section.classifier_from_token or (() if template is None else template.tokens):
         if len(tokens) > 2:
             raise ConfigError(
@@ -177,27 +198,44 @@ def _has_no_activation(raw: dict[str, Any], path: Path) -> bool:
 
 
 def _read_modules(modules: list[Any], path: Path) -> PoolingConfig:
-    """The parts of a model of sentence-transformers: a Transformer, a Pooling, then dense layers and a Normalize."""
+    """The parts of a model of sentence-transformers: a Transformer, a Pooling, then dense layers and a Normalize.
+
+    Without a Pooling there is a vector for each token, with length 1: these are PyLate's.
+    """
     where = str(path / MODULES_FILE)
     parts = [Fields(each, where) for each in modules]
     kinds = [str(part.get("type", "")).rpartition(".")[2] for part in parts]
-    if kinds[:2] != ["Transformer", "Pooling"]:
-        raise ModelError(f"{where} has modules {kinds}, expected first Transformer, then Pooling")
-    method, normalizes, stages = _read_method(_folder(parts[1], path)), False, list[DenseStage]()
-    for kind, part in zip(kinds[2:], parts[2:], strict=True):
+    if kinds[:1] != ["Transformer"] or kinds[1:2] not in (["Pooling"], ["Dense"]):
+        raise ModelError(f"{where} has modules {kinds}, expected first Transformer, then Pooling or Dense")
+    has_pooling = kinds[1] == "Pooling"
+    method = _read_method(_folder(parts[1], path)) if has_pooling else PoolingMethod.ALL
+    first, normalizes, stages = 1 + has_pooling, False, list[DenseStage]()
+    for kind, part in zip(kinds[first:], parts[first:], strict=True):
         if kind == "Normalize":
             normalizes = True
         elif kind == "Dense" and not normalizes:
             stages.append(_read_dense(_folder(part, path)))
         else:
-            raise ModelError(f"{where} has module {kind!r} after {kinds[:2]}, supported: Dense, then Normalize")
+            raise ModelError(f"{where} has module {kind!r} after {kinds[:first]}, supported: Dense, then Normalize")
     settings = read_json(_folder(parts[0], path) / "sentence_bert_config.json") or {}
     length = settings.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ModelError(f"{path} has max_seq_length {length!r}, expected a whole number of at least 1")
     if settings.get("do_lower_case"):
         raise ModelError(f"{path} has do_lower_case in sentence_bert_config.json, supported: by its tokenizer only")
-    return PoolingConfig(method, normalizes, tuple(stages), max_input_tokens=length)
+    return PoolingConfig(method, normalizes or not has_pooling, tuple(stages), max_input_tokens=length)
+
+
+def _shape_of(path: Path, name: str) -> tuple[int, int]:
+    """The shape of a matrix of the checkpoint. Raises `ModelError` if there is none of this name."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            names = tensors.keys()
+            if name in names:
+                shape = tensors.get_slice(name).get_shape()
+                if len(shape) == 2:
+                    return shape[0], shape[1]
+    raise ModelError(f"{path} has no matrix {name}, which its architecture calls for")
 
 
 def _folder(part: Fields, path: Path) -> Path:

@@ -1,4 +1,5 @@
-"""One vector of a whole prompt. The APIs for vectors ask for it; the others have no place for it."""
+"""One vector of a whole prompt, or one of each token. The APIs for vectors ask for it; the others have no place for it.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +10,33 @@ import numpy as np
 from services.common.errors import InvalidRequest
 from services.gateway.features.feature import HeldBytes, RequestSize
 from services.gateway.features.report import Report, Reporter, ReportRecord
+from services.gateway.features.token_rows import BYTES_PER_VALUE, RowRecord
 from services.pb import gateway_pb2, pooling_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class PooledVector:
-    """The vector as the dense worker reports it: before any activation, normalisation and cut."""
+    """The vectors as the dense worker reports them: before any activation, normalisation and cut."""
 
-    values: np.ndarray  # float32 [size]
+    values: np.ndarray  # float32 [1, size], or [num_tokens, size]
 
     @property
     def num_values(self) -> int:
         return 0  # no chunk is written with it
 
 
-class _Record(ReportRecord):
-    def __init__(self) -> None:
-        self._vector: PooledVector | None = None
-
-    @property
-    def num_reported(self) -> int:
-        return 0  # a worker that computes the prompt again reports it again
-
-    def keep(self, start: int, num_tokens: int, values: bytes) -> bool:
-        self._vector = PooledVector(np.frombuffer(values, "<f4"))
-        return False
+class _Record(RowRecord):
+    """A worker that computes the prompt again reports it again."""
 
     def take(self, reporter: Reporter, num_tokens: int, is_last: bool) -> PooledVector | None:
         """None if an abort came before it."""
-        return self._vector
+        request = pooling_pb2.PoolingRequest.FromString(reporter.spec.features[Pooling.name])
+        num_rows = reporter.spec.num_prompt_tokens if request.all_tokens else 1
+        return PooledVector(self.take_rows(num_rows).array()) if self.num_reported == num_rows else None
 
 
 class Pooling(Report):
-    """`services/gateway/core/vectors.py` sends such requests and takes what comes back."""
+    """`services/gateway/vectors/vectors.py` sends such requests and takes what comes back."""
 
     name = "pooling"
     field = "return_pooled"
@@ -52,7 +47,10 @@ class Pooling(Report):
     def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
         if not message.return_pooled:
             return None
-        return pooling_pb2.PoolingRequest(second_segment=message.second_segment).SerializeToString()
+        request = pooling_pb2.PoolingRequest(
+            second_segment=message.second_segment, all_tokens=message.return_token_vectors
+        )
+        return request.SerializeToString()
 
     def record(self) -> ReportRecord:
         return _Record()
@@ -60,4 +58,6 @@ class Pooling(Report):
     def held(self, size: RequestSize) -> HeldBytes:
         if not size.hidden_size:
             raise InvalidRequest("the dense worker's backend cannot give vectors: dense.backend must be torch", None)
-        return HeldBytes(4 * size.hidden_size, "vectors", "send fewer inputs")
+        request = pooling_pb2.PoolingRequest.FromString(size.spec.features[self.name])
+        num_rows = size.spec.num_prompt_tokens if request.all_tokens else 1
+        return HeldBytes(2 * BYTES_PER_VALUE * size.hidden_size * num_rows, "vectors", "send fewer inputs")

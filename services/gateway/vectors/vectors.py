@@ -36,6 +36,7 @@ from services.pb import gateway_pb2
 
 MAX_AT_ONCE = 256  # inputs of all requests that wait or run in the dense worker, and as many of bulk ones
 MAX_PROMPT_INPUTS = 64  # somebody may wait for a request with so many; one with more is bulk
+_MAX_SPECIAL_TOKENS = 16  # that a tokenizer adds to an input
 BULK_DELAY = 10  # by how many priorities bulk comes later, unless the client says which it has
 
 Text = str | Sequence[int]  # or its token ids, used as they are
@@ -65,6 +66,7 @@ class InputOptions:
     is_cut: bool | None = None  # default: if `max_tokens` says where; False: longer inputs are refused
     keeps_last: bool = False  # texts are cut at their beginning
     cache_salt: str = ""
+    all_tokens: bool = False  # a vector for each token, whatever the model is made for
     instruction: str | None = None  # what a reranker is told of pairs; None: what its template says
 
 
@@ -72,7 +74,9 @@ class InputOptions:
 class PooledInput:
     """An input, and what the model made of it."""
 
-    values: np.ndarray  # float32 [size]: of an embedding, or of a classifier's labels; before any activation
+    # Of an embedding, or of a classifier's labels, before any activation: float32 [size], or [num_tokens, size] with a
+    # vector for each token.
+    values: np.ndarray
     num_tokens: int
 
 
@@ -106,6 +110,13 @@ class Vectors:
         """The same of a model whose vectors are embeddings; otherwise raises `InvalidRequest`."""
         if self.pooling.is_classifier:
             raise InvalidRequest("this model makes no embeddings: it is a classifier", "model")
+        return self.one_each
+
+    @property
+    def one_each(self) -> PoolingConfig:
+        """The same of a model that makes one vector of each input; otherwise raises `InvalidRequest`."""
+        if self.pooling.has_each_token:
+            raise InvalidRequest("this model makes a vector of each token of an input: ask /pooling for them", "model")
         return self.pooling
 
     @property
@@ -151,7 +162,6 @@ class Vectors:
         """
         service = self.service
         try:
-            assert self.pooling is not None
             if options.max_tokens is not None and options.max_tokens > service.model.max_model_len:
                 raise InvalidRequest(
                     f"truncate_prompt_tokens is {options.max_tokens}, max_model_len is {service.model.max_model_len}",
@@ -159,7 +169,9 @@ class Vectors:
                 )
             num_given = len(inputs) if num_given is None else num_given
             self.check_num_given(num_given, field)
-            num_bytes = 4 * service.model.hidden_size * len(inputs)
+            options = replace(options, all_tokens=options.all_tokens or self.pooling.has_each_token)
+            num_vectors = sum(map(self._most_tokens, inputs)) if options.all_tokens else len(inputs)
+            num_bytes = 4 * self.size * num_vectors
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
             caller.usage.open_request()
         except TwostrokeError as error:
@@ -205,7 +217,15 @@ class Vectors:
             vector = prompt and prompt.reports.get(POOLING.name)
             if not isinstance(vector, PooledVector):  # it was aborted
                 raise PeerError(f"{each.name} ended without its vector")
-            results[index] = PooledInput(vector.values, len(prompt.token_ids))
+            values = vector.values if options.all_tokens else vector.values[0]
+            results[index] = PooledInput(values, len(prompt.token_ids))
+
+    def _most_tokens(self, each: VectorInput) -> int:
+        """No text has more tokens than bytes, but for the special ones."""
+        if isinstance(each.first, gateway_pb2.Chat):
+            return self.service.max_input_tokens
+        sizes = [len(text) * (4 if isinstance(text, str) else 1) for text in (each.first, each.second or "")]
+        return min(self.service.max_input_tokens, sum(sizes) + _MAX_SPECIAL_TOKENS)
 
     async def _encode_pair(
         self, template: PairTemplate, each: VectorInput, options: InputOptions, most: int, is_cut: bool
@@ -268,6 +288,7 @@ class Vectors:
             max_tokens=0,
             return_pooled=True,
             second_segment=second_segment,
+            return_token_vectors=options.all_tokens,
         )
         message.sampling.temperature = 0.0
         message.prompt_token_ids.ids.extend(token_ids)
@@ -275,11 +296,11 @@ class Vectors:
 
 
 def shaped(values: np.ndarray, dimensions: int | None, normalizes: bool) -> np.ndarray:
-    """float32 [n]: the first values of a vector, with length 1 if it is normalised."""
-    kept = values[:dimensions]
+    """float32 [..., n]: the first values of each vector, with length 1 if they are normalised."""
+    kept = values[..., :dimensions]
     return normalized(kept) if normalizes else kept
 
 
 def normalized(values: np.ndarray) -> np.ndarray:
-    """float32 [n] -> the same direction with length 1, as torch's `normalize` gives it."""
-    return values / max(float(np.linalg.norm(values)), 1e-12)
+    """float32 [..., n] -> the same directions with length 1, as torch's `normalize` gives them."""
+    return values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), np.float32(1e-12))

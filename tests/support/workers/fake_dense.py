@@ -142,8 +142,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                 _report_prompt(submit, output)
             if "pooling" in submit.spec.features:
                 vector = fake_vector(submit.spec.prompt_token_ids).astype("<f4").tobytes()
-                num_tokens = len(submit.spec.prompt_token_ids)
-                output.reports.add(seq_id=seq_id, feature="pooling", num_tokens=num_tokens, values=vector)
+                output.reports.add(seq_id=seq_id, feature="pooling", num_tokens=1, values=vector)
                 output.ended.add(seq_id=seq_id, reason=dense_pb2.SequenceEnd.LENGTH)
                 del running[seq_id]
                 continue

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.common.engine_thread import EngineThread
@@ -27,6 +28,7 @@ from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport, record_started
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.report import TokenReport
+from services.dense_worker.features.token_rows import to_host
 from services.rpc.watchdog import Progress
 
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
@@ -41,7 +43,9 @@ class _Step:
     run: EncoderRun
     step_id: int
     begin_s: float
-    values: torch.Tensor | None = None  # float32 [num_sequences, size], on the host once `event` has passed
+    # float32 [num_rows, size], on the host once `event` has passed: of the sequences with one vector, in order, then
+    # of all tokens of the others
+    values: torch.Tensor | None = None
     event: torch.cuda.Event | None = None  # the end of the step on a GPU
 
     @property
@@ -246,9 +250,14 @@ class EncoderEngine:
             self._report(step)
 
     def _pool(self, step: _Step) -> None:
-        values = step.run.pool(self._method)
-        step.values = torch.empty(values.shape, dtype=torch.float32, pin_memory=values.device.type == "cuda")
-        step.values.copy_(values, non_blocking=True)
+        of_tokens, parts = [i for i, each in enumerate(step.sequences) if self._has_each_token(each)], []
+        if len(of_tokens) < len(step.sequences):
+            pooled = step.run.pool(self._method)
+            parts.append(pooled if not of_tokens else pooled[_others(of_tokens, len(pooled))])
+        if of_tokens:
+            parts.append(step.run.tokens(of_tokens))
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        step.values = to_host(values)
         if values.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
@@ -262,19 +271,36 @@ class EncoderEngine:
     def _report(self, step: _Step) -> None:
         if step.event is not None:
             step.event.synchronize()
-        assert step.values is not None, "it has been pooled"
-        now_s, rows = time.monotonic(), step.values.numpy()
+        now_s, rows = time.monotonic(), self._rows_of(step)
         started = record_started(step.sequences, step.begin_s)
         reports, outputs = list[tuple[Sequence, TokenReport]](), list[SequenceOutput]()
         for index, sequence in enumerate(step.sequences):
             if sequence.status is not SequenceStatus.FINISHED:
-                report = TokenReport(sequence.seq_id, PooledText.name, 0, rows[index : index + 1])
+                report = TokenReport(sequence.seq_id, PooledText.name, 0, rows[index])
                 reports.append((sequence, report))
                 outputs.append(SequenceOutput(sequence, (), FinishReason.LENGTH))
                 sequence.first_token_s = now_s
                 self._end(sequence)
         self._deliver(StepReport(step.step_id, started, StepOutputs(others=outputs), reports=reports))
         self._observe(step, started, outputs, now_s)
+
+    def _rows_of(self, step: _Step) -> list[np.ndarray]:
+        """The rows that each sequence of a step reports: float32 [n, size]."""
+        assert step.values is not None, "it has been pooled"
+        values, has_each = step.values.numpy(), [self._has_each_token(each) for each in step.sequences]
+        next_one, next_tokens, rows = 0, has_each.count(False), list[np.ndarray]()
+        for length, is_each in zip(step.run.lengths, has_each, strict=True):
+            if is_each:
+                rows.append(values[next_tokens : next_tokens + length])
+                next_tokens += length
+            else:
+                rows.append(values[next_one : next_one + 1])
+                next_one += 1
+        return rows
+
+    def _has_each_token(self, sequence: Sequence) -> bool:
+        """Whether a vector is made of each token of it."""
+        return self._method is PoolingMethod.ALL or _pooled_text(sequence).all_tokens
 
     def _observe(
         self, step: _Step, started: Iterable[Sequence], outputs: Iterable[SequenceOutput], now_s: float
@@ -298,6 +324,12 @@ class EncoderEngine:
         )
         for observer in self._observers:
             observer.on_step(stats, started, outputs)
+
+
+def _others(indexes: list[int], count: int) -> list[int]:
+    """Those below `count` that are not among these."""
+    found = set(indexes)
+    return [index for index in range(count) if index not in found]
 
 
 def _pooled_text(sequence: Sequence) -> PooledText:

@@ -214,7 +214,10 @@ def load(config: Config, shape: TextEncoderConfig, pooling: PoolingConfig, devic
         run = EncoderRun(encoder, [[0, 0]], [0])
         while not run.is_done:
             run.advance()
-        run.pool(pooling.method)
+        if pooling.has_each_token:
+            run.tokens([0])
+        else:
+            run.pool(pooling.method)
     return encoder
 
 

@@ -287,20 +287,24 @@ def _head(
         return read(name, shape).to(device, torch.float32)
 
     layers, size = list[HeadLayer](), config.hidden_size
-    if pooling.head is ClassifierHead.ENCODER:
+    if pooling.head is not None:
         if not names.head:
             raise ModelError(f"classifiers of {config.family} with attention to all tokens are not supported")
         first, last = names.head
         is_modern = bool(names.head_norm)
-        has_bias = not is_modern  # ModernBERT's is a field of its own, which says no in all published files
-        bias = part(f"{first}.bias", size) if has_bias else None
-        norm = None
-        if is_modern:
-            name, norm_bias = names.head_norm, None
-            if config.has_norm_bias:
-                norm_bias = Parameter(f"{name}.bias", part(f"{name}.bias", size))
-            norm = LayerNorm(Parameter(f"{name}.weight", part(f"{name}.weight", size)), norm_bias, config.norm_eps)
-        layers.append(HeadLayer(Affine(part(f"{first}.weight", size, size), bias), config.classifier_activation, norm))
+        if is_modern or pooling.head is ClassifierHead.ENCODER:
+            has_bias = not is_modern  # ModernBERT's is a field of its own, which says no in all published files
+            bias = part(f"{first}.bias", size) if has_bias else None
+            norm = None
+            if is_modern:
+                name, norm_bias = names.head_norm, None
+                if config.has_norm_bias:
+                    norm_bias = Parameter(f"{name}.bias", part(f"{name}.bias", size))
+                norm = LayerNorm(Parameter(f"{name}.weight", part(f"{name}.weight", size)), norm_bias, config.norm_eps)
+            weights = Affine(part(f"{first}.weight", size, size), bias)
+            layers.append(HeadLayer(weights, config.classifier_activation, norm))
+        else:
+            last = "classifier"  # it reads the states of tokens
         num_labels = len(pooling.labels)
         weights = Affine(part(f"{last}.weight", num_labels, size), part(f"{last}.bias", num_labels))
         layers.append(HeadLayer(weights, None))

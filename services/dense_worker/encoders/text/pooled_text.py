@@ -1,4 +1,4 @@
-"""`TextPooling`: the one feature of a dense worker that serves an encoder. It makes a vector of every sequence."""
+"""`TextPooling`: the one feature of a dense worker that serves an encoder. It makes vectors of every sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PooledText(SequenceFeature):
     reports = True
 
     def __init__(self, request: pooling_pb2.PoolingRequest) -> None:
-        self.second_segment = request.second_segment
+        self.second_segment, self.all_tokens = request.second_segment, request.all_tokens
 
 
 class TextPooling(Feature):

@@ -173,6 +173,13 @@ class EncoderRun:
             pooled = hidden[upload(rows, hidden.device)].float()
         return self._through_head(pooled)
 
+    def tokens(self, indexes: Sequence[int]) -> torch.Tensor:
+        """The vectors of all tokens of some inputs, one after another, or the values of labels: float32 [n, size]."""
+        ends = np.cumsum(self.lengths)
+        rows = np.concatenate([np.arange(ends[index] - self.lengths[index], ends[index]) for index in indexes])
+        hidden = self._normed if len(rows) == len(self._normed) else self._normed[upload(rows, self._normed.device)]
+        return self._through_head(hidden.float())
+
     def _through_head(self, values: torch.Tensor) -> torch.Tensor:
         for layer in self._encoder.head:
             values = layer.forward(values)

@@ -1,7 +1,8 @@
-"""`PoolingFeature`: sequences whose prompt becomes one vector. Their prompts are part of steps like any others.
+"""`PoolingFeature`: sequences whose prompt becomes one vector, or one for each token.
 
-The vector is reported in the step that computes the last hidden state it depends on, with the sequence's end: a pooled
-sequence has no output.
+Their prompts are part of steps like any others. The vector is reported in the step that computes the last hidden state
+it depends on, with the sequence's end: a pooled sequence has no output. Vectors of tokens are reported in the step that
+computes them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from services.dense_worker.features.pooling.pooling_head import PoolingHead
 from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
-from services.dense_worker.features.token_rows import TokenRows, rows_of, to_host
+from services.dense_worker.features.token_rows import TokenRows, rows_of, split_rows, to_host
 from services.dense_worker.sampling.upload import upload
+from services.pb import pooling_pb2
 
 if TYPE_CHECKING:
     from services.pb import dense_pb2
@@ -37,14 +39,14 @@ class PooledSequence(SequenceFeature):
     has_output = False
 
     def __init__(self, num_prompt_tokens: int, method: PoolingMethod) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens, self.method = num_prompt_tokens, method
         self.ignores_prefix_cache = method is not PoolingMethod.LAST
         self.sum: torch.Tensor | None = None  # float32 [hidden], of its tokens in earlier steps
 
 
 @dataclass(frozen=True, slots=True)
 class PooledSpan:
-    """The rows of a step that the vector of one sequence depends on."""
+    """The rows of a step that the vector of one sequence depends on, or its vectors."""
 
     sequence: PooledSequence
     tokens: TokenRows
@@ -56,13 +58,25 @@ class PooledRows(StepPart):
     """The hidden states of a step that vectors depend on."""
 
     def __init__(self, head: PoolingHead, spans: list[PooledSpan]) -> None:
-        self._head, self._spans = head, spans
-        self.hidden_rows = rows_of([span.tokens for span in spans])
-        self._ended = [index for index, span in enumerate(spans) if span.is_last]
+        self._head = head
+        self._spans = [span for span in spans if span.sequence.method is not PoolingMethod.ALL]
+        self._tokens = [span.tokens for span in spans if span.sequence.method is PoolingMethod.ALL]
+        pooled = [span.tokens for span in self._spans]
+        self.hidden_rows = rows_of([*pooled, *self._tokens])
+        self._num_pooled_rows = sum(each.num_rows for each in pooled)
+        self._ended = [index for index, span in enumerate(self._spans) if span.is_last]
         self._values: torch.Tensor | None = None  # float32 [num_ended, size], on the host
+        self._token_values: torch.Tensor | None = None  # float32 [num_rows, size], on the host, of all tokens
 
     def take_hidden(self, hidden: torch.Tensor) -> None:
-        sums = self._sums(hidden.float())
+        hidden = hidden.float()
+        if self._spans:
+            self._pool(hidden[: self._num_pooled_rows])
+        if self._tokens:
+            self._token_values = to_host(self._head.forward(hidden[self._num_pooled_rows :]))
+
+    def _pool(self, hidden: torch.Tensor) -> None:
+        sums = self._sums(hidden)
         for index, span in enumerate(self._spans):
             if span.tokens.start and span.sequence.sum is not None:
                 sums[index] += span.sequence.sum
@@ -81,6 +95,9 @@ class PooledRows(StepPart):
             assert self._values is not None, "the rows have been computed"
             row = self._values[place : place + 1].numpy()
             result.reports.append(TokenReport(self._spans[index].tokens.seq_id, NAME, 0, row))
+        if self._token_values is not None:
+            for tokens, rows in split_rows(self._tokens, self._token_values):
+                result.reports.append(TokenReport(tokens.seq_id, NAME, tokens.start, rows))
 
     def _sums(self, hidden: torch.Tensor) -> torch.Tensor:
         """The sum of each span's hidden states, float32 [num_rows, hidden] -> a new tensor [num_spans, hidden].
@@ -110,27 +127,28 @@ class PoolingFeature(Feature):
             return None
         if self._pooling is None:
             raise InvalidRequest("this model makes no vectors: model.runner is not pooling")
-        return PooledSequence(spec.num_prompt_tokens, self._pooling.method)
+        wants_all = pooling_pb2.PoolingRequest.FromString(spec.features[NAME]).all_tokens
+        return PooledSequence(spec.num_prompt_tokens, PoolingMethod.ALL if wants_all else self._pooling.method)
 
     def max_hidden_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:
         if self._pooling is None:
             return 0
-        return max_num_tokens if self._pooling.method is PoolingMethod.MEAN else min(max_num_seqs, max_num_tokens)
+        has_few = self._pooling.method in (PoolingMethod.LAST, PoolingMethod.CLS)
+        return min(max_num_seqs, max_num_tokens) if has_few else max_num_tokens
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> PooledRows | None:
-        assert self._pooling is not None, "sequences have been admitted"
         spans = [
             span
             for index, each in zip(rows.indexes.tolist(), rows.features, strict=True)
-            if (span := _span_of(step, index, each, self._pooling.method)) is not None
+            if (span := _span_of(step, index, each)) is not None
         ]
         return PooledRows(self._head, spans) if spans else None
 
 
-def _span_of(step: StepView, index: int, sequence: SequenceFeature, method: PoolingMethod) -> PooledSpan | None:
+def _span_of(step: StepView, index: int, sequence: SequenceFeature) -> PooledSpan | None:
     """The rows of an entry that its vector depends on; None: none."""
     assert isinstance(sequence, PooledSequence), "rows of other features are not here"
-    entry, num_tokens = step.entries[index], sequence.num_prompt_tokens
+    entry, num_tokens, method = step.entries[index], sequence.num_prompt_tokens, sequence.method
     start, end = entry.position, min(entry.position + entry.num_tokens, num_tokens)
     if method is PoolingMethod.LAST:
         start = max(start, num_tokens - 1)

@@ -60,6 +60,10 @@ def load_pooling_head(
     if pooling.head is ClassifierHead.SCORE:
         weight = _read(path, "score.weight", (len(pooling.labels), hidden_size))
         layers.append(PooledLayer(weight.to(device), None))
+    elif pooling.head is ClassifierHead.EACH_TOKEN:
+        num_labels = len(pooling.labels)
+        weight, bias = _read(path, "score.weight", (num_labels, hidden_size)), _read(path, "score.bias", (num_labels,))
+        layers.append(PooledLayer(weight.to(device), bias.to(device)))
     elif pooling.head is ClassifierHead.TOKENS:
         if language_head is None:
             raise ModelError(f"{path}: model.classifier_from_token needs an lm_head that is not quantized")

@@ -27,7 +27,7 @@ class VectorCalls:
     ) -> gateway_pb2.EmbedResponse:
         """The vector of each input. Raises a `TwostrokeError`."""
         self._vectors.check_num_given(len(request.inputs), "inputs")
-        pooling = self._vectors.pooling
+        pooling = self._vectors.one_each
         dimensions = request.dimensions or None
         self._vectors.check_dimensions(dimensions)
         normalizes = request.normalize if request.HasField("normalize") else pooling.normalizes
@@ -50,7 +50,10 @@ class VectorCalls:
         pairs = [(each.first, each.second) for each in request.pairs]
         inputs, scores_of = score_pairs(pairs, names, self._vectors.pooling)
         pooled = await self._pool(inputs, request.options, context, "pairs", len(pairs))
-        return gateway_pb2.ScoreResponse(scores=scores_of(pooled), num_prompt_tokens=_count(pooled))
+        heavy_work = self._vectors.service.heavy_work
+        is_heavy = self._vectors.pooling.has_each_token
+        scores = await heavy_work.in_thread(scores_of, pooled) if is_heavy else scores_of(pooled)
+        return gateway_pb2.ScoreResponse(scores=scores, num_prompt_tokens=_count(pooled))
 
     async def _pool(
         self,

@@ -38,11 +38,12 @@ class PooledAnswer(Response):
         write: Write,
         field: str = "input",
         num_given: int | None = None,
+        prepare: Callable[[Sequence[PooledInput]], None] | None = None,
     ) -> None:
-        """field, num_given: see `Vectors.pool`"""
+        """field, num_given: see `Vectors.pool`. prepare: called in a thread before `write`"""
         super().__init__()
         self._vectors, self._inputs, self._options = vectors, inputs, options
-        self._write, self._field, self._num_given = write, field, num_given
+        self._write, self._field, self._num_given, self._prepare = write, field, num_given, prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent."""
@@ -62,7 +63,9 @@ class PooledAnswer(Response):
                 self._inputs, self._options, caller, held, self._field, self._num_given
             )
             heavy_work: HeavyWork = service.heavy_work
-            if sum(len(each.values) for each in pooled) > MAX_INLINE_VALUES:
+            if self._prepare is not None:
+                await heavy_work.in_thread(self._prepare, pooled)
+            if sum(each.values.size for each in pooled) > MAX_INLINE_VALUES:
                 await send_pieces(send, heavy_work.pieces(self._write(pooled)))
                 return
         finally:

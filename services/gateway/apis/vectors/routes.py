@@ -80,10 +80,16 @@ def _plain_pieces(index: int, values: np.ndarray) -> Iterator[bytes]:
 def vector_pieces(
     kind: str, field: str, index: int, values: np.ndarray, encoding_format: str | None
 ) -> Iterator[bytes]:
-    """The JSON of one vector's object, in which the numbers, or their bytes in base64, are `field`."""
+    """The JSON of one input's object, in which the numbers, or their bytes in base64, are `field`.
+
+    values: float32 [size], or [num_tokens, size], which becomes a list of lists
+    """
     yield b'{"object":"%b","index":%d,"%b":' % (kind.encode(), index, field.encode())
     if encoding_format == "base64":
         yield b'"' + base64.b64encode(values.astype("<f4").tobytes()) + b'"}'
-    else:
+    elif values.ndim == 1:
         yield from number_pieces(values.tolist())
+        yield b"}"
+    else:
+        yield from list_pieces(number_pieces(row.tolist()) for row in values)
         yield b"}"

@@ -202,8 +202,10 @@ class ClassifyRequest(InputRequest):
 class PoolingRequest(EmbeddingRequest):
     """Like a request for embeddings, of any model that makes vectors."""
 
-    task: Literal["embed", "classify", "score"] | None = Field(
-        None, description="What the model is for; default: what it is for"
+    task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = Field(
+        None,
+        description="What the model is for; default: what it is for. A model for embed does token_embed, too: then "
+        "data is a list of the vectors of all tokens, special ones included",
     )
     use_activation: UseActivation = None
 
@@ -362,11 +364,11 @@ class RankList(TypedDict):
 
 
 class PoolingObject(TypedDict):
-    """The vector of one input."""
+    """The vector of one input, or that of each of its tokens."""
 
     object: Literal["pooling"]
     index: int
-    data: list[float] | str
+    data: list[float] | list[list[float]] | str
 
 
 class PoolingList(TypedDict):

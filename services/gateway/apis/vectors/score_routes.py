@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from pydantic_core import to_json
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
+from services.common.pooling.pooling_config import PoolingConfig
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, usage_of
 from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
@@ -58,11 +60,14 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         names = [(f"text_1[{i}]", f"text_2[{i}]") for i in range(len(pairs))]
         inputs, scores_of = score_pairs(pairs, names, vectors.pooling, shows_raw=_shows_raw(body, vectors))
 
+        scores = _Scores(scores_of)
+
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            objects = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores_of(pooled)))
+            objects = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores.of(pooled)))
             return answer(request_id, body, map(_whole, objects), pooled)
 
-        return PooledAnswer(vectors, inputs, options, write, "text_2", len(pairs))
+        prepare = scores.find if vectors.pooling.has_each_token else None
+        return PooledAnswer(vectors, inputs, options, write, "text_2", len(pairs), prepare)
 
     @router.post("/v2/rerank", response_class=Response, include_in_schema=False)
     @router.post("/v1/rerank", response_class=Response, responses={200: {"model": RankList}})
@@ -80,8 +85,10 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             pairs, names, vectors.pooling, body.max_tokens_per_doc, shows_raw=_shows_raw(body, vectors)
         )
 
+        found_scores = _Scores(scores_of)
+
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            scores = scores_of(pooled)
+            scores = found_scores.of(pooled)
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
             head = {
                 "id": request_id,
@@ -100,14 +107,15 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             yield from list_pieces(map(ranked, order))
             yield b"}"
 
-        return PooledAnswer(vectors, inputs, options, write, "documents", len(texts))
+        prepare = found_scores.find if vectors.pooling.has_each_token else None
+        return PooledAnswer(vectors, inputs, options, write, "documents", len(texts), prepare)
 
     @router.post("/v1/classify", response_class=Response, include_in_schema=False)
     @router.post("/classify", response_class=Response, responses={200: {"model": ClassList}})
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """The probabilities of the labels of each input."""
         request_id, options = await begin(body, request)
-        pooling = vectors.pooling
+        pooling = vectors.one_each
         if not pooling.is_classifier:
             raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
         shows_raw = _shows_raw(body, vectors)
@@ -125,12 +133,13 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
 
     @router.post("/pooling", response_class=Response, responses={200: {"model": PoolingList}})
     async def pool(body: PoolingRequest, request: Request) -> Response:
-        """The vector of each input: an embedding, or the probabilities of labels."""
+        """The vector of each input, or of each of its tokens: embeddings, or the probabilities of labels."""
         request_id, options = await begin(body, request)
         pooling = vectors.pooling
-        if body.task is not None and (body.task != "embed") != pooling.is_classifier:
-            kind = "a classifier" if pooling.is_classifier else "for embeddings"
-            raise InvalidRequest(f"task is {body.task!r}, this model is {kind}", "task")
+        tasks = _tasks_of(pooling)
+        if body.task is not None and body.task not in tasks:
+            raise InvalidRequest(f"task is {body.task!r}, this model does {', '.join(tasks)}", "task")
+        options = replace(options, all_tokens=body.task == "token_embed")
         vectors.check_dimensions(body.dimensions)
         normalizes = pooling.normalizes if body.normalize is None else body.normalize
         is_plain = _shows_raw(body, vectors) or not pooling.is_classifier
@@ -156,6 +165,29 @@ def _shows_raw(body: ClassifyRequest | PoolingRequest | RerankRequest | ScoreReq
     if body.use_activation is not None and not vectors.pooling.is_classifier:
         raise InvalidRequest("use_activation is for classifiers, this model makes embeddings", "use_activation")
     return body.use_activation is False
+
+
+class _Scores:
+    """The scores of one request, which may be found before the answer is written."""
+
+    def __init__(self, scores_of: Callable[[Sequence[PooledInput]], list[float]]) -> None:
+        self._scores_of = scores_of
+        self._found: list[float] | None = None
+
+    def find(self, pooled: Sequence[PooledInput]) -> None:
+        """Computes them."""
+        self._found = self._scores_of(pooled)
+
+    def of(self, pooled: Sequence[PooledInput]) -> list[float]:
+        """Those that have been found, or now."""
+        return self._scores_of(pooled) if self._found is None else self._found
+
+
+def _tasks_of(pooling: PoolingConfig) -> tuple[str, ...]:
+    """What a model can be asked to do."""
+    if pooling.has_each_token:
+        return ("token_classify",) if pooling.is_classifier else ("token_embed",)
+    return ("classify", "score") if pooling.is_classifier else ("embed", "token_embed")
 
 
 def _whole(value: dict[str, Any]) -> Iterator[bytes]:

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from services.common.config import EMBEDDED_MODEL, ModelSection
 from services.common.errors import ConfigError, ModelError
@@ -42,6 +48,7 @@ POOL = {
     PoolingMethod.LAST: lambda states: states[-1],
     PoolingMethod.CLS: lambda states: states[0],
     PoolingMethod.MEAN: lambda states: states.mean(0),
+    PoolingMethod.ALL: lambda states: states,
 }
 MODULES = ["Transformer", "Pooling", "Dense", "Normalize"]
 
@@ -91,8 +98,14 @@ def pooled_vectors(path: Path, pooling: PoolingConfig, head: PoolingHead) -> dic
             result = StepResult(NO_ROWS)
             part.read(result)
             for each in result.reports:
-                assert each.seq_id not in found and each.start == 0 and len(each.rows) == 1
-                found[each.seq_id] = torch.from_numpy(each.rows[0].copy())
+                rows = torch.from_numpy(each.rows.copy())
+                if pooling.method is PoolingMethod.ALL:
+                    before = found.get(each.seq_id, rows[:0])
+                    assert each.start == len(before)
+                    found[each.seq_id] = torch.cat([before, rows])
+                else:
+                    assert each.seq_id not in found and each.start == 0 and len(rows) == 1
+                    found[each.seq_id] = rows[0]
     return found
 
 
@@ -131,6 +144,18 @@ def test_a_classifier_gives_the_values_of_transformers(num_labels: int, tmp_path
     found = pooled_vectors(tmp_path, pooling, head)
     for seq_id, prompt in PROMPTS.items():
         torch.testing.assert_close(found[seq_id], truth(torch.tensor([prompt])).logits[0], rtol=0, atol=2e-5)
+
+
+@torch.inference_mode()
+def test_a_classifier_of_tokens_gives_the_values_of_transformers(tmp_path: Path) -> None:
+    truth = make_decoder(tmp_path, "qwen3", AutoModelForTokenClassification, num_labels=3)
+    torch.nn.init.normal_(truth.score.bias)
+    truth.save_pretrained(tmp_path)
+    pooling = read_pooling(ModelSection(path=tmp_path))
+    assert pooling is not None and pooling.has_each_token and len(pooling.labels) == 3
+    head = load_pooling_head(pooling, tmp_path, 32, torch.device("cpu"), None)
+    for seq_id, values in pooled_vectors(tmp_path, pooling, head).items():
+        torch.testing.assert_close(values, truth(torch.tensor([PROMPTS[seq_id]])).logits[0], rtol=0, atol=2e-5)
 
 
 @torch.inference_mode()
@@ -197,7 +222,7 @@ def test_the_files_of_sentence_transformers_say_what_follows(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "kinds, pooling, part",
     [
-        (["Transformer"], {}, "expected first Transformer, then Pooling"),
+        (["Transformer"], {}, "expected first Transformer, then Pooling or Dense"),
         (["Transformer", "Pooling", "WordWeights"], {"pooling_mode": "mean"}, "WordWeights"),
         (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "max_tokens"),
         (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, "lasttoken"),

@@ -113,7 +113,7 @@ def run_steps(runner: ModelRunner, method: PoolingMethod) -> tuple[dict[int, np.
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
-@pytest.mark.parametrize("method", PoolingMethod)
+@pytest.mark.parametrize("method", TRUTH)
 def test_vectors_are_those_of_the_hidden_states(
     method: PoolingMethod, is_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

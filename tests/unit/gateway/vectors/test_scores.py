@@ -52,3 +52,21 @@ def test_embeddings_of_equal_texts_are_computed_once() -> None:
     similar = torch.nn.functional.cosine_similarity
     wanted = [similar(vectors[0], vectors[i], dim=0).item() for i in (1, 2, 1, 1)]
     assert scores_of([PooledInput(each.numpy(), 1) for each in vectors]) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_vectors_of_tokens_are_scored_by_the_best_match_of_each() -> None:
+    """Also where a document has more tokens than are multiplied at once."""
+    colbert = PoolingConfig(PoolingMethod.ALL, True)
+    generator = torch.Generator().manual_seed(2)
+    query, short, long = (torch.randn(count, 8, generator=generator) for count in (5, 3, 2500))
+    pairs = [("q", "short"), ("q", "long"), ("short", "q")]
+    inputs, scores_of = score_pairs(pairs, [("text_1", "text_2")] * 3, colbert)
+    assert [each.first for each in inputs] == ["q", "short", "long"]
+
+    def wanted(first: torch.Tensor, second: torch.Tensor) -> float:
+        return torch.nn.functional.cosine_similarity(first[:, None], second[None], dim=2).max(1).values.sum().item()
+
+    found = scores_of([PooledInput(each.numpy(), len(each)) for each in (query, short, long)])
+    assert found == pytest.approx([wanted(query, short), wanted(query, long), wanted(short, query)], abs=1e-5)
+    with pytest.raises(InvalidRequest, match="a classifier of tokens"):
+        score_pairs(pairs, [("a", "b")] * 3, replace(CLASSIFIER, method=PoolingMethod.ALL))

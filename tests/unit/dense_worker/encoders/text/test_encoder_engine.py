@@ -48,12 +48,14 @@ class Run:
         self.reports: queue.Queue[StepReport] = queue.Queue()
         self.engine = EncoderEngine(encoder, PoolingMethod.CLS, limits, self.reports.put)
 
-    def submit(self, seq_id: int, num_tokens: int, client: int = 0, num_crashes: int = 0) -> Sequence:
+    def submit(
+        self, seq_id: int, num_tokens: int, client: int = 0, num_crashes: int = 0, *, all_tokens: bool = False
+    ) -> Sequence:
         prompt = [5 + (seq_id * 7 + i) % 80 for i in range(num_tokens)]
         sequence = new_sequence(seq_id, f"r{seq_id}", prompt, SamplingParams(), 1)
         sequence.spec = replace(sequence.spec, client=client)
         sequence.num_crashes = num_crashes
-        sequence.features = (PooledText(pooling_pb2.PoolingRequest()),)
+        sequence.features = (PooledText(pooling_pb2.PoolingRequest(all_tokens=all_tokens)),)
         self.engine.submit(sequence)
         return sequence
 
@@ -61,11 +63,12 @@ class Run:
         """Starts it, and returns the seq_ids of each step until so many inputs have ended."""
         self.engine.start()
         steps = list[list[int]]()
-        self.vectors = dict[int, torch.Tensor]()
+        self.vectors, self.rows = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         self.errors = dict[int, Exception]()
         while sum(map(len, steps)) < num_ended:
             report = self.reports.get(timeout=TIMEOUT_S)
             self.vectors |= {each.seq_id: torch.from_numpy(found.rows[0]) for each, found in report.reports}
+            self.rows |= {each.seq_id: torch.from_numpy(found.rows) for each, found in report.reports}
             self.errors |= {each.sequence.seq_id: each.error for each in report.outputs.others if each.error}
             if ended := [each.sequence.seq_id for each in report.outputs.others]:
                 steps.append(ended)
@@ -89,6 +92,19 @@ def test_whole_inputs_fill_steps_and_get_their_own_vectors(
     for each in sequences:
         wanted = bert[1](torch.tensor([each.spec.prompt_token_ids])).last_hidden_state[0, 0]
         torch.testing.assert_close(run.vectors[each.seq_id], wanted, rtol=0, atol=2e-5)
+
+
+@torch.inference_mode()
+def test_inputs_with_one_vector_run_with_those_with_a_vector_for_each_token(
+    run: Run, bert: tuple[TextEncoder, torch.nn.Module]
+) -> None:
+    has_each = (False, True, True, False)
+    sequences = [run.submit(i, 5 - i, all_tokens=each) for i, each in enumerate(has_each)]
+    assert run.until(4) == [[0, 1, 2, 3]]
+    for sequence, is_each in zip(sequences, has_each, strict=True):
+        states = bert[1](torch.tensor([sequence.spec.prompt_token_ids])).last_hidden_state[0]
+        wanted = states if is_each else states[:1]
+        torch.testing.assert_close(run.rows[sequence.seq_id], wanted, rtol=0, atol=2e-5)
 
 
 @torch.inference_mode()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForTokenClassification
 
 from services.common.config import ModelSection
 from services.common.encoders.encoder_config import read_encoder_config
 from services.common.errors import ModelError
-from services.common.pooling.pooling_config import PoolingMethod, read_pooling
+from services.common.pooling.pooling_config import PoolingConfig, PoolingMethod, read_pooling
 from services.dense_worker.encoders.text.load_encoder import load_encoder
 from services.dense_worker.encoders.text.text_encoder import EncoderRun
-from tests.support.encoders import SIZES, VOCAB_SIZE, make_encoder
+from tests.support.encoders import SIZES, VOCAB_SIZE, make_colbert, make_encoder
 
 DISTIL = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,6 +84,59 @@ def test_classifiers_equal_those_of_transformers(name: str, tmp_path: Path) -> N
         types = {"token_type_ids": torch.tensor([[int(i >= start > 0) for i in range(len(each))]])}
         wanted.append(model(torch.tensor([each]), **(types if name == "bert" else {})).logits[0])
     torch.testing.assert_close(run(tmp_path, inputs, second=second), torch.stack(wanted), rtol=0, atol=5e-5)
+
+
+@torch.inference_mode()
+def values_of_tokens(path: Path, inputs: list[list[int]], indexes: list[int]) -> tuple[PoolingConfig, torch.Tensor]:
+    pooling = read_pooling(ModelSection(path=path))
+    assert pooling is not None
+    encoder = load_encoder(path, read_encoder_config(path), pooling, torch.float32, torch.device("cpu"))
+    states = EncoderRun(encoder, inputs, [0] * len(inputs))
+    while not states.is_done:
+        states.advance()
+    return pooling, states.tokens(indexes)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "modernbert", "deberta"])
+@torch.inference_mode()
+def test_classifiers_of_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of some inputs of a run."""
+    model = make_encoder(tmp_path, *VARIANTS[name], num_labels=3, classifier=AutoModelForTokenClassification)
+    inputs, indexes = random_inputs(), [1, 3]
+    wanted = torch.cat([model(torch.tensor([inputs[index]])).logits[0] for index in indexes])
+    pooling, found = values_of_tokens(tmp_path, inputs, indexes)
+    assert pooling.has_each_token and len(pooling.labels) == 3 and not pooling.is_scorer
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
+
+
+@torch.inference_mode()
+def test_colbert_gives_a_short_vector_for_each_token(tmp_path: Path) -> None:
+    model, linear = make_colbert(tmp_path, SIZES, 12)
+    inputs = random_inputs()
+    pooling, found = values_of_tokens(tmp_path, inputs, [0, 1, 2, 3])
+    assert pooling.has_each_token and pooling.normalizes and not pooling.is_classifier
+    wanted = torch.cat([model(torch.tensor([each])).last_hidden_state[0] @ linear.T for each in inputs])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@torch.inference_mode()
+def test_modules_without_pooling_give_a_vector_for_each_token(tmp_path: Path) -> None:
+    """As PyLate writes them for ModernBERT."""
+    model = make_encoder(tmp_path, *VARIANTS["modernbert"])
+    linear = torch.randn(12, 32, generator=torch.Generator().manual_seed(6))
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules.append({"path": "1_Dense", "type": "pylate.models.Dense.Dense"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Dense").mkdir()
+    dense = {"in_features": 32, "out_features": 12, "bias": False}
+    dense["activation_function"] = "torch.nn.modules.linear.Identity"
+    (tmp_path / "1_Dense" / "config.json").write_text(json.dumps(dense))
+    save_file({"linear.weight": linear}, tmp_path / "1_Dense" / "model.safetensors")
+    inputs = random_inputs()
+    pooling, found = values_of_tokens(tmp_path, inputs, [0, 2])
+    assert pooling.has_each_token and pooling.normalizes
+    wanted = torch.cat([model(torch.tensor([inputs[i]])).last_hidden_state[0] @ linear.T for i in (0, 2)])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["roberta", "mpnet"])
