@@ -184,3 +184,19 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 def test_another_model_is_not_found(cluster: Cluster) -> None:
     assert post(cluster, {"input": "a", "model": "other"}, 404)["error"]["code"] == "model_not_found"
+
+
+@torch.inference_mode()
+def test_vectors_of_all_tokens(cluster: Cluster) -> None:
+    """Of prompts that take several steps, of which one follows the other in the prefix cache."""
+    prompts = [random_prompt(count, seed=count) for count in (3, 700, 1)]
+    prompts.append(prompts[1][:500])
+    body = {"input": prompts, "task": "token_embed", "encoding_format": "base64"}
+    for _ in range(2):
+        data = post(cluster, body, path="/pooling")["data"]
+        for each, prompt in zip(data, prompts, strict=True):
+            states = reference_model(EMBEDDED_MODEL)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+            units = torch.nn.functional.normalize(states[-1][0], dim=1)
+            found = np.frombuffer(base64.b64decode(each["data"]), "<f4").reshape(units.shape)
+            np.testing.assert_allclose(found, units, atol=TOLERANCE)
+    cluster.wait_idle()

@@ -181,6 +181,6 @@ def test_what_it_is_not_made_for_is_refused_by_name(served: Served) -> None:
         ("/rerank", {"query": "w1", "documents": [{"title": "w2"}]}, "documents[0]"),
         ("/score", {"text_1": ["w1", "w2"], "text_2": ["w1", "w2", "w3"]}, "2 texts and text_2 has 3"),
         ("/score", {"text_1": "w1", "text_2": ["w1"] * 2049}, "gateway.max_inputs"),
-        ("/pooling", {"input": "w1", "task": "embed"}, "classifier"),
+        ("/pooling", {"input": "w1", "task": "embed"}, "does classify, score"),
     ):
         assert part in served.post(path, body, 400)["error"]["message"]
