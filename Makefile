@@ -88,6 +88,7 @@ chaos: setup
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --host-tier
 	$(RUN) -m tests.chaos.forms
 	$(RUN) -m tests.chaos.deterministic
+	$(RUN) -m tests.chaos.vectors
 
 bench: setup
 	$(RUN) bench/cpu.py
