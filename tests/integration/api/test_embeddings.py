@@ -171,7 +171,7 @@ def test_a_killed_worker_changes_no_vector(cluster: Cluster, role: str) -> None:
         ({"input": "a", "dimensions": 0}, "dimensions", []),
         ({"input": "a", "dimensions": 10**6}, "dimensions", ["1000000"]),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", []),
-        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", ["not supported"]),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input", ["exactly one"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(
