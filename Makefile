@@ -27,6 +27,8 @@ run: $(VENV)/.installed-runtime
 # Few examples of each property, the same in every run, and no long tests; `make chaos` tries all of them.
 PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
 # Processes that take files of tests from one queue, those that take long first: more than two per core, for tests wait.
+# Up to three that fail run again alone at the end; `make test QUEUE="--processes=5 --no-second-chance"` finds those that
+# sometimes fail.
 QUEUE := --processes=5
 # In a new clone all of these processes would compile the same modules at the same time.
 COMPILE := $(RUN) -m compileall -q --workers=0 services bench tests/support
@@ -53,7 +55,7 @@ test-fast: setup
 
 # How long each file takes, by which `make test` orders its queue.
 durations: setup
-	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests --save-durations=tests/durations.json
+	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests --no-second-chance --save-durations=tests/durations.json
 
 # Installs the clients of other projects that docs/clients.md lists into .clients, and tests them against a cluster.
 clients: setup

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.examples import MAX_QUICK_EXAMPLES, QUICK
 from tests.support.file_queue import FileQueue
+from tests.support.second_chance import MAX_SECOND_CHANCES
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,7 +39,8 @@ _seconds = Counter[str]()  # of this run, by file
 
 def pytest_configure(config: pytest.Config) -> None:
     if num_processes := config.getoption("--processes"):
-        config.pluginmanager.register(FileQueue(num_processes))
+        max_second_chances = 0 if config.getoption("--no-second-chance") else MAX_SECOND_CHANCES
+        config.pluginmanager.register(FileQueue(num_processes, max_second_chances))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -122,6 +124,9 @@ def pytest_runtest_setup() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, metavar="N", help="so many processes take files of tests from one queue")
+    parser.addoption(
+        "--no-second-chance", action="store_true", help="with --processes: no test that failed runs again alone"
+    )
     parser.addoption("--save-durations", metavar="FILE", help="write how long each file of tests took")
     parser.addoption("--files-up-to", type=float, metavar="SECONDS", help="no files of tests that took longer")
     parser.addoption("--only-long", action="store_true", help="only the tests that `make test` leaves out")

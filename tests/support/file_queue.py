@@ -2,6 +2,9 @@
 
 Processes that are started instead (pytest-xdist's) each import torch and collect, which takes 6 to 12 seconds of
 processor time for each. So no module of tests may start a thread or call gRPC when it is imported.
+
+These tests measure waits, on a machine that they share. So if few of them have failed at the end, each of these runs
+again, alone: see `tests.support.second_chance`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from types import SimpleNamespace
 
@@ -19,55 +23,91 @@ import pytest
 import torch
 from _pytest._io import TerminalWriter
 
+from tests.support.second_chance import MAX_SECOND_CHANCES, HeldFailures
 from tests.support.warm_process import end_process
 
 Tests = deque[int]  # what is left of a file: indices in `session.items`
+Forked = tuple[Connection, int]  # what a forked process needs: its end of a pipe, and its number
 Location = tuple[str, int | None, str]  # as hooks of pytest have it
 
 
 class FileQueue:
     """The plugin of the process that collects and reports."""
 
-    def __init__(self, num_processes: int) -> None:
-        self._num_processes = num_processes
+    def __init__(self, num_processes: int, max_second_chances: int = MAX_SECOND_CHANCES) -> None:
+        self._num_processes, self._max_second_chances = num_processes, max_second_chances
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Also returns in every forked process, at its end. None: pytest's own loop shows what was collected."""
-        if session.testsfailed or session.config.option.collectonly:
+        config = session.config
+        if session.testsfailed or config.option.collectonly:
             return None
+        # Who wants to stop at a failure wants it to count at once.
+        held = HeldFailures(session, 0 if config.getoption("maxfail") else self._max_second_chances)
+        config.pluginmanager.register(held)
         by_file = itertools.groupby(range(len(session.items)), lambda index: session.items[index].path)
-        files = deque(deque(tests) for _, tests in by_file)
-        takers: dict[Connection, _Taker] = {}
-        while files or takers:
-            while files and len(takers) < self._num_processes:
-                number = min(set(range(self._num_processes)) - {taker.number for taker in takers.values()})
-                ours, theirs = Pipe()
-                _check_that_one_thread_runs()
-                if not (pid := os.fork()):
-                    for connection in (ours, *takers):
-                        connection.close()
-                    take_files(session, theirs, number)
-                    return True
-                theirs.close()
-                takers[ours] = _Taker(session, pid, number, ours)
-            for connection in wait([*takers]):
-                if not takers[connection].receive(files):
-                    files.extendleft(takers.pop(connection).end())
-            if session.shouldfail or session.shouldstop:
-                files.clear()
+        try:
+            forked = self._run(session, deque(deque(tests) for _, tests in by_file), self._num_processes, held.log)
+            if not (forked or session.shouldfail or session.shouldstop):
+                forked = self._run_again(session, held)
+        except BaseException:
+            held.fail_all()
+            raise
+        if forked:
+            take_files(session, *forked)
+            return True
+        held.fail_all()
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
         return True
 
+    def _run_again(self, session: pytest.Session, held: HeldFailures) -> Forked | None:
+        for nodeid, tests in held.tests():
+            reports: list[pytest.TestReport] = []
+            if forked := self._run(session, deque([tests]), 1, reports.append):
+                return forked
+            held.judge(nodeid, reports)
+        return None
+
+    def _run(
+        self, session: pytest.Session, files: deque[Tests], num_processes: int, log: Callable[[pytest.TestReport], None]
+    ) -> Forked | None:
+        """Returns None after the last test; in every forked process at once, with what it shall do."""
+        takers: dict[Connection, _Taker] = {}
+        while files or takers:
+            while files and len(takers) < num_processes:
+                number = min(set(range(num_processes)) - {taker.number for taker in takers.values()})
+                ours, theirs = Pipe()
+                _check_that_one_thread_runs()
+                if not (pid := os.fork()):
+                    for connection in (ours, *takers):
+                        connection.close()
+                    return theirs, number
+                theirs.close()
+                takers[ours] = _Taker(session, pid, number, ours, log)
+            for connection in wait([*takers]):
+                if not takers[connection].receive(files):
+                    files.extendleft(takers.pop(connection).end())
+            if session.shouldfail or session.shouldstop:
+                files.clear()
+        return None
+
 
 class _Taker:
     """A forked process, as `FileQueue` sees it."""
 
-    def __init__(self, session: pytest.Session, pid: int, number: int, connection: Connection) -> None:
-        self._session, self._pid, self.number, self._connection = session, pid, number, connection
+    def __init__(
+        self,
+        session: pytest.Session,
+        pid: int,
+        number: int,
+        connection: Connection,
+        log: Callable[[pytest.TestReport], None],
+    ) -> None:
+        self._session, self._pid, self.number, self._connection, self._log = session, pid, number, connection, log
         self._files = deque[Tests]()  # that it has taken; the test that runs is no longer in them
         self._running: tuple[str, Location] | None = None
         self._is_told_to_end = False
@@ -97,7 +137,7 @@ class _Taker:
             hook.pytest_runtest_logfinish(nodeid=value[0], location=value[1])
         elif kind == "report":
             report = hook.pytest_report_from_serializable(config=self._session.config, data=value)
-            hook.pytest_runtest_logreport(report=report)
+            self._log(report)
         elif kind == "warning":
             message, when, nodeid, location = value
             warning = warnings.WarningMessage(**message)
@@ -115,7 +155,7 @@ class _Taker:
             nodeid, location = self._running
             text = f"the process that ran it has ended with status {status}"
             report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
-            self._session.config.hook.pytest_runtest_logreport(report=report)
+            self._log(report)
         elif not self._is_told_to_end:
             raise RuntimeError(f"a process of tests has ended between two tests, with status {status}")
         return [file for file in reversed(self._files) if file]
@@ -126,8 +166,10 @@ class _Reports:
 
     def __init__(self, config: pytest.Config, connection: Connection, number: int) -> None:
         self._config, self._connection, self.number = config, connection, number
+        self._has_begun = False
 
     def next_file(self) -> Tests | None:
+        self._has_begun = True
         self._connection.send(("next", None))
         return self._connection.recv()
 
@@ -149,6 +191,8 @@ class _Reports:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None
     ) -> None:
+        if not self._has_begun:  # pytest repeats all that it knew before the fork
+            return
         message = {name: getattr(warning_message, name) for name in ("category", "filename", "lineno")}
         message["message"] = str(warning_message.message)
         self._connection.send(("warning", (message, when, nodeid, location)))

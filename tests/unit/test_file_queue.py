@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.cluster import REPOSITORY
 
 CONFTEST = """
 from tests.support.file_queue import FileQueue
 
 def pytest_configure(config):
-    config.pluginmanager.register(FileQueue(2))
+    config.pluginmanager.register(FileQueue(2{}))
 """
 COLLECTED_ONCE = """
 from pathlib import Path
@@ -47,6 +49,47 @@ def test_one(once): pass
 def test_two(once): assert not Path("ends").exists()
 """
 
+# All of it is well where a test runs alone, or for the second time.
+SOMETIMES = """
+import os, time
+from pathlib import Path
+
+def is_first(name):
+    with Path(name).open("a") as runs:
+        return runs.write("x") and runs.tell() == 1
+
+def test_fails(): print("printed first"); assert not is_first("fails"), "once"
+def test_ends_its_process(): is_first("exits") and os._exit(7)
+def test_waits_too_long():
+    if is_first("waits"):
+        time.sleep(60)
+    parent = os.getppid()
+    assert Path(f"/proc/{parent}/task/{parent}/children").read_text().split() == [str(os.getpid())], "not alone"
+def test_well(): is_first("well")
+"""
+MANY = """
+import pytest
+from pathlib import Path
+
+@pytest.mark.parametrize("number", range(4))
+def test_fails_once(number):
+    with Path("many").open("a") as runs:
+        runs.write("x")
+        assert runs.tell() > 4, "once more"
+"""
+TEARDOWN = """
+from pathlib import Path
+import pytest
+
+@pytest.fixture(scope="module")
+def counted():
+    tests = []
+    yield tests
+    assert len(tests) < 2, "too many for a fixture"
+
+def test_one(counted): counted.append(1)
+def test_two(counted): counted.append(2)
+"""
 
 # Its thread does not survive the fork, and it waits for that when it is unloaded.
 UNLOADED = """
@@ -56,23 +99,40 @@ def test_other(): pass
 """
 
 
-def run_pytest(directory: Path, **files: str) -> str:
-    directory.joinpath("conftest.py").write_text(CONFTEST)
+def run_pytest(directory: Path, arguments: str = "", **files: str) -> str:
+    """`arguments`: more of them for the queue."""
+    directory.joinpath("conftest.py").write_text(CONFTEST.format(arguments))
     for name, text in files.items():
         directory.joinpath(f"test_{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-rsf", "-c", os.devnull, "--rootdir=.", "--timeout=3"]
-    command += ["--timeout-method=thread", *(f"-pno:{name}" for name in ("cacheprovider", "schemathesis", "anyio"))]
-    options = {"cwd": directory, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "timeout": 60.0}
+    command += ["--timeout-method=thread", "-ppytest_timeout", "-pno:cacheprovider"]
+    changed = {"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # their imports take a second
+    options = {"cwd": directory, "env": {**os.environ, **changed}, "timeout": 100.0}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     return f"{done.stdout}\nstatus {done.returncode}"
 
 
-def test_every_outcome_is_reported_and_a_process_that_ends_has_a_successor(tmp_path: Path) -> None:
-    said = run_pytest(tmp_path, outcomes=OUTCOMES, collected=COLLECTED_ONCE)
-    assert re.search(r"3 failed, 3 passed, 1 skipped, 1 warning", said) and said.endswith("status 1"), said
-    assert "assert 1 == 2" in said and "printed first" in said and "mind this" in said and "a reason" in said
-    assert "has ended with status 7" in said
+def test_every_outcome_is_reported_and_who_fails_has_a_second_chance_alone(tmp_path: Path) -> None:
+    files = {"outcomes": OUTCOMES, "collected": COLLECTED_ONCE, "sometimes": SOMETIMES, "teardown": TEARDOWN}
+    said = run_pytest(tmp_path, ", 7", **files)
+    assert re.search(r"\b3 failed, 9 passed, 1 skipped, 1 warning, 1 error, 7 failed beside others", said), said
+    assert said.endswith("status 1"), said
+    assert "mind this" in said and "a reason" in said
     assert "time.sleep(60)" in said, "no stack of the test that hangs"
+    both = said.split("== failed beside others, passed alone ==")
+    for shown, error in zip(both, ("assert 1 == 2", "AssertionError: once"), strict=True):
+        assert error in shown and "printed first" in shown and "has ended with status 7" in shown, said
+    assert "test_fails, alone: failed in call" in both[0] and "alone: failed in teardown" in both[0], said
+    assert [(tmp_path / name).read_text() for name in ("fails", "exits", "waits", "well")] == ["xx", "xx", "xx", "x"]
+
+
+@pytest.mark.parametrize(("arguments", "num_failures"), [("", 4), (", 4", 0)])
+def test_more_failures_than_chances_all_count_at_once(tmp_path: Path, arguments: str, num_failures: int) -> None:
+    said = run_pytest(tmp_path, arguments, many=MANY)
+    expected = f"{num_failures} failed" if num_failures else "4 passed"
+    assert re.search(rf"\b{expected}", said) and said.endswith(f"status {int(num_failures > 0)}"), said
+    assert ("once more" in said) and ("passed alone" in said) == (num_failures == 0), said
+    assert (tmp_path / "many").read_text() == "x" * (4 if num_failures else 8)
 
 
 def test_fixtures_of_a_file_end_after_its_last_test(tmp_path: Path) -> None:
