@@ -29,6 +29,7 @@ class Activation(enum.StrEnum):
     RELU = "relu"
     RELU_SQUARED = "relu_squared"
     XIELU = "xielu"  # with two learned numbers in each layer (arXiv:2411.13010); only of MLPs without a gate
+    QUICK_GELU = "quick_gelu"  # x times the sigmoid of 1.702 x
 
 
 class ResidualKind(enum.StrEnum):

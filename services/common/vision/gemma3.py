@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from services.common.vision.layout import PictureShape
-from services.common.vision.patch_tower import PatchTower, read_patch_tower
+from services.common.vision.llava import StretchedLayout
+from services.common.vision.patch_tower import SIGLIP, PatchTower, read_patch_tower
 from services.common.vision.vision_fields import VisionFields
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 BILINEAR = 2  # as Pillow numbers it
 _START, _END = "<start_of_image>", "<end_of_image>"
@@ -35,29 +32,17 @@ class Gemma3Tower:
 
 
 @dataclass(frozen=True, slots=True)
-class SquareLayout:
-    """A picture is stretched to a square."""
+class SquareLayout(StretchedLayout):
+    """With the text that Gemma has around a picture."""
 
-    side: int
-    resample: int
-    num_tokens: int
     marker: ClassVar[str] = _START
     text: ClassVar[str] = f"\n\n{_START}{{}}{_END}\n\n"
-    other_tokens: ClassVar[tuple[str, ...]] = ()
-
-    def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
-        return PictureShape(1, self.side, self.side, height, width, self.num_tokens)
-
-    def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
-        return [picture.resize((self.side, self.side), self.resample)]
-
-    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
-        return [token] * shape.num_tokens
 
 
 def read_gemma3(fields: VisionFields) -> tuple[Gemma3Tower, SquareLayout]:
     """The tower and the layout of a model's files."""
-    patches = read_patch_tower(fields, fields.size("num_hidden_layers"), is_clip=False)
+    fields.only("model_type", fields.tower.get("model_type"), SIGLIP)
+    patches = read_patch_tower(fields, fields.size("num_hidden_layers"), has_final_norm=True)
     num_tokens, side = fields.outer["mm_tokens_per_image"], patches.image_size
     num_columns = int(num_tokens**0.5)
     if num_columns**2 != num_tokens or patches.num_columns % num_columns:

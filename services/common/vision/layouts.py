@@ -7,13 +7,14 @@ from typing import Any
 
 from services.common.vision.gemma3 import SquareLayout
 from services.common.vision.layout import Layout
-from services.common.vision.llava import CropLayout
+from services.common.vision.llava import CropLayout, StretchedLayout
 from services.common.vision.llava_next import TiledLayout
 from services.common.vision.pixtral import PixtralLayout
 from services.common.vision.qwen_vl import QwenLayout
 
 LAYOUTS: dict[str, type] = {
-    each.__name__: each for each in (CropLayout, PixtralLayout, QwenLayout, SquareLayout, TiledLayout)
+    each.__name__: each
+    for each in (CropLayout, PixtralLayout, QwenLayout, SquareLayout, StretchedLayout, TiledLayout)
 }
 
 

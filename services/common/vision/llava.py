@@ -1,4 +1,4 @@
-"""LLaVA 1.5 (arXiv:2310.03744): the middle of a picture in one tile, and a row for each patch of CLIP's tower."""
+"""LLaVA 1.5 (arXiv:2310.03744): a picture, or its middle, in one tile, and a row for each patch of a tower."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from services.common.families.shape import Activation
 from services.common.vision.layout import PictureShape
-from services.common.vision.patch_tower import PatchTower, read_patch_tower
+from services.common.vision.patch_tower import CLIP, SIGLIP, PatchTower, read_patch_tower
+from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
 if TYPE_CHECKING:
@@ -19,12 +21,12 @@ Size = tuple[int, int]  # height and width
 
 @dataclass(frozen=True, slots=True)
 class LlavaTower:
-    """CLIP's tower up to one of its layers, and two matrices."""
+    """The tower of CLIP or SigLIP up to one of its layers, and two matrices."""
 
     patches: PatchTower
-    keeps_class_token: bool
+    drops_class_token: bool
     width: int  # numbers in a row of the output
-    activation: str  # between the matrices
+    activation: Activation  # between the matrices
     has_bias: bool
     resolutions: tuple[Size, ...] = ()  # of grids of tiles, height and width; empty: there is one tile
 
@@ -37,7 +39,7 @@ class LlavaTower:
     @property
     def rows_of_tile(self) -> int:
         """How many rows of the prompt a tile becomes."""
-        return self.patches.num_rows - (not self.keeps_class_token)
+        return self.patches.num_rows - self.drops_class_token
 
     def num_patches(self, shape: PictureShape) -> int:
         """How many rows the tower computes for a picture."""
@@ -72,17 +74,41 @@ class CropLayout:
             for side in (picture.width, picture.height)
         )
         left, top = (size[0] - self.width) // 2, (size[1] - self.height) // 2
-        return [picture.resize(size, self.resample).crop((left, top, left + self.width, top + self.height))]
+        return [resize(picture, size, self.resample).crop((left, top, left + self.width, top + self.height))]
 
     def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
         return [token] * shape.num_tokens
 
 
-def read_llava(fields: VisionFields) -> tuple[LlavaTower, CropLayout]:
+@dataclass(frozen=True, slots=True)
+class StretchedLayout:
+    """A picture is stretched to a square."""
+
+    side: int
+    resample: int
+    num_tokens: int
+    marker: ClassVar[str] = ""
+    text: ClassVar[str] = ""
+    other_tokens: ClassVar[tuple[str, ...]] = ()
+
+    def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
+        return PictureShape(1, self.side, self.side, height, width, self.num_tokens)
+
+    def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
+        return [resize(picture, (self.side, self.side), self.resample)]
+
+    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
+        return [token] * shape.num_tokens
+
+
+def read_llava(fields: VisionFields) -> tuple[LlavaTower, CropLayout | StretchedLayout]:
     """The tower and the layout of a model's files."""
     tower = read_llava_tower(fields)
-    side = tower.patches.image_size
-    shorter = (fields.processor.get("size") or {}).get("shortest_edge", side)
+    side, size = tower.patches.image_size, fields.processor.get("size") or {}
+    if "height" in size:  # as SigLIP's processor has it, which cuts nothing off
+        fields.only("size", (size["height"], size.get("width")), (side, side))
+        return tower, StretchedLayout(side, fields.resample, tower.rows_of_tile)
+    shorter = size.get("shortest_edge", side)
     crop = fields.processor.get("crop_size") or {"height": side, "width": side}
     fields.only("do_pad", bool(fields.processor.get("do_pad", False)), False)
     fields.only("crop_size", (crop["height"], crop["width"]), (side, side))
@@ -92,19 +118,22 @@ def read_llava(fields: VisionFields) -> tuple[LlavaTower, CropLayout]:
 
 
 def read_llava_tower(fields: VisionFields) -> LlavaTower:
-    """The tower of all LLaVA models with CLIP."""
+    """The tower of all LLaVA models with CLIP or SigLIP."""
+    kind = fields.tower.get("model_type")
+    fields.only("model_type", kind, CLIP, SIGLIP)
     layer, num_layers = fields.outer["vision_feature_layer"], fields.size("num_hidden_layers")
     if type(layer) is not int or not -num_layers <= layer <= num_layers:
         raise fields.error("vision_feature_layer", layer, f"expected one layer from {-num_layers} to {num_layers}")
     # Hidden states are counted from the embedding: -1 is what the last layer gives.
     num_computed = layer if layer >= 0 else num_layers + 1 + layer
     strategy = fields.outer["vision_feature_select_strategy"]
-    fields.only("vision_feature_select_strategy", strategy, "default", "full")
+    # The default leaves the first row out, which is that of a patch in SigLIP's towers.
+    fields.only("vision_feature_select_strategy", strategy, *(("default", "full") if kind == CLIP else ("full",)))
     return LlavaTower(
-        read_patch_tower(fields, num_computed, is_clip=True),
-        keeps_class_token=strategy == "full",
+        read_patch_tower(fields, num_computed, has_final_norm=False),
+        drops_class_token=strategy == "default",
         width=fields.outer["text_config"]["hidden_size"],
-        activation=fields.outer["projector_hidden_act"],
+        activation=fields.activation(fields.outer, "projector_hidden_act"),
         has_bias=bool(fields.outer["multimodal_projector_bias"]),
     )
 

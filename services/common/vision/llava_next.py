@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from services.common.vision.layout import PictureShape
 from services.common.vision.llava import LlavaTower, Size, best_resolution, read_llava_tower
+from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ class TiledLayout:
             size = target_width, min(math.ceil(picture.height * by_width), target_height)
         else:
             size = min(math.ceil(picture.width * by_height), target_width), target_height
-        resized = picture.resize(size, self.resample)
+        resized = resize(picture, size, self.resample)
         left, top = (target_width - size[0]) // 2, (target_height - size[1]) // 2
         padded = resized.crop((-left, -top, target_width - left, target_height - top))  # what is outside is black
-        tiles = [picture.resize((self.side, self.side), self.resample)]
+        tiles = [resize(picture, (self.side, self.side), self.resample)]
         for y in range(0, target_height, self.side):
             tiles += [padded.crop((x, y, x + self.side, y + self.side)) for x in range(0, target_width, self.side)]
         return tiles
@@ -69,7 +70,9 @@ def read_llava_next(fields: VisionFields) -> tuple[LlavaTower, TiledLayout]:
     crop = fields.processor.get("crop_size") or {"height": side, "width": side}
     fields.only("crop_size", (crop["height"], crop["width"]), (side, side))
     fields.only("size", (fields.processor.get("size") or {}).get("shortest_edge", side), side)
-    fields.only("vision_feature_select_strategy", tower.keeps_class_token, False)
+    if tower.rows_of_tile != tower.patches.num_columns**2:
+        strategy = fields.outer["vision_feature_select_strategy"]
+        raise fields.error("vision_feature_select_strategy", strategy, "expected 'default', without the class token")
     is_list = isinstance(resolutions, list | tuple) and len(resolutions) > 0
     if not is_list or any(len(each) != 2 or any(size < side or size % side for size in each) for each in resolutions):
         raise fields.error("image_grid_pinpoints", resolutions, f"expected pairs of multiples of {side}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.families.shape import Activation
 from services.common.vision.layout import PictureShape
 from services.common.vision.vision_fields import VisionFields
 
@@ -18,7 +19,7 @@ class PatchTower:
     num_heads: int
     image_size: int  # pixels along a side of a tile
     patch_size: int
-    activation: str
+    activation: Activation
     norm_eps: float
     has_class_token: bool  # with it the embedding has no bias, and is normalised before the first layer
     has_final_norm: bool  # after the last layer
@@ -38,9 +39,11 @@ class PatchTower:
         return self.num_rows * shape.num_tiles
 
 
-def read_patch_tower(fields: VisionFields, num_layers: int, *, is_clip: bool) -> PatchTower:
-    """The tower in a vision_config of CLIP, or else of SigLIP. num_layers: how many of its layers are computed."""
-    fields.only("model_type", fields.tower.get("model_type"), "clip_vision_model" if is_clip else "siglip_vision_model")
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"  # as a vision_config names them
+
+
+def read_patch_tower(fields: VisionFields, num_layers: int, *, has_final_norm: bool) -> PatchTower:
+    """The tower in a vision_config of CLIP or SigLIP. num_layers: how many of its layers are computed."""
     fields.only("num_channels", fields.tower.get("num_channels", 3), 3)
     return PatchTower(
         num_layers,
@@ -49,8 +52,8 @@ def read_patch_tower(fields: VisionFields, num_layers: int, *, is_clip: bool) ->
         fields.size("num_attention_heads"),
         fields.size("image_size"),
         fields.size("patch_size"),
-        fields.tower["hidden_act"],
+        fields.activation(fields.tower, "hidden_act"),
         float(fields.tower["layer_norm_eps"]),
-        has_class_token=is_clip,
-        has_final_norm=not is_clip,
+        has_class_token=fields.tower.get("model_type") == CLIP,
+        has_final_norm=has_final_norm,
     )

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from services.common.families.shape import Activation
 from services.common.vision.layout import PictureShape
+from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
 if TYPE_CHECKING:
@@ -28,10 +30,10 @@ class PixtralTower:
     patch_size: int
     merge_size: int  # of the squares of patches that become a token
     rope_theta: float
-    activation: str
+    activation: Activation
     text_norm_eps: float
     width: int  # numbers in a row of the output
-    projector_activation: str
+    projector_activation: Activation
     has_projector_bias: bool
 
     def grid(self, shape: PictureShape) -> tuple[int, int]:
@@ -66,7 +68,7 @@ class PixtralLayout:
         return PictureShape(1, rows * self.unit, columns * self.unit, height, width, rows * (columns + 1))
 
     def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
-        return [picture.resize((shape.width, shape.height), self.resample)]
+        return [resize(picture, (shape.width, shape.height), self.resample)]
 
     def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
         rows, columns = shape.height // self.unit, shape.width // self.unit
@@ -92,10 +94,10 @@ def read_mistral3(fields: VisionFields) -> tuple[PixtralTower, PixtralLayout]:
         patch_size=patch,
         merge_size=merge,
         rope_theta=float(fields.tower["rope_parameters"]["rope_theta"]),
-        activation=fields.tower["hidden_act"],
+        activation=fields.activation(fields.tower, "hidden_act"),
         text_norm_eps=float(text["rms_norm_eps"]),
         width=text["hidden_size"],
-        projector_activation=fields.outer["projector_hidden_act"],
+        projector_activation=fields.activation(fields.outer, "projector_hidden_act"),
         has_projector_bias=bool(fields.outer["multimodal_projector_bias"]),
     )
     return tower, PixtralLayout(patch * merge, longest, fields.resample)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from services.common.errors import InvalidRequest
+from services.common.families.shape import Activation
 from services.common.vision.layout import PictureShape
+from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class QwenTower:
     window_size: int  # of squares of patches that see each other, in tokens; 0: all do in all layers
     full_layers: tuple[int, ...]  # in spite of a window their patches all see each other
     out_hidden_size: int  # of the model of text
-    activation: str
+    activation: Activation
     norm_eps: float = 1e-6
     num_position_columns: int = 0  # of a square table of learned positions; 0: there is none
     deep_layers: tuple[int, ...] = ()  # whose output becomes rows, too, that are added after the first text layers
@@ -86,7 +88,7 @@ class QwenLayout:
         )
 
     def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
-        return [picture.resize((shape.width, shape.height), self.resample)]
+        return [resize(picture, (shape.width, shape.height), self.resample)]
 
     def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
         return [token] * shape.num_tokens
@@ -109,7 +111,7 @@ def read_qwen2_5_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:
         window_size=window,
         full_layers=tuple(fields.tower["fullatt_block_indexes"]),
         out_hidden_size=fields.size("out_hidden_size"),
-        activation=fields.tower["hidden_act"],
+        activation=fields.activation(fields.tower, "hidden_act"),
     )
     return tower, read_qwen_layout(fields, patch * merge)
 
@@ -134,7 +136,7 @@ def read_qwen3_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:
         window_size=0,
         full_layers=(),
         out_hidden_size=fields.size("out_hidden_size"),
-        activation=fields.tower["hidden_act"],
+        activation=fields.activation(fields.tower, "hidden_act"),
         num_position_columns=math.isqrt(num_positions),
         deep_layers=deep,
     )

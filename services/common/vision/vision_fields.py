@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ModelError
+from services.common.families.shape import Activation
 
 MAX_SIZE = 2**20  # of a tower's sizes
 BICUBIC = 3  # as Pillow numbers it
+_ACTIVATIONS = {  # by transformers' names
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "quick_gelu": Activation.QUICK_GELU,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,12 @@ class VisionFields:
         if type(value) is not int or not 1 <= value <= MAX_SIZE:
             raise self.error(name, value, f"expected a whole number from 1 to {MAX_SIZE}")
         return value
+
+    def activation(self, fields: Mapping[str, Any], name: str) -> Activation:
+        """The function that a field of `fields` names. Raises `ModelError` for one that is not supported."""
+        if (value := fields.get(name)) not in _ACTIVATIONS:
+            raise self.error(name, value, f"supported: {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[value]
 
     @property
     def resample(self) -> int:

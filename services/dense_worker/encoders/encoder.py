@@ -33,6 +33,18 @@ class Encoded(NamedTuple):
             self.rows.record_stream(stream)
         return self.rows
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether a step can have the rows without waiting for a GPU."""
+        return self.done is None or self.done.query()
+
+
+class EncoderRun(Protocol):
+    """A run is computed in parts, between which steps are run."""
+
+    def advance(self) -> list[Encoded] | None:
+        """Computes the next part, or enqueues it on a GPU; returns the outputs with the last one, else None."""
+
 
 class Encoder(Protocol[Input]):
     """Used on the engine thread."""
@@ -43,14 +55,8 @@ class Encoder(Protocol[Input]):
     def output_bytes(self, each: Input) -> int:
         """The size of the output."""
 
-    def encode(self, inputs: Sequence[Input]) -> list[Encoded]:
-        """The outputs, all computed at once. Enqueues the work on a GPU, and does it on a CPU."""
-
-    def is_busy(self) -> bool:
-        """Whether a GPU still computes what was enqueued last."""
-
-    def wait(self) -> None:
-        """Waits until a GPU has computed what was enqueued last."""
+    def begin(self, inputs: Sequence[Input]) -> EncoderRun:
+        """A run for these inputs, which are computed together. Nothing of it is computed yet."""
 
 
 class EncodedKey(NamedTuple):

@@ -1,10 +1,11 @@
 """`EncoderRuns`: runs an encoder between steps, and keeps its outputs. Engine thread.
 
 A sequence can only be opened while the outputs of all its inputs are in memory; until then it is parked in the waiting
-queue, and others go on. One run computes inputs of several sequences, in their order, up to a budget of rows. There is
-at most one run between two steps, so running streams are delayed no more than by a long prompt. Outputs are kept by the
-hash of their input, up to a number of bytes; those that were not used for the longest time go first. What a sequence in
-the cache still reads stays, and so does what a sequence reads that is to be opened earlier.
+queue, and others go on. One run computes inputs of several sequences, in their order, up to a budget of rows. It has
+parts, and there is at most one of them between two steps, so that running streams are delayed by a part alone. On a GPU
+a run is beside the steps, none of which waits for it: its sequences are opened when it has ended, or when no step is
+under way. Outputs are kept by the hash of their input, up to a number of bytes; the least recently used go first. What
+a sequence in the cache still reads stays, and so does what a sequence reads that is to be opened earlier.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from services.common.errors import CapacityError, TwostrokeError
-from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, EncoderCounts, Input
+from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, EncoderCounts, EncoderRun, Input
 from services.dense_worker.features.sequence_feature import SequenceFeature
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ class _Output:
     num_users: int = 0  # sequences in the cache that may still read it
 
 
+@dataclass(slots=True)
+class _UnderWay(Generic[Input]):
+    run: EncoderRun
+    inputs: Mapping[str, Input]  # by hash
+    found: list[Encoded] | None = None  # their outputs, which a GPU may still compute
+
+
 class EncoderRuns(Generic[Input]):
     """The runs of one encoder, for the sequences with its feature."""
 
@@ -46,7 +54,8 @@ class EncoderRuns(Generic[Input]):
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._outputs: OrderedDict[str, _Output] = OrderedDict()  # by hash, the least recently used first
-        self._last_run_before: int | None = None  # the oldest step under way at the last run
+        self._under_way: _UnderWay[Input] | None = None
+        self._last_part_before: int | None = None  # the oldest step under way at the last part
         self._post: Callable[[Event], None] | None = None
 
     def start(self, post: Callable[[Event], None]) -> None:
@@ -71,38 +80,46 @@ class EncoderRuns(Generic[Input]):
             self._outputs[each].num_users -= 1
 
     def run(self, waiting: WaitingQueue, oldest_step_id: int | None) -> list[Sequence]:
-        """Computes what parked sequences lack, up to the budget; see `Feature.provide`.
+        """Computes a part of what parked sequences lack; see `Feature.provide`.
 
         Returns the sequences that are newly parked, because what they wait for has made room.
         """
-        if oldest_step_id is not None and oldest_step_id == self._last_run_before:
+        if oldest_step_id is not None and oldest_step_id == self._last_part_before:
             return []
         missing = [(key, sequence) for key, sequence in waiting.missing() if self._is_own(key)]
         if not missing:
             return []
-        if self._encoder.is_busy():
-            if oldest_step_id is not None:
-                return []
-            self._encoder.wait()  # nothing else runs
-        self._last_run_before = oldest_step_id
-        inputs, parked = self._choose(missing, waiting)
-        if inputs:
-            self._compute(inputs)
+        self._last_part_before = oldest_step_id
+        parked: list[Sequence] = []
+        if self._under_way is None:
+            inputs, parked = self._choose(missing, waiting)
+            if inputs:
+                self._under_way = _UnderWay(self._encoder.begin(list(inputs.values())), inputs)
+        is_going_on = self._under_way is not None
+        if self._under_way is not None:
+            self._advance(self._under_way, may_wait=oldest_step_id is None)
         for key, _ in missing:
             if self.has(key):
                 waiting.unpark(key)
-        if oldest_step_id is None and inputs and not all(self.has(key) for key, _ in missing):
+        if oldest_step_id is None and is_going_on and not all(self.has(key) for key, _ in missing):
             self._call_again()
         return parked
 
-    def _compute(self, inputs: Mapping[str, Input]) -> None:
-        try:
-            found = self._encoder.encode(list(inputs.values()))
-        except torch.OutOfMemoryError as error:
-            reason = CapacityError(f"the device has no memory left to encode {len(inputs)} inputs: {error}")
-            self._fail(set(inputs), reason)
+    def _advance(self, under_way: _UnderWay[Input], *, may_wait: bool) -> None:
+        """Goes on with a run. may_wait: steps may wait on the GPU for its end, because there are no others."""
+        if under_way.found is None:
+            try:
+                under_way.found = under_way.run.advance()
+            except torch.OutOfMemoryError as error:
+                self._under_way = None
+                count = len(under_way.inputs)
+                reason = CapacityError(f"the device has no memory left to encode {count} inputs: {error}")
+                self._fail(set(under_way.inputs), reason)
+                return
+        if under_way.found is None or not (may_wait or all(each.is_computed for each in under_way.found)):
             return
-        for (each, read), encoded in zip(inputs.items(), found, strict=True):
+        self._under_way = None
+        for (each, read), encoded in zip(under_way.inputs.items(), under_way.found, strict=True):
             self._outputs[each] = _Output(encoded, encoded.rows.nbytes)
             self.counts.num_encoded += 1
             self.counts.num_rows += self._encoder.size(read)

@@ -15,6 +15,11 @@ import transformers
 from PIL import Image
 from transformers import PreTrainedModel
 
+from services.common.vision.vision_config import PixelScale
+from services.dense_worker.encoders.vision.load import Tower
+from services.dense_worker.encoders.vision.operations import TorchTowerOperations, TowerOperations
+from services.dense_worker.encoders.vision.picture import Picture
+
 _TEXT = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -104,6 +109,19 @@ VARIANTS: dict[str, Variant] = {
         "CLIPImageProcessorPil",
         "clip.image_processing_pil_clip",
         _CLIP_PROCESSOR,
+    ),
+    "llava_siglip": Variant(
+        "LlavaForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "text_config": _LLAMA,
+            "vision_config": _SIGLIP,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        "SiglipImageProcessorPil",
+        "siglip.image_processing_pil_siglip",
+        {"size": {"height": 32, "width": 32}, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
     ),
     "llava_next": Variant(
         "LlavaNextForConditionalGeneration",
@@ -219,11 +237,24 @@ def true_logits(
     """The logits of all tokens, [num_tokens, vocab]; the picture's tokens stand in `token_ids` as often as needed."""
     ids = torch.tensor([list(token_ids)])
     given = dict(true_pixels(variant, pictures)) if pictures else {}
-    if variant not in ("llava", "llava_next", "mistral3"):
+    if variant.partition("_")[0] not in ("llava", "mistral3"):
         name = "token_type_ids" if variant == "gemma3" else "mm_token_type_ids"
         given[name] = (ids == IMAGE_TOKEN_ID).long()
     given.pop("num_crops", None)
     return model(input_ids=ids, use_cache=False, **given).logits[0]
+
+
+@torch.inference_mode()
+def run_tower(
+    tower: Tower, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations | None = None
+) -> list[torch.Tensor]:
+    """The rows of all pictures, computed together."""
+    parts = tower.parts(pictures, pixels, operations or TorchTowerOperations())
+    try:
+        while True:
+            next(parts)
+    except StopIteration as ended:
+        return ended.value
 
 
 def noise(height: int, width: int, seed: int) -> Image.Image:

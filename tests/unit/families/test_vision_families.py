@@ -22,6 +22,7 @@ from tests.support.dense.vision_models import (
     load_true_model,
     make_vision_model,
     noise,
+    run_tower,
     true_logits,
 )
 from tests.support.dense.whole_model import WholeModel
@@ -52,8 +53,7 @@ class Prompt:
             starts.append(len(self.token_ids))
             self.token_ids += [TOKEN_IDS[name] for name in vision.layout.tokens_of(shape, "picture")]
             assert len(self.token_ids) == starts[-1] + shape.num_tokens
-        with torch.inference_mode():
-            outputs = tower.forward(pictures, vision.pixels) if pictures else []
+        outputs = run_tower(tower, pictures, vision.pixels) if pictures else []
         self.pictures = [
             (PromptSpan(start, p.shape.num_tokens, p.hash, p.shape.grid_rows, p.shape.grid_columns), output)
             for start, p, output in zip(starts, pictures, outputs, strict=True)

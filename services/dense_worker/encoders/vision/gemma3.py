@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from services.common.families.shape import NormKind
 from services.common.vision.gemma3 import Gemma3Tower
 from services.common.vision.vision_config import PixelScale
+from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
@@ -30,9 +31,11 @@ class Gemma3VisionTower:
     norm: Norm
     projection: Parameter  # [width, hidden]
 
-    def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> list[torch.Tensor]:
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
         """Rows [num_tokens, width] of each picture."""
-        rows = self.encoder.forward(pictures, pixels)
+        rows = yield from self.encoder.parts(pictures, pixels, operations)
         size = self.config.patches.num_columns // self.config.num_columns
         squares = rows.unflatten(1, (self.config.num_columns, size, self.config.num_columns, size))
         averages = squares.mean(dim=(2, 4)).flatten(1, 2)

@@ -1,8 +1,8 @@
-"""The towers of LLaVA models: CLIP's, and two matrices that make rows of the prompt of what one of its layers gives."""
+"""The towers of LLaVA models: CLIP's or SigLIP's, and two matrices that make rows of the prompt of its output."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,11 @@ import torch
 from services.common.vision.llava import LlavaTower
 from services.common.vision.llava_next import borders
 from services.common.vision.vision_config import PixelScale
-from services.dense_worker.encoders.vision.layer import ACTIVATIONS, multiply
+from services.dense_worker.encoders.vision.layer import multiply
+from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Parameter, Source
@@ -29,14 +31,18 @@ class LlavaVisionTower:
     first: Linear
     second: Linear
 
-    def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> list[torch.Tensor]:
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
         """Rows [num_tokens, width] of each picture."""
-        return list(self.tiles(pictures, pixels))
+        return list((yield from self.tiles(pictures, pixels, operations)))
 
-    def tiles(self, pictures: Sequence[Picture], pixels: PixelScale) -> torch.Tensor:
+    def tiles(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, torch.Tensor]:
         """Rows [rows_of_tile, width] of each tile of all pictures."""
-        rows = self.encoder.forward(pictures, pixels)
-        if not self.config.keeps_class_token:
+        rows = yield from self.encoder.parts(pictures, pixels, operations)
+        if self.config.drops_class_token:
             rows = rows[:, 1:]
         return multiply(self.second, ACTIVATIONS[self.config.activation](multiply(self.first, rows)))
 
@@ -60,9 +66,12 @@ class LlavaNextVisionTower:
     tower: LlavaVisionTower
     newline: Parameter  # [width]: the row at the end of each line of patches
 
-    def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> list[torch.Tensor]:
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
         """Rows [num_tokens, width] of each picture."""
-        tiles = self.tower.tiles(pictures, pixels).split([each.shape.num_tiles for each in pictures])
+        rows = yield from self.tower.tiles(pictures, pixels, operations)
+        tiles = rows.split([each.shape.num_tiles for each in pictures])
         return [self._arrange(own, picture) for own, picture in zip(tiles, pictures, strict=True)]
 
     def _arrange(self, tiles: torch.Tensor, picture: Picture) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,7 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.vision.vision_config import PixelScale, TowerConfig, VisionConfig
 from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
 from services.dense_worker.encoders.vision.llava import build_llava_next_tower, build_llava_tower
+from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.pixtral import build_mistral3_tower
 from services.dense_worker.encoders.vision.qwen_vl import build_qwen2_5_tower, build_qwen3_tower
@@ -31,8 +32,13 @@ class Tower(Protocol):
 
     config: TowerConfig
 
-    def forward(self, pictures: list[Picture], pixels: PixelScale) -> list[torch.Tensor]:
-        """Rows [`TowerConfig.num_outputs`, `TowerConfig.width`] of each picture, which are computed together."""
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Rows [`TowerConfig.num_outputs`, `TowerConfig.width`] of each picture, which are computed together.
+
+        Yields between two layers, so that something else can run there.
+        """
 
 
 # Builds the parts of a family; its tensors have the names of transformers' newest files, without a leading "model.".

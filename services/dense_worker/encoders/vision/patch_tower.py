@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,9 @@ from services.common.vision.patch_tower import PatchTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.layer import VisionLayer
+from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import Norm
@@ -36,8 +38,10 @@ class PatchEncoder:
     layers: tuple[VisionLayer, ...]
     norm_after: Norm | None
 
-    def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> torch.Tensor:
-        """The rows of all tiles of all pictures, [num_tiles, num_rows, hidden]."""
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, torch.Tensor]:
+        """The rows of all tiles of all pictures, [num_tiles, num_rows, hidden]; yields after each layer."""
         table = self.patch_embedding.data
         tiles = [scale_pixels(each.tiles, pixels, table.device, table.dtype) for each in pictures]
         patches = patches_of(torch.cat(tiles), self.config.patch_size).flatten(3).flatten(1, 2)
@@ -49,7 +53,8 @@ class PatchEncoder:
             x = self.norm_before.normalize(x)
         sequences, rows = PackedSequences([x.shape[1]] * len(x), x.device), x.flatten(0, 1)
         for layer in self.layers:
-            rows = layer.forward(rows, sequences)
+            rows = layer.forward(rows, sequences, operations)
+            yield
         if self.norm_after is not None:
             rows = self.norm_after.normalize(rows)
         return rows.view(x.shape)
@@ -78,8 +83,7 @@ def build_patch_encoder(config: PatchTower, allocator: WeightAllocator) -> Patch
             linear("mlp_in", hidden, Projection(f"{block}.mlp.fc1", inner)),
             linear("down", inner, Projection(f"{block}.mlp.fc2", hidden)),
             config.num_heads,
-            config.activation,
-            is_gated=False,
+            MlpActivation(config.activation, is_gated=False),
         )
 
     positions = Source(f"{_NAME}.embeddings.position_embedding.weight", config.num_rows)

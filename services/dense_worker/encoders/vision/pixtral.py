@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,11 @@ from services.common.families.shape import NormKind
 from services.common.vision.pixtral import PixtralTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
-from services.dense_worker.encoders.vision.layer import ACTIVATIONS, Rotation, VisionLayer, multiply
+from services.dense_worker.encoders.vision.layer import VisionLayer, multiply
+from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import convolution
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
@@ -37,8 +39,10 @@ class PixtralVisionTower:
     first: Linear
     second: Linear
 
-    def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> list[torch.Tensor]:
-        """Rows [num_outputs, width] of each picture."""
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Rows [num_outputs, width] of each picture; yields after each layer."""
         config, table = self.config, self.patch_embedding.data
         patches, positions = [], []
         for picture in pictures:
@@ -51,7 +55,8 @@ class PixtralVisionTower:
         lengths = [config.num_patches(each.shape) for each in pictures]
         sequences = PackedSequences(lengths, table.device)
         for layer in self.layers:
-            x = layer.forward(x, sequences, rotation)
+            x = layer.forward(x, sequences, operations, rotation)
+            yield
         grids = zip(self.norm_after.normalize(x).split(lengths), pictures, strict=True)
         merged = multiply(self.merge, torch.cat([self._squares(own, picture) for own, picture in grids]))
         activate = ACTIVATIONS[config.projector_activation]
@@ -93,8 +98,7 @@ def build_mistral3_tower(config: PixtralTower, allocator: WeightAllocator) -> Pi
             linear("mlp_in", hidden, *(Projection(f"{block}.feed_forward.{e}_proj", inner) for e in ("gate", "up"))),
             linear("down", inner, Projection(f"{block}.feed_forward.down_proj", hidden)),
             config.num_heads,
-            config.activation,
-            is_gated=True,
+            MlpActivation(config.activation, is_gated=True),
         )
 
     bias = config.has_projector_bias

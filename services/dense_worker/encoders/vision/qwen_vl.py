@@ -8,7 +8,7 @@ and rows of some layers besides the last, which are added after the first layers
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,10 @@ from services.common.families.shape import NormKind
 from services.common.vision.qwen_vl import QwenTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
-from services.dense_worker.encoders.vision.layer import Rotation, VisionLayer, multiply
+from services.dense_worker.encoders.vision.layer import VisionLayer, multiply
+from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import Norm
@@ -69,8 +71,13 @@ class QwenVisionTower:
     merger: Merger
     deep_mergers: tuple[Merger, ...]  # for each of the deep layers
 
-    def forward(self, pictures: Sequence[Picture], pixels: PixelScale) -> list[torch.Tensor]:
-        """Rows [num_tokens, width] of each picture: those of the last layer, then those of each deep layer."""
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Rows [num_tokens, width] of each picture: those of the last layer, then those of each deep layer.
+
+        Yields after each layer.
+        """
         config, table = self.config, self.patch_embedding.data
         bias = None if self.patch_bias is None else self.patch_bias.data
         x = F.linear(torch.cat([self._patches(each, pixels) for each in pictures]), table, bias)
@@ -81,9 +88,10 @@ class QwenVisionTower:
         deep = []
         for index, layer in enumerate(self.layers):
             sees_all = not config.window_size or index in config.full_layers
-            x = layer.forward(x, grids.pictures if sees_all else grids.windows, grids.rotation)
+            x = layer.forward(x, grids.pictures if sees_all else grids.windows, operations, grids.rotation)
             if index in config.deep_layers:
                 deep.append(self.deep_mergers[len(deep)].forward(x))
+            yield
         rows = torch.cat((self.merger.forward(x), *deep), dim=-1)
         in_place = torch.empty_like(rows)
         in_place[grids.order] = rows
@@ -173,8 +181,7 @@ def build_qwen2_5_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVi
             linear("mlp_in", hidden, *(Projection(f"{block}.mlp.{each}_proj", inner) for each in ("gate", "up"))),
             linear("down", inner, Projection(f"{block}.mlp.down_proj", hidden)),
             config.num_heads,
-            config.activation,
-            is_gated=True,
+            MlpActivation(config.activation, is_gated=True),
         )
 
     merged = square * hidden
@@ -209,8 +216,7 @@ def build_qwen3_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVisi
             linear("mlp_in", hidden, f"{block}.mlp.linear_fc1", inner),
             linear("down", inner, f"{block}.mlp.linear_fc2", hidden),
             config.num_heads,
-            config.activation,
-            is_gated=False,
+            MlpActivation(config.activation, is_gated=False),
         )
 
     def merger(stored: str, *, normalizes_squares: bool) -> Merger:

@@ -17,6 +17,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU: F.relu,
     Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

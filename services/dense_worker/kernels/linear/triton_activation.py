@@ -44,6 +44,8 @@ def activation_of(x, ACTIVATION: tl.constexpr):
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "quick_gelu":
+        y = x / (1.0 + tl.exp(-1.702 * x))
     elif ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
     else:

@@ -14,7 +14,7 @@ from services.common.errors import CapacityError
 from services.dense_worker.encoders.encoder import Encoded
 from services.dense_worker.encoders.encoder_runs import EncodedSequence, EncoderRuns
 from services.dense_worker.engine.scheduler import Scheduler
-from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import InFlight
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.feature import Feature
@@ -31,11 +31,13 @@ class Picture:
 
 
 class EncodeNames:
-    """An encoder on a CPU that writes down what it computes."""
+    """An encoder that writes down what it computes, in so many parts; `lag`: of a GPU, see `Lagging`."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_parts: int, lag: int | None) -> None:
         self.runs: list[list[str]] = []
+        self.num_parts = 0  # that were computed
         self.error: Exception | None = None
+        self._parts_of_run, self._lag = num_parts, lag
 
     def size(self, each: Picture) -> int:
         return each.num_rows
@@ -43,17 +45,36 @@ class EncodeNames:
     def output_bytes(self, each: Picture) -> int:
         return each.num_rows * ROW_BYTES
 
-    def encode(self, inputs: Iterable[Picture]) -> list[Encoded]:
-        if self.error is not None:
-            raise self.error
+    def begin(self, inputs: Iterable[Picture]) -> NamesRun:
         self.runs.append([each.hash for each in inputs])
-        return [Encoded(torch.full((each.num_rows, 2), float(ord(each.hash)))) for each in inputs]
+        return NamesRun(self, list(inputs), self._parts_of_run, self._lag)
 
-    def is_busy(self) -> bool:
-        return False
 
-    def wait(self) -> None:
-        raise AssertionError("it is never busy")
+class NamesRun:
+    def __init__(self, encoder: EncodeNames, inputs: list[Picture], num_parts: int, lag: int | None) -> None:
+        self._encoder, self._inputs, self._left, self._lag = encoder, inputs, num_parts, lag
+
+    def advance(self) -> list[Encoded] | None:
+        if self._encoder.error is not None:
+            raise self._encoder.error
+        assert self._left > 0, "it has ended"
+        self._encoder.num_parts += 1
+        self._left -= 1
+        if self._left:
+            return None
+        done: Any = None if self._lag is None else Lagging(self._lag)
+        return [Encoded(torch.full((each.num_rows, 2), float(ord(each.hash))), done) for each in self._inputs]
+
+
+class Lagging:
+    """A GPU that has ended when it was asked so many times."""
+
+    def __init__(self, lag: int) -> None:
+        self._left = lag
+
+    def query(self) -> bool:
+        self._left -= 1
+        return self._left < 0
 
 
 class EncodedFeature(Feature):
@@ -67,9 +88,11 @@ class EncodedFeature(Feature):
 
 
 class EncoderCluster(Cluster):
-    def __init__(self, max_rows: int, max_rows_kept: int, **options: Any) -> None:
+    def __init__(
+        self, max_rows: int, max_rows_kept: int, num_parts: int = 1, lag: int | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self.encoder = EncodeNames()
+        self.encoder = EncodeNames(num_parts, lag)
         self.runs = EncoderRuns("pictures", self.encoder, max_rows, max_rows_kept * ROW_BYTES)
         self.runs.start(lambda event: self.outputs.extend(self.scheduler.handle(event)))
         self.scheduler = Scheduler(self.limits, features=[EncodedFeature(self.runs)])
@@ -118,6 +141,8 @@ PICTURES = [Picture(name, 1 + i) for i, name in enumerate("abcde")]
     st.integers(1, 12),
     st.integers(1, 4),
     st.booleans(),
+    st.integers(1, 3),
+    st.none() | st.integers(0, 3),
 )
 def test_every_sequence_gets_its_tokens_and_its_outputs(
     arrivals: list[tuple[list[Picture], int, int, int, int | None]],
@@ -125,9 +150,11 @@ def test_every_sequence_gets_its_tokens_and_its_outputs(
     max_rows_kept: int,
     max_num_seqs: int,
     attaches_again: bool,
+    num_parts: int,
+    lag: int | None,
 ) -> None:
     options = {"policy": "max_utilization", "num_blocks": 16, "max_num_seqs": max_num_seqs}
-    cluster = EncoderCluster(max_rows, max_rows_kept, **options)
+    cluster = EncoderCluster(max_rows, max_rows_kept, num_parts, lag, **options)
     cancels: list[list[int]] = []
     for seq_id, (pictures, prompt_len, max_tokens, gap, cancel_after) in enumerate(arrivals, start=1):
         cluster.add(seq_id, pictures, prompt_len, max_tokens)
@@ -184,6 +211,38 @@ def test_there_is_one_run_between_two_steps_and_streams_go_on_meanwhile() -> Non
         assert len(stream.output_token_ids) > num_tokens
         num_runs, num_tokens = len(cluster.encoder.runs), len(stream.output_token_ids)
     assert cluster.encoder.runs == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_a_stream_gets_a_token_between_two_parts_of_a_run() -> None:
+    cluster = EncoderCluster(max_rows=10, max_rows_kept=100, num_parts=5, max_num_seqs=8)
+    stream = cluster.add(1, [], max_tokens=30)
+    for _ in range(3):
+        cluster.step()
+    cluster.add(2, PICTURES[:2])
+    for num_parts in range(1, 6):
+        num_tokens = len(stream.output_token_ids)
+        cluster.step()
+        assert (cluster.encoder.num_parts, len(cluster.encoder.runs)) == (num_parts, 1)
+        assert len(stream.output_token_ids) == num_tokens + 1
+    cluster.run_until_idle()
+    assert cluster.encoder.num_parts == 5 and cluster.sequences[2].output_token_ids
+
+
+def test_steps_do_not_wait_for_a_gpu_that_runs_the_encoder_beside_them() -> None:
+    cluster = EncoderCluster(max_rows=10, max_rows_kept=100, lag=3, max_num_seqs=8)
+    cluster.add(1, [], max_tokens=30)
+    for _ in range(3):
+        cluster.step()
+    late = cluster.add(2, PICTURES[:2])
+    for _ in range(4):
+        assert late.status is SequenceStatus.WAITING, "the GPU computes its pictures"
+        cluster.step()
+    assert late.status is not SequenceStatus.WAITING
+    cluster.run_until_idle()
+    alone = EncoderCluster(max_rows=10, max_rows_kept=100, lag=10**9)
+    sequence = alone.add(1, PICTURES[:1])
+    alone.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence), "if nothing else runs, its step waits on the device"
 
 
 def test_the_least_recently_used_output_makes_room() -> None:

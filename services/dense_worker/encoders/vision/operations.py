@@ -1,0 +1,64 @@
+"""`TowerOperations`: what the layers of towers do beside products and attention. In torch here, by kernels on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.norm.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Turns pairs of dimensions, which are half a head apart, by angles of their own for each token."""
+
+    cos: torch.Tensor  # float32 [num_tokens, head_dim / 2]
+    sin: torch.Tensor
+
+    @classmethod
+    def of(cls, angles: torch.Tensor) -> Rotation:
+        """angles: float32 [num_tokens, head_dim / 2]"""
+        return cls(angles.cos(), angles.sin())
+
+    def apply(self, heads: torch.Tensor) -> torch.Tensor:
+        """heads [num_tokens, num_heads, head_dim] -> the same, computed in float32."""
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        first, second = heads.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+class TowerOperations(Protocol):
+    """Used on the engine thread."""
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """x [n, hidden] -> its norm."""
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of both, [n, hidden], and its norm. Either may be overwritten."""
+
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """heads [n, 3, num_heads, head_dim], q, k and v, which may be overwritten -> the same, with q and k turned."""
+
+    def activate(self, inner: torch.Tensor, activation: MlpActivation) -> torch.Tensor:
+        """inner [n, size], if gated [n, 2 * size] -> [n, size]."""
+
+
+class TorchTowerOperations:
+    """The reference for kernels."""
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return norm.normalize(x)
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + delta
+        return x, norm.normalize(x)
+
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = heads.unbind(1)
+        return rotation.apply(q), rotation.apply(k), v
+
+    def activate(self, inner: torch.Tensor, activation: MlpActivation) -> torch.Tensor:
+        return activation.apply(inner)
