@@ -22,7 +22,7 @@ import structlog
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
-from services.common.vision.layout import Layout
+from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.layouts import describe
 from services.gateway.images.decode import MAX_CPU_S, shape_from
 from services.gateway.images.picture import Picture
@@ -74,20 +74,20 @@ class Decoder:
             self._kept.move_to_end(key)
             return kept
         async with self._turns.turn(client):
-            picture = await self._decode(encoded)
+            picture = await self._decode(encoded, key)
         self._keep(key, picture)
         return picture
 
-    async def _decode(self, encoded: Encoding) -> Picture:
+    async def _decode(self, encoded: Encoding, file_hash: bytes) -> Picture:
         for _ in range(_MAX_KILLS):
             process = self._take()
             self._busy.add(process)
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     loop = asyncio.get_running_loop()
-                    picture = await loop.run_in_executor(self._threads, self._exchange, process, encoded)
+                    shape, tiles = await loop.run_in_executor(self._threads, self._exchange, process, encoded)
                 self._idle.append(process)
-                return picture
+                return Picture.of(shape, tiles, file_hash)
             except TimeoutError:
                 raise CapacityError(f"a picture has not been decoded within {TIMEOUT_S:g} s") from None
             except InvalidRequest:
@@ -128,7 +128,7 @@ class Decoder:
             await asyncio.to_thread(_end, process)
         self._idle.clear()
 
-    def _exchange(self, process: subprocess.Popen[bytes], encoded: Encoding) -> Picture:
+    def _exchange(self, process: subprocess.Popen[bytes], encoded: Encoding) -> tuple[PictureShape, bytes]:
         """Writes a picture and reads what became of it. On a thread, until the process answers or ends."""
         assert process.stdin is not None and process.stdout is not None, "they are pipes"
         asked = {"num_bytes": len(encoded.data), "max_pixels": self._max_pixels, "is_low": encoded.is_low}
@@ -148,7 +148,7 @@ class Decoder:
         tiles = process.stdout.read(shape.num_bytes)
         if len(tiles) < shape.num_bytes:
             raise self._why_ended(process)
-        return Picture.of(shape, tiles)
+        return shape, tiles
 
     def _why_ended(self, process: subprocess.Popen[bytes]) -> Exception:
         status = _end(process)

@@ -14,18 +14,16 @@ from services.step.prompt_span import PromptSpan
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Equal hashes mean equal pixels and sizes."""
+    """Equal hashes mean equal pixels and sizes. Equal pixels of different files have different hashes."""
 
     hash: str  # hexadecimal
     shape: PictureShape
     tiles: bytes  # [num_tiles, height, width, 3]
 
     @classmethod
-    def of(cls, shape: PictureShape, tiles: bytes) -> Picture:
-        """Hashes all pixels, which takes half a millisecond for each megabyte: call it in a thread."""
-        digest = hashlib.sha256(f"{shape}\0".encode())  # CPUs have instructions for it
-        digest.update(tiles)
-        return cls(digest.hexdigest(), shape, tiles)
+    def of(cls, shape: PictureShape, tiles: bytes, file_hash: bytes) -> Picture:
+        """What a file became. file_hash: of its bytes, of which there are fewer than of pixels, and of `is_low`"""
+        return cls(hashlib.sha256(f"{shape}\0".encode() + file_hash).hexdigest(), shape, tiles)
 
 
 def expand(

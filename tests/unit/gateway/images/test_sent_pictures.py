@@ -22,7 +22,7 @@ STREAM = 3
 def picture(seed: int) -> Picture:
     height, width = 4 + seed % 3, 8
     shape = PictureShape(1, height, width, height, width, num_tokens=2)
-    return Picture.of(shape, random.Random(seed).randbytes(shape.num_bytes))
+    return Picture.of(shape, random.Random(seed).randbytes(shape.num_bytes), bytes([seed]))
 
 
 class Link:
