@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="needs triton")
+
 from services.common.families.shape import Activation
 from services.common.vision.vision_config import load_vision_config
 from services.dense_worker.encoders.vision.load import StoredTower
