@@ -6,11 +6,22 @@ import math
 
 import numpy as np
 
+from services.common.attention.learned import Learned
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import InvalidRequest
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 from services.pb import attn_pb2
+
+
+def read_learned(request: attn_pb2.AttachRequest, config: ModelConfig) -> Learned:
+    """All of it, with scales. Raises InvalidRequest as the functions below do."""
+    return Learned(
+        read_scales(request, config.num_layers),
+        read_sinks(request, config),
+        read_recurrences(request, config),
+        read_relative_bias(request, config),
+    )
 
 
 def read_scales(request: attn_pb2.AttachRequest, num_layers: int) -> KVScales:

@@ -25,13 +25,13 @@ from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, Rep
 from services.attn_worker.lanes.turn_layer_runner import TurnLayerRunner
 from services.attn_worker.layers import AttentionBackend, CapturableAttention
 from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
-from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
+from services.attn_worker.layers.cross.crossed_attention import CrossedAttention, crossed_torch_attention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
-from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
+from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner, TakeExtraRows
 from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError, ConfigError
@@ -394,24 +394,29 @@ def _build_runner(
             make_torch = BatchInvariantTorchAttention
         eager = make_torch(*arguments)
         if limits.num_lanes == 1:
-            return EagerLayerRunner(eager, spec.num_layers), eager.storage
+            return EagerLayerRunner(eager, spec.num_layers, _extra_rows_of(eager)), eager.storage
         others = [make_torch(*arguments, storage=eager.storage) for _ in range(1, limits.num_lanes)]
         return TurnLayerRunner([eager, *others], spec.num_layers, metrics.on_step), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
     make_backend = _capturable_backend(spec, is_deterministic)
-    sizes = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
+    most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
 
     def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
-        return CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
+        sizes = (spec.num_layers, limits.max_num_seqs)
+        return CudaLayerRunner(backend, *sizes, _extra_rows_of(backend), captures_lazily=section.captures_lazily)
 
-    backend = make_backend(*arguments, **sizes)
+    backend = make_backend(*arguments, **most)
     if limits.num_lanes == 1:
         return make_runner(backend), backend.storage
     from services.attn_worker.lanes.cuda_lane_runner import CudaLaneRunner
 
-    others = [make_backend(*arguments, **sizes, storage=backend.storage) for _ in range(1, limits.num_lanes)]
+    others = [make_backend(*arguments, **most, storage=backend.storage) for _ in range(1, limits.num_lanes)]
     return CudaLaneRunner([make_runner(each) for each in (backend, *others)]), backend.storage
+
+
+def _extra_rows_of(backend: AttentionBackend) -> TakeExtraRows | None:
+    return backend.store_sources if isinstance(backend, CrossedAttention) else None
 
 
 def _capturable_backend(spec: KVCacheSpec, is_deterministic: bool) -> Callable[..., CapturableAttention]:

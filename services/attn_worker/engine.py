@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,10 +26,9 @@ from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
 from services.attn_worker.openings import Openings
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import Learned
 from services.common.engine_thread import EngineThread
 from services.common.errors import StaleEpoch
-from services.common.kv_cache.scales import KVScales
 from services.rpc.watchdog import Progress
 from services.step import NewSequence, StepPlan
 
@@ -112,25 +111,16 @@ class AttentionEngine:
         if attachment is not None:
             attachment.close()
 
-    def attach(
-        self,
-        attachment: Attachment,
-        weights_hash: str,
-        scales: KVScales,
-        sinks: Sequence[Sequence[float]],
-        recurrences: Mapping[int, RecurrenceWeights],
-        relative_bias: Sequence[Sequence[float]] = (),
-    ) -> None:
+    def attach(self, attachment: Attachment, weights_hash: str, learned: Learned) -> None:
         """Replaces the last attachment by a new one, which the engine owns from now on.
 
         Keys and values computed with weights other than `weights_hash`, or stored with other scales, are dropped.
-        `sinks` are the learned ones, [num_layers][num_heads], `recurrences` the weights of such layers, and
-        `relative_bias` is [num_buckets][num_heads], of a model that has them.
         """
         self.detach()
         self._attachment = attachment
-        self.cache.use_weights(bytes.fromhex(weights_hash) + scales.identity)
-        self._runner.attach(attachment.channels.values(), scales, sinks, recurrences, relative_bias)
+        assert learned.scales is not None, "a request without scales has 1 for each layer"
+        self.cache.use_weights(bytes.fromhex(weights_hash) + learned.scales.identity)
+        self._runner.attach(attachment.channels.values(), learned)
 
     def open_sequence(self, attachment: Attachment, new: NewSequence, opened: Future[OpenResult]) -> None:
         """Opens a sequence in the KV cache. `opened` gets the result, which may come between later steps.

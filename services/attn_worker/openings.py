@@ -83,7 +83,7 @@ class Openings:
             new.prefix_key,
             ignores_prefix_cache=new.ignores_prefix_cache,
             max_cached_tokens=new.max_cached_tokens,
-            num_source_tokens=new.num_source_tokens,
+            num_extra_rows=new.num_extra_rows,
             spans=new.spans,
             supplier=supplier,
         )

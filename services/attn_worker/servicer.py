@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 
 import grpc
@@ -12,7 +12,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.attach_request import read_recurrences, read_relative_bias, read_scales, read_sinks
+from services.attn_worker.attach_request import read_learned
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import Peers, StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
@@ -23,7 +23,7 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
 from services.channel.shm_cleanup import remove_stale_regions
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import Learned
 from services.common.config import MAX_LANES, AttentionSection
 from services.common.errors import (
     CapacityError,
@@ -35,7 +35,6 @@ from services.common.errors import (
     TwostrokeError,
 )
 from services.common.kv_cache.format import resolve_kv_cache_format
-from services.common.kv_cache.scales import KVScales
 from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
@@ -111,27 +110,16 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self.is_used.set()
         self._check_model(request)
         self._check_limits(request)
-        scales = read_scales(request, self._model.config.num_layers)
-        sinks = read_sinks(request, self._model.config)
-        recurrences = read_recurrences(request, self._model.config)
-        relative_bias = read_relative_bias(request, self._model.config)
+        learned = read_learned(request, self._model.config)
         try:
             async with self._attaching:
-                return await self._attach(request, scales, sinks, recurrences, relative_bias, context.peer())
+                return await self._attach(request, learned, context.peer())
         except Exception as error:
             if self._note_failure(error):
                 raise PeerError(f"the attention worker has failed: {error}") from error
             raise
 
-    async def _attach(
-        self,
-        request: attn_pb2.AttachRequest,
-        scales: KVScales,
-        sinks: Sequence[Sequence[float]],
-        recurrences: Mapping[int, RecurrenceWeights],
-        relative_bias: Sequence[Sequence[float]],
-        peer: str,
-    ) -> attn_pb2.AttachReply:
+    async def _attach(self, request: attn_pb2.AttachRequest, learned: Learned, peer: str) -> attn_pb2.AttachReply:
         if self._results is not None:  # sent before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._num_attachments} is replaced by another one"))
         self.abort()
@@ -149,8 +137,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._attachment = None
             attachment.close()
             raise
-        learned = (scales, sinks, recurrences, relative_bias)
-        attaching = engine.submit(engine.attach, attachment, request.weights_hash, *learned)
+        attaching = engine.submit(engine.attach, attachment, request.weights_hash, learned)
         await asyncio.shield(asyncio.wrap_future(attaching))  # the engine owns the channels now, whatever happens
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
         log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)
@@ -169,7 +156,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_sink_tokens=cache.sliding_window.num_sink_tokens,
             max_model_len=cache.max_model_len,
             layer_window=cache.uncounted_window,
-            max_num_sources=cache.num_sources,
+            max_num_sources=cache.max_num_sequences or 0,
         )
 
     async def _create_channels(self, request: attn_pb2.AttachRequest, attachment_id: int) -> dict[int, Channel]:
@@ -470,7 +457,7 @@ def describe_opened(seq_id: int, result: OpenResult) -> SequenceOpened:
         num_pinned_blocks=result.num_pinned_blocks,
         num_held_blocks=result.num_held_blocks,
         num_freed_blocks=result.num_freed_blocks,
-        has_source=result.has_source,
+        has_extra_rows=result.has_extra_rows,
     )
 
 

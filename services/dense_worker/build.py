@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 import torch
 
+from services.common.attention.learned import Learned
 from services.common.config import Config, ModelSection, SchedulerSection
 from services.common.errors import ConfigError, ModelError
 from services.common.families.names import NAMES
@@ -24,7 +25,6 @@ from services.common.several_attention_workers import check_attention_workers
 from services.common.several_ranks import check_ranks
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
-from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
 from services.dense_worker.features.feature import Feature
@@ -32,15 +32,15 @@ from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.images.prepare_images import PreparedImages, prepare_images
 from services.dense_worker.features.installed import make_features
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.expert_loads import ExpertLoads
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
-from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
+from services.dense_worker.model.attention_sinks import load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.gated.recurrence_weights import (
-    WeightsByLayer,
     load_recurrence_weights,
     random_recurrence_weights,
 )
@@ -48,7 +48,7 @@ from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.kv_scales import read_kv_scales
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.on_the_fly import with_quantization
-from services.dense_worker.model.relative_bias import BiasTable, load_relative_bias, random_relative_bias
+from services.dense_worker.model.relative_bias import load_relative_bias, random_relative_bias
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import empty_weights, hash_of_weights, load_weights, random_weights
 from services.dense_worker.parameters import parts_of_type
@@ -75,10 +75,7 @@ class LoadedModel:
     features: tuple[Feature, ...]  # of the runner
     drafter: Drafter | None  # None: speculation is off
     kv_cache_dtype: KVCacheFormat
-    kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
-    sinks: Sinks  # of attention; empty: the model has none
-    relative_bias: BiasTable  # of attention; empty: the model has none
-    recurrences: WeightsByLayer  # of the layers with a recurrence, by layer; empty: there are none
+    learned: Learned
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
     gives_hidden_states: bool  # to clients that ask for them
 
@@ -193,16 +190,8 @@ class PreparedModel:
         config, model = self.config, self.resolved
         use_device(model.device, config.dense.num_threads)  # of the calling thread
         section, scheduler = config.model, config.scheduler
-        is_dummy = section.load_format == "dummy"
         kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
-        scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
-        sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
-        if is_dummy:
-            relative_bias = random_relative_bias(model.config, section.dummy_seed)
-            recurrences = random_recurrence_weights(model.config, section.dummy_seed)
-        else:
-            relative_bias = load_relative_bias(section.path, model.config)
-            recurrences = load_recurrence_weights(section.path, model.config)
+        learned = _load_learned(config, model, kv_cache_dtype)
         make_drafter = self.drafter and self.drafter.load()
         weights = load_model_weights(section, model, self.held)
         if self.lifeline is not None:
@@ -232,10 +221,7 @@ class PreparedModel:
             features,
             drafter,
             kv_cache_dtype,
-            scales,
-            sinks,
-            relative_bias,
-            recurrences,
+            learned,
             experts,
             selected.backend.gives_hidden_states,
         )
@@ -269,6 +255,24 @@ def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:
     layers = {i: next(parts_of_type(RoutedExperts, layer), None) for i, layer in enumerate(weights.layers)}
     counts = {i: routed.loads for i, routed in layers.items() if routed is not None and routed.loads is not None}
     return ExpertLoads(counts) if counts else None
+
+
+def _load_learned(config: Config, model: ResolvedModel, kv_cache_dtype: KVCacheFormat) -> Learned:
+    """Raises `ModelError` for what is missing or damaged."""
+    path, seed = config.model.path, config.model.dummy_seed
+    if config.model.load_format == "dummy":
+        return Learned(
+            None,
+            random_sinks(model.config, seed),
+            random_recurrence_weights(model.config, seed),
+            random_relative_bias(model.config, seed),
+        )
+    return Learned(
+        _read_kv_scales(config, model) if kv_cache_dtype == "fp8" else None,
+        load_sinks(path, model.config),
+        load_recurrence_weights(path, model.config),
+        load_relative_bias(path, model.config),
+    )
 
 
 def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:

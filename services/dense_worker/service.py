@@ -275,10 +275,7 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
         device=device,
         wait_timeout_s=config.channel.wait_timeout_s,
         kv_cache_dtype=model.kv_cache_dtype,
-        kv_scales=model.kv_scales and model.kv_scales.of_layers(layers),
-        sinks=[each[heads.start : heads.stop] for each in model.sinks[layers.start : layers.stop]],
-        recurrences={layer - layers.start: each for layer, each in model.recurrences.items() if layer in layers},
-        relative_bias=model.relative_bias,
+        learned=model.learned.of_part(layers, heads),
         is_deterministic=config.dense.deterministic,
     )
 

@@ -51,7 +51,7 @@ _Outbox = asyncio.Queue[dense_pb2.StepOutput | Exception]  # an error ends the s
 
 
 class GatewayEngine(Protocol):
-    """What the servicer needs of an engine: that of decoders (`Engine`), or that of an encoder (`EncoderEngine`).
+    """What the servicer needs of an engine: of `Engine`, or of another.
 
     All methods may be called from any thread, and none blocks.
     """

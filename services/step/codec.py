@@ -40,8 +40,8 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         evicts_blocks=plan.evicts_blocks,
         forced_seq_ids=[seq_id for seq_id, _ in plan.forced],
         forced_token_ids=[token_id for _, token_id in plan.forced],
-        source_seq_ids=[seq_id for seq_id, _ in plan.sources],
-        source_num_tokens=[num_tokens for _, num_tokens in plan.sources],
+        source_seq_ids=[seq_id for seq_id, _ in plan.extra_rows],
+        source_num_tokens=[num_rows for _, num_rows in plan.extra_rows],
     )
 
 
@@ -66,7 +66,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
     _check_lengths(message, "sampled tokens", (sampled.seq_ids, sampled.token_ids))
     _check_lengths(message, "forced tokens", (message.forced_seq_ids, message.forced_token_ids))
     _check_lengths(message, "forks", forks)
-    _check_lengths(message, "sources", (message.source_seq_ids, message.source_num_tokens))
+    _check_lengths(message, "extra rows", (message.source_seq_ids, message.source_num_tokens))
     return StepPlan(
         step_id=message.step_id,
         entries=entries,
@@ -77,7 +77,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
         forced=tuple(zip(message.forced_seq_ids, message.forced_token_ids, strict=True)),
         lane=message.lane,
         evicts_blocks=message.evicts_blocks,
-        sources=tuple(zip(message.source_seq_ids, message.source_num_tokens, strict=True)),
+        extra_rows=tuple(zip(message.source_seq_ids, message.source_num_tokens, strict=True)),
     )
 
 
@@ -91,7 +91,7 @@ def encode_opened(opened: SequenceOpened) -> attn_pb2.PlanAnswer:
             num_held_blocks=opened.num_held_blocks,
             num_freed_blocks=opened.num_freed_blocks,
             error=opened.error,
-            has_source=opened.has_source,
+            has_source=opened.has_extra_rows,
         )
     )
 
@@ -120,7 +120,7 @@ def decode_answer(answer: attn_pb2.PlanAnswer) -> SequenceOpened | PlanAccepted:
         num_held_blocks=opened.num_held_blocks,
         num_freed_blocks=opened.num_freed_blocks,
         error=opened.error if opened.HasField("error") else None,
-        has_source=opened.has_source,
+        has_extra_rows=opened.has_source,
     )
 
 
@@ -134,7 +134,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         ignores_prefix_cache=sequence.ignores_prefix_cache,
         traceparent=sequence.traceparent,
         max_cached_tokens=sequence.max_cached_tokens,
-        num_source_tokens=sequence.num_source_tokens,
+        num_source_tokens=sequence.num_extra_rows,
         leaves_address=sequence.leaves_address,
         spans=encode_spans(sequence.spans),
     )
@@ -150,7 +150,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         ignores_prefix_cache=message.ignores_prefix_cache,
         traceparent=message.traceparent,
         max_cached_tokens=message.max_cached_tokens if message.HasField("max_cached_tokens") else None,
-        num_source_tokens=message.num_source_tokens,
+        num_extra_rows=message.num_source_tokens,
         leaves_address=message.leaves_address,
         spans=decode_spans(message.spans),
     )

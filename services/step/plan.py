@@ -27,7 +27,7 @@ class NewSequence:
     prefix_key: bytes = b""  # see `SequenceSpec.prefix_key`
     ignores_prefix_cache: bool = False  # all its tokens are computed, because something is reported about each
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
-    num_source_tokens: int = 0  # rows of its encoder's output, which `prefix_key` names; 0: it reads none
+    num_extra_rows: int = 0  # that the KV cache keeps for it besides those of its tokens; named by `prefix_key`
     max_cached_tokens: int | None = None  # no more may count as cached, since another rank has no more; None: any
     cache_id: int = 0  # which of several attention workers opens it; not sent
     leaves_cache_id: int | None = None  # the one that may have its keys and values to copy; not sent
@@ -140,9 +140,9 @@ class StepPlan:
     forced: tuple[tuple[int, int], ...] = ()
     lane: int = 0
     evicts_blocks: bool = False  # entries drop the blocks that a window has left behind
-    # (seq_id, number of rows): before the layers run, the dense worker computes these sequences' encoders, and the
-    # attention worker stores what it makes of their outputs.
-    sources: tuple[tuple[int, int], ...] = ()
+    # (seq_id, number of rows): before the layers run, a feature of these sequences hands over their extra rows, and the
+    # attention worker stores them.
+    extra_rows: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

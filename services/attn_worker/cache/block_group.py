@@ -39,6 +39,7 @@ class BlockGroup:
         self.window = sliding_window.window
         self.null_block = num_blocks
         self.needs_every_block = sliding_window.window is None
+        self.max_num_sequences = None
         self._block_size = sliding_window.block_size
         self._num_sink_blocks = sliding_window.num_sink_blocks
         self.block_ids = np.empty((0, max_num_blocks), np.int32)
@@ -57,7 +58,7 @@ class BlockGroup:
 
     # A new sequence
 
-    def open_source(self, row: int, key: bytes, length: int) -> bool:
+    def open_extra_rows(self, row: int, key: bytes, num_rows: int) -> bool:
         """These layers read none."""
         return True
 
@@ -169,7 +170,7 @@ class BlockGroup:
 
     # A step
 
-    def write_source(self, row: int, length: int, orphans: Iterable[int]) -> None:
+    def plan_extra_rows(self, row: int, num_rows: int, orphans: Iterable[int]) -> None:
         """Nothing: these layers read none."""
 
     def evict(self, rows: SequenceRows) -> None:

@@ -25,7 +25,7 @@ class OpenResult:
     # Blocks whose content must be loaded before the sequence may run, be forked or stay without its dense worker.
     missing: tuple[MissingBlock, ...] = ()
     num_copied_blocks: int = 0  # that came from another attention worker; they are cached ones
-    has_source: bool = True  # whether the output of its encoder, if it reads one, is in the cache
+    has_extra_rows: bool = True  # whether its extra rows, if there are any, are in the cache
 
 
 @dataclass(frozen=True, slots=True)

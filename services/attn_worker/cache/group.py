@@ -37,6 +37,7 @@ class CacheGroup(Protocol):
     name: str  # for metrics; unique in a cache
     pool: BlockPool
     window: int | None  # a token reads so many tokens of a row at most, its own one included; None: no such limit
+    max_num_sequences: int | None  # of a dense worker that it can keep at a time; None: as many as have blocks
     needs_every_block: bool  # whether a prefix can be continued only if each of its blocks is findable here
 
     def add_rows(self, num_new: int) -> None:
@@ -47,10 +48,10 @@ class CacheGroup(Protocol):
 
     # A new sequence
 
-    def open_source(self, row: int, key: bytes, length: int) -> bool:
-        """The row's sequence reads `length` rows of an encoder's output, named by `key`. Returns whether they are here.
+    def open_extra_rows(self, row: int, key: bytes, num_rows: int) -> bool:
+        """The row's sequence reads so many extra rows, whose content `key` names. Returns whether they are here.
 
-        A row that knows it already keeps what it has. Raises InvalidRequest for a length that is not possible.
+        A row that knows it already keeps what it has. Raises InvalidRequest for a number that is not possible.
         """
 
     def match(self, digests: Sequence[bytes]) -> int:
@@ -97,8 +98,8 @@ class CacheGroup(Protocol):
 
     # A step
 
-    def write_source(self, row: int, length: int, orphans: Iterable[int]) -> None:
-        """The step that is being planned writes the `length` rows of the encoder's output that the row reads.
+    def plan_extra_rows(self, row: int, num_rows: int, orphans: Iterable[int]) -> None:
+        """The step that is being planned writes the extra rows that the row reads.
 
         Room is made at the cost of the rows `orphans`. Raises CapacityError or InvalidRequest, and then the rows are
         written for nobody.

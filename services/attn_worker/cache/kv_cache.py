@@ -110,9 +110,10 @@ class KVCache:
         return {group.name: group.pool for group in self._groups}
 
     @property
-    def num_sources(self) -> int:
-        """How many outputs of encoders sequences may read at a time; 0: the model has no encoder."""
-        return next((group.pool.num_blocks for group in self._groups if group.name == "sources"), 0)
+    def max_num_sequences(self) -> int | None:
+        """How many sequences of a dense worker it keeps at a time; None: as many as have blocks."""
+        limits = (group.max_num_sequences for group in self._groups)
+        return min((each for each in limits if each is not None), default=None)
 
     @property
     def uncounted_window(self) -> int | None:
@@ -144,7 +145,7 @@ class KVCache:
         prefix_key: bytes = b"",
         ignores_prefix_cache: bool = False,
         max_cached_tokens: int | None = None,
-        num_source_tokens: int = 0,
+        num_extra_rows: int = 0,
         spans: Sequence[PromptSpan] = (),
         supplier: BlockSupplier | None = None,
     ) -> OpenResult:
@@ -154,9 +155,9 @@ class KVCache:
         if `token_ids` agree with its tokens and it has dropped none that it needs again; otherwise it starts as a new
         one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
         of them are not. The tier, or another `supplier`, may have some of the blocks (`missing`); if it cannot load
-        one, close the sequence and open it again. `num_source_tokens`: rows of the encoder's output that it reads;
-        `prefix_key` names the output. Raises InvalidRequest for impossible lengths, and for spans that are not in the
-        prompt in order.
+        one, close the sequence and open it again. `num_extra_rows`: rows that it reads besides those of its tokens;
+        `prefix_key` names them. Raises InvalidRequest for impossible lengths, and for spans that are not in the prompt
+        in order.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
@@ -186,16 +187,16 @@ class KVCache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from(supplier or self.tier, sequence, most, self._main)
                 num_pinned += num_taken
-        row, has_source = sequence.row, True
-        if num_source_tokens:
+        row, has_extra_rows = sequence.row, True
+        if num_extra_rows:
             try:
-                has_source = all([group.open_source(row, root, num_source_tokens) for group in self._groups])
+                has_extra_rows = all([group.open_extra_rows(row, root, num_extra_rows) for group in self._groups])
             except InvalidRequest:
                 self._drop(seq_id)
                 raise
         self._rows.num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
-        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing, has_source=has_source)
+        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing, has_extra_rows=has_extra_rows)
 
     def register_loaded(self, blocks: Iterable[MissingBlock]) -> None:
         """Makes blocks of an open sequence findable, whose content the tier has loaded."""
@@ -227,7 +228,7 @@ class KVCache:
         lengths = positions + num_tokens
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
         errors = self._find_errors(seq_ids, rows, positions, num_tokens) | errors  # a failed fork says more
-        self._write_sources(plan.sources, rows, errors)
+        self._plan_extra_rows(plan.extra_rows, rows, errors)
         self._roll_back(seq_ids, rows, positions, errors)
         if plan.evicts_blocks:
             num_freed += self._evict_blocks(seq_ids, rows, positions, errors)
@@ -392,14 +393,14 @@ class KVCache:
                 step.lengths = np.append(step.lengths, min(position, int(step.lengths[is_parent][0])))
         return copies
 
-    def _write_sources(
-        self, sources: Iterable[tuple[int, int]], rows: np.ndarray, errors: dict[int, TwostrokeError]
+    def _plan_extra_rows(
+        self, extra_rows: Iterable[tuple[int, int]], rows: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
-        """Prepares what the step writes of encoders' outputs, for the sequences of `sources`."""
-        for seq_id, num_tokens in sources:
+        """Finds where the step's extra rows go."""
+        for seq_id, num_rows in extra_rows:
             for group in self._groups:
                 try:
-                    group.write_source(self._row(seq_id), num_tokens, self._orphans_beside(rows))
+                    group.plan_extra_rows(self._row(seq_id), num_rows, self._orphans_beside(rows))
                 except (CapacityError, InvalidRequest) as error:
                     errors[seq_id] = error
 

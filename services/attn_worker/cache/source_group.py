@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,8 +17,23 @@ from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import Batch
 from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.attn_worker.runner.step_sources import StepSources
 from services.common.errors import CapacityError, InvalidRequest
+
+
+def _no_slots() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSources:
+    """A step in layers with cross attention. One slot, the null slot, belongs to no sequence: `num_slots`.
+
+    Before its layers run, the step writes some slots; `writes` are in the order in which the rows come.
+    """
+
+    slots: np.ndarray = field(default_factory=_no_slots)  # int64 [num_seqs]; the null slot for those that cannot run
+    lengths: np.ndarray = field(default_factory=_no_slots)  # int64 [num_seqs], rows of it that are read; at least 1
+    writes: tuple[tuple[int, int], ...] = ()  # (slot, number of rows); the null slot: nobody reads them
 
 
 @dataclass(slots=True)
@@ -34,7 +49,7 @@ class SourceGroup:
     """A `CacheGroup` whose pool has a slot for each output; it does not grow with the tokens of its sequences.
 
     A slot becomes findable when the step that writes it is committed. If there is no free slot, those of orphans are
-    given up; sequences of a dense worker have as many as there are at most (`AttachReply.max_num_sources`).
+    given up; a dense worker has no more sequences than there are slots (`max_num_sequences`).
     """
 
     name = "sources"
@@ -43,6 +58,7 @@ class SourceGroup:
 
     def __init__(self, num_slots: int, max_source_len: int) -> None:
         self.pool = BlockPool(num_slots)
+        self.max_num_sequences = num_slots
         self.max_source_len = max_source_len
         self._sources: dict[int, _Source] = {}  # by row
         self._writing: dict[bytes, int] = {}  # by key: slots that planned steps write
@@ -63,10 +79,10 @@ class SourceGroup:
 
     # A new sequence
 
-    def open_source(self, row: int, key: bytes, length: int) -> bool:
-        if not 1 <= length <= self.max_source_len:
-            raise InvalidRequest(f"the encoder's input has {length} rows, 1 to {self.max_source_len} are possible")
-        source = self._sources.setdefault(row, _Source(key, length))
+    def open_extra_rows(self, row: int, key: bytes, num_rows: int) -> bool:
+        if not 1 <= num_rows <= self.max_source_len:
+            raise InvalidRequest(f"the encoder's input has {num_rows} rows, 1 to {self.max_source_len} are possible")
+        source = self._sources.setdefault(row, _Source(key, num_rows))
         self._find(source)
         return source.slot is not None and self.pool.lookup(key) == source.slot
 
@@ -75,7 +91,7 @@ class SourceGroup:
         return len(digests)
 
     def adopt(self, row: int, digests: Sequence[bytes], num_offered: int, num_tokens: int) -> int:
-        """Nothing: `open_source` does it."""
+        """Nothing: `open_extra_rows` does it."""
         return 0
 
     def register(self, row: int, digests: Sequence[bytes], first: int) -> None:
@@ -114,16 +130,16 @@ class SourceGroup:
 
     # A step
 
-    def write_source(self, row: int, length: int, orphans: Iterable[int]) -> None:
+    def plan_extra_rows(self, row: int, num_rows: int, orphans: Iterable[int]) -> None:
         source = self._sources.get(row)
         slot = self.null_slot
         try:
-            if source is not None and source.length != length:
-                raise InvalidRequest(f"a step writes {length} rows of an encoder's output, it has {source.length}")
+            if source is not None and source.length != num_rows:
+                raise InvalidRequest(f"a step writes {num_rows} rows of an encoder's output, it has {source.length}")
             if source is not None:
                 slot = self._slot_to_write(source, orphans)
         finally:  # the rows come in any case
-            self._planned.append((b"" if source is None else source.key, slot, length))
+            self._planned.append((b"" if source is None else source.key, slot, num_rows))
 
     def evict(self, rows: SequenceRows) -> None:
         """Nothing: a row reads its slot as long as it is open."""
@@ -146,7 +162,7 @@ class SourceGroup:
         return np.zeros(len(batch_rows), np.int64)
 
     def make_room(self, num_blocks: int, rows: SequenceRows, orphans: Iterable[int]) -> None:
-        """Nothing: `write_source` does it."""
+        """Nothing: `plan_extra_rows` does it."""
 
     def take(self, row: int, num_blocks: int) -> None:
         raise AssertionError("no sequence lacks blocks of it")
@@ -161,7 +177,7 @@ class SourceGroup:
         planned, self._planned = self._planned, []
         self._steps.append(planned)
         writes = tuple((slot, length) for _, slot, length in planned)
-        return replace(metadata, sources=StepSources(slots, lengths, writes))
+        return metadata.with_other(StepSources(slots, lengths, writes))
 
     def commit(self, step_rows: Sequence[int], rows: SequenceRows, sequences: Mapping[int, CachedSequence]) -> None:
         """What the step has written becomes findable, if anybody still has it."""

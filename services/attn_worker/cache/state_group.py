@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import Batch
 from services.attn_worker.cache.sequence_rows import SequenceRows
+from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.common.errors import CapacityError
 
 
@@ -42,6 +42,7 @@ class StateGroup:
 
     name = "states"
     window = None
+    max_num_sequences = None  # the scheduler counts places, of which each has enough slots
     needs_every_block = False
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -66,7 +67,7 @@ class StateGroup:
 
     # A new sequence
 
-    def open_source(self, row: int, key: bytes, length: int) -> bool:
+    def open_extra_rows(self, row: int, key: bytes, num_rows: int) -> bool:
         """These layers read none."""
         return True
 
@@ -137,7 +138,7 @@ class StateGroup:
 
     # A step
 
-    def write_source(self, row: int, length: int, orphans: Iterable[int]) -> None:
+    def plan_extra_rows(self, row: int, num_rows: int, orphans: Iterable[int]) -> None:
         """Nothing: these layers read none."""
 
     def evict(self, rows: SequenceRows) -> None:
@@ -190,7 +191,7 @@ class StateGroup:
                 first_row, position, source = first_row + part_end - position, part_end, target
             self._states.setdefault(row, {})[end] = slot
         self._steps.append(checkpoints)
-        return replace(metadata, states=StepStates(tuple(waves)))
+        return metadata.with_other(StepStates(tuple(waves)))
 
     def commit(self, step_rows: Sequence[int], rows: SequenceRows, sequences: Mapping[int, CachedSequence]) -> None:
         """Makes the step's checkpoints findable, and releases states that its sequences need no more.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 from services.attn_worker.runner.layer_runner import RunningStep
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
-from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.kv_cache.scales import KVScales
+from services.common.attention.learned import Learned
 
 
 class CudaLaneRunner:
@@ -20,19 +19,12 @@ class CudaLaneRunner:
         self._runner_of: dict[Channel, CudaLayerRunner] = {}
         self._copies: list[tuple[Sequence[tuple[int, int]], int]] = []  # that the next step makes first
 
-    def attach(
-        self,
-        channels: Iterable[Channel],
-        scales: KVScales,
-        sinks: Sequence[Sequence[float]],
-        recurrences: Mapping[int, RecurrenceWeights],
-        relative_bias: Sequence[Sequence[float]] = (),
-    ) -> None:
+    def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
         """Deals the runners to the channels; each captures its graphs."""
         self._copies.clear()
         self._runner_of = dict(zip(channels, self._runners, strict=True))
         for channel, runner in self._runner_of.items():
-            runner.attach([channel], scales, sinks, recurrences, relative_bias)
+            runner.attach([channel], learned)
 
     def fence(self) -> None:
         raise AssertionError("`check_lanes` refuses a host tier")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers import AttentionBackend, use_learned
 from services.attn_worker.runner.layer_runner import RunningStep
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Flag, qkv_flag
 from services.channel.turns import Turn, TurnChannel, Turns
-from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.kv_cache.scales import KVScales
+from services.common.attention.learned import Learned
 
 
 class TurnLayerRunner:
@@ -30,20 +29,11 @@ class TurnLayerRunner:
         self._backend_of: dict[TurnChannel, AttentionBackend] = {}
         self._copies: list[tuple[Sequence[tuple[int, int]], int]] = []  # that the next step makes first
 
-    def attach(
-        self,
-        channels: Iterable[TurnChannel],
-        scales: KVScales,
-        sinks: Sequence[Sequence[float]],
-        recurrences: Mapping[int, RecurrenceWeights],
-        relative_bias: Sequence[Sequence[float]] = (),
-    ) -> None:
-        """Deals the backends to the channels, and passes scales and sinks on."""
-        assert not recurrences and not relative_bias, "`check_lanes` refuses these models"
+    def attach(self, channels: Iterable[TurnChannel], learned: Learned) -> None:
+        """Deals the backends to the channels, and passes the values on."""
+        assert not learned.recurrences and not learned.relative_bias, "`check_lanes` refuses these models"
         for backend in self._backends:
-            backend.use_scales(scales)
-            if sinks:
-                backend.use_sinks(sinks)
+            use_learned(backend, learned)
         self._turns = Turns()
         self._copies.clear()
         self._backend_of = dict(zip(channels, self._backends, strict=True))

@@ -9,10 +9,10 @@ import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.runner.step_metadata import StepMetadata
+from services.common.attention.learned import Learned
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
 from services.common.kv_cache.scales import KVScales
-from services.step.sources import SourcePiece
 
 
 class AttentionBackend(Protocol):
@@ -68,20 +68,16 @@ class RecurrentAttention(AttentionBackend, Protocol):
         ...
 
 
-class SourceAttention(AttentionBackend, Protocol):
-    """An AttentionBackend that also runs layers with cross attention, for which a row of qkv has q heads alone."""
-
-    cross_layers: Sequence[int]  # in the order in which they are written
-
-    def store_source(
-        self, layer: int, rows: torch.Tensor, pieces: Sequence[SourcePiece], slots: Sequence[int]
-    ) -> None:
-        """Stores keys and values of encoders' outputs, after all steps so far, before the next.
-
-        rows: [n, qkv_size] of the seam, which hold [n, source_size]: the pieces one after the other; slots: by index of
-        a piece
-        """
-        ...
+def use_learned(backend: AttentionBackend | RecurrentAttention, learned: Learned) -> None:
+    """Sets what the model has of it, for later steps."""
+    if learned.scales is not None:
+        backend.use_scales(learned.scales)
+    if learned.sinks:
+        backend.use_sinks(learned.sinks)
+    if learned.recurrences:
+        backend.use_recurrences(learned.recurrences)
+    if learned.relative_bias:
+        backend.use_relative_bias(learned.relative_bias)
 
 
 class StepShape(NamedTuple):

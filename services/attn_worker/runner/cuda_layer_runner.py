@@ -6,23 +6,20 @@ The graphs include the handoffs. The host never waits between layers: the stream
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
-from services.attn_worker.runner.layer_runner import RunningStep, run_layers, store_sources
+from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape, use_learned
+from services.attn_worker.runner.layer_runner import RunningStep, TakeExtraRows, run_layers
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.attn_worker.runner.step_sources import StepSources
-from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import Channel
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import Learned
 from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets, prompt_buckets
 from services.common.cuda_graphs import StepGraphs
-from services.common.kv_cache.scales import KVScales
 
 
 class _Size(NamedTuple):
@@ -36,8 +33,15 @@ class CudaLayerRunner:
     """A `LayerRunner` with CUDA graphs, which belong to one attachment because they contain its addresses."""
 
     def __init__(
-        self, backend: CapturableAttention, num_layers: int, max_num_seqs: int, *, captures_lazily: bool
+        self,
+        backend: CapturableAttention,
+        num_layers: int,
+        max_num_seqs: int,
+        take_extra_rows: TakeExtraRows | None = None,
+        *,
+        captures_lazily: bool,
     ) -> None:
+        self._take_extra_rows = take_extra_rows
         self._captures_lazily = captures_lazily
         self._backend = backend
         self._num_layers = num_layers
@@ -45,28 +49,15 @@ class CudaLayerRunner:
         self._stream = torch.cuda.Stream()
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
 
-    def attach(
-        self,
-        channels: Iterable[Channel],
-        scales: KVScales,
-        sinks: Sequence[Sequence[float]],
-        recurrences: Mapping[int, RecurrenceWeights],
-        relative_bias: Sequence[Sequence[float]] = (),
-    ) -> None:
-        """Passes scales, sinks and weights on, and captures a graph per bucket for each channel, unless
+    def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
+        """Passes the values on, and captures a graph per bucket for each channel, unless
         `captures_lazily` is on.
 
         Later attachments capture lazily: streams wait for them, and kernels are compiled already.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         with torch.cuda.stream(self._stream):
-            self._backend.use_scales(scales)
-            if sinks:
-                self._backend.use_sinks(sinks)
-            if recurrences:
-                self._backend.use_recurrences(recurrences)
-            if relative_bias:
-                self._backend.use_relative_bias(relative_bias)
+            use_learned(self._backend, learned)
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
@@ -116,7 +107,8 @@ class CudaLayerRunner:
         """Enqueues a step: its graph, if there is one. Waits for the device only to capture a graph."""
         shape = self._backend.captured_shape(step)
         with torch.cuda.stream(self._stream):
-            store_sources(self._backend, channel, step)
+            if self._take_extra_rows is not None:
+                self._take_extra_rows(step, channel)
             if shape is not None:
                 num_rows = bucket_for(self._rows(channel, shape), len(step.positions))
                 graph = self._graphs[channel].find(_Size(num_rows, shape))
@@ -179,4 +171,4 @@ def _empty_step() -> StepMetadata:
         positions=int32,
         rope_lens=int32,
     )
-    return replace(empty, windows=empty, states=StepStates((StateWave(),)), sources=StepSources(int64, int64))
+    return replace(empty, windows=empty)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from services.attn_worker.layers import AttentionBackend, RecurrentAttention, SourceAttention
+from services.attn_worker.layers import AttentionBackend, use_learned
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
-from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.kv_cache.scales import KVScales
-from services.step.sources import source_pieces
+from services.common.attention.learned import Learned
+
+# Stores the extra rows of a step, before its layers, in models that have any. Raises the errors of `Channel.wait`.
+TakeExtraRows = Callable[[StepMetadata, Channel], None]
 
 
 class RunningStep(Protocol):
@@ -38,19 +39,8 @@ class FinishedStep:
 class LayerRunner(Protocol):
     """Runs the steps of each lane in the order of their launches."""
 
-    def attach(
-        self,
-        channels: Iterable[Channel],
-        scales: KVScales,
-        sinks: Sequence[Sequence[float]],
-        recurrences: Mapping[int, RecurrenceWeights],
-        relative_bias: Sequence[Sequence[float]] = (),
-    ) -> None:
-        """Makes later steps run on these channels only, with these scales of FP8 layers and these learned sinks.
-
-        `sinks` are [num_layers][num_heads], `recurrences` the weights of such layers, and `relative_bias` is
-        [num_buckets][num_heads]; they are empty for a model without them. No step may be running.
-        """
+    def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
+        """Makes later steps run on these channels only, and with these values. No step may be running."""
 
     def fence(self) -> torch.cuda.Event | None:
         """The end of all steps launched so far; None: they have ended."""
@@ -74,26 +64,19 @@ class LayerRunner(Protocol):
 class EagerLayerRunner:
     """A `LayerRunner` for backends that act at once, as on a CPU. A launched step has ended."""
 
-    def __init__(self, backend: AttentionBackend | RecurrentAttention | SourceAttention, num_layers: int) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        num_layers: int,
+        take_extra_rows: TakeExtraRows | None = None,
+    ) -> None:
         self._backend = backend
         self._num_layers = num_layers
+        self._take_extra_rows = take_extra_rows
 
-    def attach(
-        self,
-        channels: Iterable[Channel],
-        scales: KVScales,
-        sinks: Sequence[Sequence[float]],
-        recurrences: Mapping[int, RecurrenceWeights],
-        relative_bias: Sequence[Sequence[float]] = (),
-    ) -> None:
-        """Passes scales, sinks and weights on."""
-        self._backend.use_scales(scales)
-        if sinks:
-            self._backend.use_sinks(sinks)
-        if recurrences:
-            self._backend.use_recurrences(recurrences)
-        if relative_bias:
-            self._backend.use_relative_bias(relative_bias)
+    def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
+        """Passes the values on."""
+        use_learned(self._backend, learned)
 
     def fence(self) -> None:
         """None: a launched step has ended."""
@@ -107,7 +90,8 @@ class EagerLayerRunner:
     def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Runs all layers before it returns."""
         num_tokens = len(step.positions)
-        store_sources(self._backend, channel, step)
+        if self._take_extra_rows is not None:
+            self._take_extra_rows(step, channel)
         self._backend.begin_step(step)
         run_layers(self._backend, channel, range(self._num_layers), num_tokens)
         return FinishedStep()
@@ -124,16 +108,3 @@ def run_layers(backend: AttentionBackend, channel: Channel, layers: range, num_t
         channel.wait(qkv_ready)
         backend.forward(layer, qkv, attn_out)
         channel.signal(Flag.ATTENTION_READY)
-
-
-def store_sources(backend: SourceAttention, channel: Channel, step: StepMetadata) -> None:
-    """Stores what the step writes of encoders' outputs: for each part of their rows, per layer with cross attention."""
-    if step.sources is None or not step.sources.writes:
-        return
-    slots = [slot for slot, _ in step.sources.writes]
-    for pieces in source_pieces([length for _, length in step.sources.writes], len(channel.qkv)):
-        num_rows = sum(piece.num_rows for piece in pieces)
-        for layer in backend.cross_layers:
-            channel.wait(qkv_flag(num_rows))
-            backend.store_source(layer, channel.qkv[:num_rows], pieces, slots)
-            channel.signal(Flag.ATTENTION_READY)

@@ -5,12 +5,12 @@ Built by `KVCache.plan_step` without torch, read once by `AttentionBackend.begin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from services.attn_worker.runner.step_sources import StepSources
-from services.attn_worker.runner.step_states import StepStates
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,7 @@ class StepMetadata:
     # How many tokens after each it sees, too, within a span of the prompt, int32 [total_tokens]; None: none does. They
     # are in the step. Only for models whose attention `sees_spans`.
     num_later: np.ndarray | None = None
-    states: StepStates | None = None  # the same step for gated delta layers, of a model that has them
-    sources: StepSources | None = None  # the same step for layers with cross attention, of a model that has them
+    others: tuple[object, ...] = ()  # the same step for layers that keep no blocks, a value of each kind of them: `of`
 
     def parts(self, num_groups: int) -> list[StepMetadata]:
         """The step for each group of layers."""
@@ -47,6 +46,16 @@ class StepMetadata:
             return [self]
         assert self.windows is not None, "the KV cache has two groups"
         return [self, self.windows]
+
+    def with_other(self, other: object) -> StepMetadata:
+        """This step with what it is for one more kind of layers."""
+        return replace(self, others=(*self.others, other))
+
+    def of(self, kind: type[T]) -> T:
+        """What the step is for the layers that read such a value. In a step without sequences, `kind` without any."""
+        found = next((each for each in self.others if isinstance(each, kind)), None)
+        assert found is not None or not len(self.num_tokens), f"the KV cache has no {kind.__name__}"
+        return kind() if found is None else found
 
 
 def build_step_metadata(

@@ -39,7 +39,7 @@ class Attachment:
     num_sink_tokens: int = 0
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
     others: tuple[AttachedCache, ...] = ()  # of further attention workers; the first one's cache has the id 0
-    max_num_sources: int = 0  # outputs of encoders that sequences may read at a time; 0: the model has no encoder
+    max_num_sequences: int | None = None  # that the KV cache keeps at a time; None: as many as have blocks
     ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none
 
     def abort(self) -> None:

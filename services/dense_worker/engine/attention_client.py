@@ -7,10 +7,9 @@ methods pass them to the engine thread.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -19,12 +18,11 @@ import torch
 
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import map_channel
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import Learned, encode_learned
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
 from services.common.gpu import gpu_uuid
 from services.common.kv_cache.format import KVCacheFormat
-from services.common.kv_cache.scales import KVScales
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.pb import attn_pb2, attn_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
@@ -78,10 +76,7 @@ class AttachOptions:
     device: torch.device
     wait_timeout_s: float
     kv_cache_dtype: KVCacheFormat = "model"
-    kv_scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none
-    sinks: Sequence[Sequence[float]] = ()  # of attention, [num_layers][num_heads]; empty: the model has none
-    recurrences: Mapping[int, RecurrenceWeights] = field(default_factory=dict)  # by layer, in order
-    relative_bias: Sequence[Sequence[float]] = ()  # of attention, [num_buckets][num_heads]; empty: the model has none
+    learned: Learned = field(default_factory=Learned)
     is_deterministic: bool = False  # the config's `dense.deterministic`
 
 
@@ -185,7 +180,7 @@ class AttentionClient:
             window=reply.window if reply.HasField("window") else None,
             num_sink_tokens=reply.num_sink_tokens,
             layer_window=reply.layer_window if reply.HasField("layer_window") else None,
-            max_num_sources=reply.max_num_sources,
+            max_num_sequences=reply.max_num_sources or None,
         )
 
     async def _serve(
@@ -229,8 +224,7 @@ class AttentionClient:
 
 def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
     """What an attention worker is asked for."""
-    scales = options.kv_scales
-    return attn_pb2.AttachRequest(
+    request = attn_pb2.AttachRequest(
         weights_hash=options.weights_hash,
         model_fingerprint=options.model_fingerprint,
         dtype=str(options.spec.dtype).removeprefix("torch."),
@@ -238,16 +232,10 @@ def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
         max_num_seqs=options.max_num_seqs,
         gpu=gpu_uuid(options.device),
         kv_cache_dtype=options.kv_cache_dtype,
-        key_scales=scales.keys if scales else (),
-        value_scales=scales.values if scales else (),
-        sinks=itertools.chain.from_iterable(options.sinks),
-        recurrences=[
-            attn_pb2.RecurrenceWeights(layer=layer, **asdict(each))
-            for layer, each in options.recurrences.items()
-        ],
         deterministic=options.is_deterministic,
-        relative_bias=itertools.chain.from_iterable(options.relative_bias),
     )
+    request.MergeFrom(encode_learned(options.learned))
+    return request
 
 
 def map_channels(

@@ -313,7 +313,6 @@ class Scheduler:
         num_missing = self._admission.blocks_to_reserve(sequence, answer.num_held_blocks)
         sequence.num_reserved_blocks = min(num_missing, ledger.num_available_blocks)
         ledger.reserve(sequence.num_reserved_blocks)
-        sequence.needs_source = not answer.has_source
         sequence.num_blocks = answer.num_held_blocks
         sequence.num_evicted_blocks = ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
         sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
@@ -324,8 +323,8 @@ class Scheduler:
             self._residency.close(sequence)
         else:
             self._residency.enter(sequence)
-            if answer.has_source:
-                session.hold_source(sequence)
+            for feature in sequence.features:
+                feature.opened(sequence, answer)
         return None
 
     def schedule(self) -> PublishedPlan | None:
@@ -342,7 +341,7 @@ class Scheduler:
             session.take_openings(),
             tuple(step.forced),
             evicts_blocks=step.evicts_blocks,
-            sources=tuple(step.sources),
+            extra_rows=tuple(step.extra_rows),
         )
         self._residency.last_step_id = self._next_step_id
         self._next_step_id += 1

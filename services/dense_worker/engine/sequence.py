@@ -70,7 +70,6 @@ class Sequence:
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
     num_evicted_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
     num_opened_tokens: int = 0  # that were in the cache when it was opened
-    needs_source: bool = False  # the output of its encoder is not in the cache, and no plan writes it yet
     # On the monotonic clock. A sequence that was submitted again with tokens has no first step here.
     started_s: float | None = None  # when its first step began
     first_token_s: float | None = None  # when the first token computed by this worker was known
@@ -142,6 +141,11 @@ class Sequence:
         return sum([each.num_values_per_token for each in self.features])
 
     @property
+    def joins_prompts(self) -> bool:
+        """Whether its next step does more than compute its tokens."""
+        return any([each.joins_prompts for each in self.features])
+
+    @property
     def num_rows(self) -> int:
         """Rows that it has in a step that samples tokens."""
         return 1 if self.policy is None else self.policy.num_rows
@@ -172,11 +176,6 @@ class Sequence:
         """The flow of a sequence that has been admitted."""
         assert self.flow is not None, "the sequence has not been admitted"
         return self.flow
-
-    @property
-    def num_source_rows(self) -> int:
-        """Rows of its encoder's output; 0: the model has no encoder."""
-        return 0 if self.spec.source is None else self.spec.source.num_rows
 
     @property
     def is_plain(self) -> bool:
@@ -215,7 +214,7 @@ class Sequence:
             traceparent=self.traceparent,
             cache_id=self.cache_id,
             leaves_cache_id=None if self.leaves_cache_id == self.cache_id else self.leaves_cache_id,
-            num_source_tokens=self.num_source_rows,
+            num_extra_rows=sum([each.num_extra_rows for each in self.features]),
             spans=self.spec.spans,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -142,7 +142,6 @@ class Session:
         self.sampled: list[TokenColumns] = []  # tokens for the next plan, in order
         self.draining: set[int] = set()  # cache_ids whose sequences move to others
         self.short_caches: set[int] = set()  # where a running sequence could not grow: admit nobody
-        self._source_holders = defaultdict[tuple[int, bytes], dict[Sequence, None]](dict)  # by `_source_key`
         for cache in attachment.others:
             self.add_cache(cache)
 
@@ -235,13 +234,11 @@ class Session:
         self.num_running_rows -= sequence.num_rows
         if sequence not in self.to_fork:
             self._count_rows(sequence, -1)
-        self._release_source(sequence)
 
     def enter_cache(self, sequence: Sequence) -> None:
         """The next plan forks a sequence of `to_fork`."""
         del self.to_fork[sequence]
         self._count_rows(sequence, 1)
-        self.hold_source(sequence)
 
     def _count_rows(self, sequence: Sequence, sign: int) -> None:
         client = sequence.spec.tenant, sequence.spec.client
@@ -249,30 +246,11 @@ class Session:
         if not self.rows_of_client[client]:
             del self.rows_of_client[client]
 
-    def hold_source(self, sequence: Sequence) -> None:
-        """A running sequence reads the output of its encoder, if it has one, from now on: the cache keeps it."""
-        sequence.needs_source = False
-        if sequence.spec.source is not None:
-            self._source_holders[_source_key(sequence)][sequence] = None
-
-    def holder_of_source(self, sequence: Sequence) -> Sequence | None:
-        """A running sequence because of which the same cache has the output of this one's encoder, or a plan writes it.
-        """
-        return next(iter(self._source_holders.get(_source_key(sequence), ())), None)
-
-    def _release_source(self, sequence: Sequence) -> None:
-        if sequence.spec.source is None:
-            return
-        key = _source_key(sequence)
-        self._source_holders[key].pop(sequence, None)
-        if not self._source_holders[key]:
-            del self._source_holders[key]
-
     @property
-    def has_room_for_source(self) -> bool:
-        """Whether a further sequence may read the output of an encoder."""
-        most = self.attachment.max_num_sources
-        return not most or len(self.running) + len(self.openings) < most
+    def has_room_for_sequence(self) -> bool:
+        """Whether the KV cache can keep a further sequence, if there are blocks for it."""
+        most = self.attachment.max_num_sequences
+        return most is None or len(self.running) + len(self.openings) < most
 
     def enter_row(self, sequence: Sequence) -> None:
         """From now on a running sequence needs one token in each step and nothing else."""
@@ -385,8 +363,3 @@ class Session:
         for seq_id in seq_ids:
             del self.orphaned_blocks[seq_id]
         self._close_ids(seq_ids)
-
-
-def _source_key(sequence: Sequence) -> tuple[int, bytes]:
-    """Names what a sequence reads of its encoder, and the KV cache that it reads it in."""
-    return sequence.cache_id, sequence.spec.prefix_key

@@ -7,7 +7,10 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+    from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.features.report import TokenReport
+    from services.step import SequenceOpened
 
 ResourceKey = Hashable
 
@@ -37,6 +40,11 @@ class SequenceFeature:
     # Whether it knows some next tokens for certain: `forced_token_ids`. Then these are its only draft tokens, which it
     # also has in a server without speculation, and the scheduler plans it by itself.
     forces_tokens: bool = False
+
+    # Rows that the KV cache keeps for it besides those of its tokens.
+    num_extra_rows: int = 0
+    # Whether its next step does more than compute its tokens. Then it is planned with prompts, not with streams.
+    joins_prompts: bool = False
 
     def prepare(self) -> Awaitable[None] | None:
         """What has to end before it joins the queue, without blocking the event loop; None: nothing.
@@ -73,11 +81,19 @@ class SequenceFeature:
     def note_reported(self, report: TokenReport) -> None:
         """A report of the sequence, of this feature or another, goes to its client."""
 
-    def chunk(self, position: int, num_tokens: int, most: int) -> int:
-        """How many of its tokens from `position` on a step computes, if it could compute `num_tokens`, and `most` if
-        need be; 0: none in this step.
+    def opened(self, sequence: Sequence, answer: SequenceOpened) -> None:
+        """The sequence is in the KV cache, and steps may run it."""
+
+    def chunk(self, sequence: Sequence, num_tokens: int, step: PlanBuilder) -> int:
+        """How many of its next tokens a step computes, if it could compute `num_tokens`, and all that are left of its
+        budget if need be; 0: none in this step.
         """
         return num_tokens
+
+    def planned(self, sequence: Sequence, step: PlanBuilder) -> None:
+        """The step has an entry of the sequence: adds what the plan says of the feature. Not called for decode rows,
+        nor for rows of a policy.
+        """
 
     @property
     def forced_token_ids(self) -> SequenceOf[int]:

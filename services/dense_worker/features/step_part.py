@@ -35,7 +35,7 @@ class StepView:
     token_ids: torch.Tensor  # int64 [num_tokens], on the host; arbitrary where the host does not know the token
     known: SequenceOf[list[int]]  # of each entry: all tokens of its sequence that the host knows, its prompt first
     num_known: np.ndarray  # int64 [num_entries]: how many these are
-    sources: SequenceOf[tuple[int, int]] = ()  # `StepPlan.sources`
+    extra_rows: SequenceOf[tuple[int, int]] = ()  # see `StepPlan`
 
     @cached_property
     def row_starts(self) -> np.ndarray:

@@ -38,11 +38,12 @@ class StageLinks:
     def receive_logits(self, like: torch.Tensor, vocab_size: int, *, in_float32: bool) -> torch.Tensor:
         """On the first stage the logits [num_sampled, vocab_size] of the last one, on the device of `like`.
 
-        Without meaning on others, and before there are any.
+        Without meaning before there are others; these get no rows.
         """
+        is_first = self._group is None or self._group.rank.index == 0
         dtype = torch.float32 if in_float32 else self._logits_dtype
-        logits = torch.empty(self.num_sampled, vocab_size, dtype=dtype, device=like.device)
-        if self._group is not None and self._group.rank.index == 0 and self.num_sampled:
+        logits = torch.empty(self.num_sampled if is_first else 0, vocab_size, dtype=dtype, device=like.device)
+        if self._group is not None and len(logits):
             self._group.receive(logits, self._group.rank.count - 1)
         return logits
 

@@ -62,7 +62,7 @@ class CudaModelRunner(ModelRunner):
         hook: StepHook | None = None,
     ) -> None:
         super().__init__(backend, sampler, config.num_layers, max_num_seqs, features, hook)
-        self._num_kinds = 1 if config.encoder is None else 2  # of middle segments, which take turns
+        self._num_kinds = config.num_middle_kinds
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)

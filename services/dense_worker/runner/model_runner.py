@@ -208,7 +208,7 @@ class ModelRunner:
         """The input of a step some of whose sequences have features."""
         batch = step.bound.batch
         plan, num_known = step.bound.plan, self._rows.num_known[batch.slots]
-        view = StepView(plan.entries, step.token_ids, batch.token_lists, num_known, plan.sources)
+        view = StepView(plan.entries, step.token_ids, batch.token_lists, num_known, plan.extra_rows)
         parts: dict[Feature, StepPart] = {}
         for kind, rows in batch.features.items():
             feature = self._features[kind]

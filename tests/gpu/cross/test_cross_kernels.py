@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from services.attn_worker.cache.build_cache import SourceSlots
+from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
 from services.attn_worker.runner.step_metadata import build_step_metadata
-from services.attn_worker.runner.step_sources import StepSources
 from services.common.families.shape import LayerHeads
 
 NUM_SLOTS, MAX_SOURCE_LEN, MAX_NUM_TOKENS = 4, 300, 64
@@ -41,7 +41,7 @@ def test_the_kernel_equals_the_reference(
     none = np.zeros(4, np.int64)
     metadata = build_step_metadata(num_tokens, none, num_tokens, np.zeros((4, 2), np.int32), 4)
     sources = StepSources(np.array([2, 0, 2, NUM_SLOTS]), np.array([MAX_SOURCE_LEN, 7, MAX_SOURCE_LEN, 1]))
-    step = replace(metadata, sources=sources)
+    step = metadata.with_other(sources)
     query = torch.randn(16, num_heads * head_dim, generator=generator).to(kernel_device, dtype)
     expected, found = torch.zeros_like(query), torch.zeros_like(query)
     reference.begin_step(step)

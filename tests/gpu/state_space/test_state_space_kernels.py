@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
-from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.common.families.shape import ShortConvolution, StateSpace
 from tests.support.attention.gated_layers import make_gated_spec, random_rows
 from tests.support.attention.state_spaces import random_state_space_weights

@@ -11,12 +11,14 @@ import torch
 
 from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks, build_cache
 from services.attn_worker.cache.kv_cache import PlannedStep
+from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.attention.rope import length_dependent_beyond
+from services.common.encoders.source_pieces import source_pieces
 from services.common.model_config import load_model_config
 from services.common.rank import ALONE, Rank, seam_config
 from services.dense_worker.backends import DenseBackend, InputEmbeds
@@ -31,7 +33,6 @@ from services.dense_worker.model.relative_bias import load_relative_bias
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
 from services.step.prompt_span import PromptSpan
-from services.step.sources import source_pieces
 from tests.support.plans import make_plan
 
 CPU = torch.device("cpu")
@@ -120,8 +121,8 @@ class WholeModel:
         num_rows, key = 0, b""
         if source is not None:
             num_rows, key = self.weights.encoder.rows.num_rows(source), hashlib.sha256(source.numpy()).digest()
-        opened = self.cache.open_sequence(seq_id, prompt, len(prompt), key, num_source_tokens=num_rows, spans=spans)
-        if not opened.has_source:
+        opened = self.cache.open_sequence(seq_id, prompt, len(prompt), key, num_extra_rows=num_rows, spans=spans)
+        if not opened.has_extra_rows:
             self._sources[seq_id] = source
         return opened.num_cached_tokens
 
@@ -145,6 +146,8 @@ class WholeModel:
     ) -> tuple[torch.Tensor, ...]:
         """Runs (seq_id, num_tokens, position) as one batch; returns each entry's logits, [num_tokens, vocab_size].
 
+        A middle stage has none.
+
         `is_lost`: the step has run, but is taken back.
         """
         planned, token_ids, given = self.prepare(entries, sampled, forks=forks, forced=forced)
@@ -155,7 +158,7 @@ class WholeModel:
         else:
             self.cache.commit_step()
         self.cache.check_integrity()
-        return logits.split([num_tokens for _, num_tokens, _ in entries])
+        return logits.split([num_tokens for _, num_tokens, _ in entries] if len(logits) else [0])
 
     def prepare(
         self,
@@ -178,7 +181,7 @@ class WholeModel:
         sources = [(seq_id, self._sources.pop(seq_id)) for seq_id, _, _ in entries if seq_id in self._sources]
         num_rows_of = [(seq_id, self.weights.encoder.rows.num_rows(source)) for seq_id, source in sources]
         plan = replace(
-            make_plan(entries, sampled=sampled, forks=forks, forced=forced), sources=tuple(num_rows_of)
+            make_plan(entries, sampled=sampled, forks=forks, forced=forced), extra_rows=tuple(num_rows_of)
         )
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
@@ -204,10 +207,10 @@ class WholeModel:
         """What crosses the seam before the layers of a step that computes outputs of the encoder."""
         if not sources:
             return
-        operations, slots = TorchOperations(), [slot for slot, _ in planned.metadata.sources.writes]
+        operations, slots = TorchOperations(), [slot for slot, _ in planned.metadata.of(StepSources).writes]
         output = self.weights.encoder.forward(operations, [each.to(self.device) for each in sources])
         first = 0
-        for pieces in source_pieces([length for _, length in planned.metadata.sources.writes], MAX_SEAM_ROWS):
+        for pieces in source_pieces([length for _, length in planned.metadata.of(StepSources).writes], MAX_SEAM_ROWS):
             rows = output[first : first + sum(piece.num_rows for piece in pieces)]
             first += len(rows)
             of_layers = self.weights.encoder.keys_and_values(operations, rows)

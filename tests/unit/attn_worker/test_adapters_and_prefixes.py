@@ -13,6 +13,7 @@ from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
+from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter
@@ -30,13 +31,13 @@ class Worker:
 
     def __init__(self) -> None:
         runner: Any = SimpleNamespace(
-            attach=lambda channels, scales, *others: None, launch=lambda metadata, channel, after: FinishedStep()
+            attach=lambda channels, learned: None, launch=lambda metadata, channel, after: FinishedStep()
         )
         self.cache = build_cache(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64)
         self._engine = AttentionEngine(self.cache, runner, AttentionMetrics(CollectorRegistry(), lambda: None))
         channel: Any = SimpleNamespace(waited_s=None, close=lambda: None, abort=lambda: None)
         self._attachment = Attachment(1, {0: channel}, max_num_tokens=64)
-        self._engine.attach(self._attachment, "00", KVScales.ones(1), (), {})
+        self._engine.attach(self._attachment, "00", Learned(KVScales.ones(1)))
         self._num_steps = 0
 
     def run(self, seq_id: int, adapter: Adapter | None, salt: str = "", table: str = "") -> int:

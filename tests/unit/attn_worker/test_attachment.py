@@ -12,6 +12,7 @@ from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
+from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from services.rpc.watchdog import Progress
 from services.step import NewSequence, PlanEntry
@@ -69,7 +70,7 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
     metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
     engine = AttentionEngine(build_cache(8, 4, max_model_len=32), runner, metrics)
     attachment = Attachment(7, channels, max_num_tokens=16)
-    engine.attach(attachment, "00", KVScales.ones(NUM_LAYERS), (), {})
+    engine.attach(attachment, "00", Learned(KVScales.ones(NUM_LAYERS)))
     open_now(engine, attachment, NewSequence(5, "named", (1, 2, 3), 3))
     for step_id, lane in ((1, 1), (2, 0)):
         plan = plan_of(step_id, PlanEntry(5, step_id - 1, 1, 0), lane=lane)
@@ -80,7 +81,7 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
 def test_blocks_stored_with_other_scales_are_not_found() -> None:
     used: list[KVScales] = []
     runner: Any = SimpleNamespace(
-        attach=lambda channels, scales, *others: used.append(scales),
+        attach=lambda channels, learned: used.append(learned.scales),
         launch=lambda step, channel, after: FinishedStep(),
     )
     engine = AttentionEngine(
@@ -92,7 +93,7 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
     def attach_and_open(seq_id: int, scales: KVScales, weights_hash: str = "00") -> int:
         """Attaches, runs a sequence of nine tokens to its end; returns how many of them were found."""
         attachment = Attachment(seq_id, {0: channel}, max_num_tokens=16)
-        engine.attach(attachment, weights_hash, scales, (), {})
+        engine.attach(attachment, weights_hash, Learned(scales))
         opened = open_now(engine, attachment, NewSequence(seq_id, "", tuple(range(9)), 9))
         num_cached = opened.num_cached_tokens
         entries = (PlanEntry(seq_id, num_cached, 9 - num_cached, 0),)
@@ -119,7 +120,7 @@ def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
     new = NewSequence(1, "", tuple(range(7)), 7)
     for scales, num_cached in ((KVScales.ones(1), 0), (KVScales.ones(1), 6), (KVScales((2.0,), (1.0,)), 0)):
         attachment = Attachment(1, {0: channel}, max_num_tokens=16)
-        engine.attach(attachment, "00", scales, (), {})
+        engine.attach(attachment, "00", Learned(scales))
         assert open_now(engine, attachment, new).num_cached_tokens == num_cached
         plan = plan_of(1, PlanEntry(1, num_cached, 7 - num_cached, 0))
         engine.run_step(attachment, plan, 0.0, lambda accepted: None)

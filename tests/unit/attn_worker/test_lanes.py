@@ -19,6 +19,7 @@ from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, qkv_flag
 from services.channel.shm import ShmChannel
+from services.common.attention.learned import Learned
 from services.common.config import AttentionSection, ModelSection
 from services.common.kv_cache.scales import KVScales
 from services.common.resolve import resolve_model
@@ -81,7 +82,7 @@ class Worker:
             )
         self.attachment = Attachment(attachment_id, own, MAX_NUM_TOKENS)
         self.attachment.fail = self.failures.put
-        self.call(engine.attach, self.attachment, "00", KVScales.ones(CONFIG.num_layers), (), {})
+        self.call(engine.attach, self.attachment, "00", Learned(KVScales.ones(CONFIG.num_layers)))
         self._step_ids = itertools.count(1)
         self.plans: list[Future[None]] = []
 

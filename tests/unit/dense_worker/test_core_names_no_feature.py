@@ -8,15 +8,19 @@ from tests.support.imports import MODULES, imports_of
 
 FEATURES = "services.dense_worker.features"
 DRAFTING = f"{FEATURES}.drafting.drafting"  # the policy of draft tokens, which plans have
+CACHE = "services.attn_worker.cache"
+ROOMS = [f"{CACHE}.{each}" for each in ("source_group", "state_group", "step_states", "build_cache", "spec")]
 CORE = sorted(
     name
     for name in MODULES
-    if re.match(r"services\.(dense_worker\.(engine|runner)\.|dense_worker\.servicer$|attn_worker\.cache\.)", name)
+    if re.match(r"services\.(dense_worker\.(engine|runner)\.|dense_worker\.servicer$)", name)
+    or (re.match(r"services\.attn_worker\.(cache|runner|engine)", name) and name not in ROOMS)
 )
 WORDS = (  # of features
     *("beam", "hypothes", "sibling", "joining", "parallel"),
     *("adapter", "lora", "grammar", "structured", "prompt_embeds", "prompt_embeds"),
     *("prompt_logprobs", "token_report", "hidden_state", "generation_logits"),
+    *("encoder", "picture", "image", "pooling", "recurren", "gated", "relative_bias", "expert"),
     *("guess", "drafter", "predictor", "speculat", "ngram", "suffix_", "medusa", "eagle", "draft_model", "draft model"),
 )
 

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.encoders.encoder import EncoderCounts
-from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import record_first_tokens, record_started
 from services.dense_worker.features.drafting.draft_counts import DraftCounts
+from services.dense_worker.kernels.experts.expert_loads import ExpertLoads
 from services.dense_worker.metrics import DenseMetrics
 from tests.support.dense.sequences import new_sequence
 from tests.support.scrape import Row, read_table

@@ -54,7 +54,7 @@ NEW_SEQUENCES = st.builds(
     prefix_key=st.binary(max_size=5),
     ignores_prefix_cache=st.booleans(),
     max_cached_tokens=st.none() | st.integers(0, 2**32 - 1),
-    num_source_tokens=COUNTS,
+    num_extra_rows=COUNTS,
     spans=SPANS,
     traceparent=st.text(max_size=5),
 )
@@ -91,7 +91,7 @@ PLANS = st.builds(
     new_sequences=st.lists(NEW_SEQUENCES, max_size=2).map(tuple),
     forced=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
     lane=st.integers(0, 3),
-    sources=st.lists(st.tuples(SEQ_IDS, COUNTS), max_size=2).map(tuple),
+    extra_rows=st.lists(st.tuples(SEQ_IDS, COUNTS), max_size=2).map(tuple),
 )
 
 
@@ -114,8 +114,8 @@ def test_what_was_asked_for_survives_the_wire(spec: SequenceSpec) -> None:
 
 
 @given(SEQ_IDS, st.lists(COUNTS, min_size=4, max_size=4), st.booleans(), st.none() | st.text(max_size=9))
-def test_an_opening_survives_the_wire(seq_id: int, counts: list[int], has_source: bool, error: str | None) -> None:
-    opened = SequenceOpened(seq_id, *counts, has_source=has_source, error=error)
+def test_an_opening_survives_the_wire(seq_id: int, counts: list[int], has_extra_rows: bool, error: str | None) -> None:
+    opened = SequenceOpened(seq_id, *counts, has_extra_rows=has_extra_rows, error=error)
     data = encode_opened(opened).SerializeToString()
     assert decode_answer(attn_pb2.PlanAnswer.FromString(data)) == opened
 

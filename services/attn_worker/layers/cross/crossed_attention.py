@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.layers.cross.source_storage import SourceStorage
@@ -15,10 +16,10 @@ from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAt
 from services.attn_worker.layers.gated_delta.layered_attention import attention_layers
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.channel import rows_of_layer
+from services.channel import Channel, Flag, qkv_flag, rows_of_layer
+from services.common.encoders.source_pieces import SourcePiece, source_pieces
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
-from services.step.sources import SourcePiece
 
 
 class CrossBackend(Protocol):
@@ -36,7 +37,7 @@ class CrossBackend(Protocol):
 
 
 class CrossedAttention:
-    """An AttentionBackend of two others. It also stores what steps write of encoders' outputs."""
+    """An AttentionBackend of two others. In layers with cross attention a row of qkv has q heads alone."""
 
     def __init__(self, attention: AttentionBackend, cross: CrossBackend, spec: KVCacheSpec) -> None:
         """`attention` is made for the `attention_layers` of the config, and those of `spec`."""
@@ -45,7 +46,7 @@ class CrossedAttention:
         self._sizes = {layer: heads.source_size for layer, heads in spec.cross_layers.items()}
         of_tokens = [layer for layer in range(spec.num_layers) if layer not in self._sizes]
         self._places = {layer: place for place, layer in enumerate(of_tokens)}  # in `attention`
-        self.cross_layers = tuple(self._sizes)
+        self.cross_layers = tuple(self._sizes)  # in the order in which they are written
 
     @property
     def storage(self) -> BlockStorage:
@@ -74,10 +75,27 @@ class CrossedAttention:
         self._attention.begin_step(step)
         self._cross.begin_step(step)
 
+    def store_sources(self, step: StepMetadata, channel: Channel) -> None:
+        """Stores what the step writes of encoders' outputs, before its layers: for each part of their rows, by layer.
+
+        Raises the errors of `Channel.wait`.
+        """
+        writes = step.of(StepSources).writes
+        slots = [slot for slot, _ in writes]
+        for pieces in source_pieces([length for _, length in writes], len(channel.qkv)):
+            num_rows = sum(piece.num_rows for piece in pieces)
+            for layer in self.cross_layers:
+                channel.wait(qkv_flag(num_rows))
+                self.store_source(layer, channel.qkv[:num_rows], pieces, slots)
+                channel.signal(Flag.ATTENTION_READY)
+
     def store_source(
         self, layer: int, rows: torch.Tensor, pieces: Sequence[SourcePiece], slots: Sequence[int]
     ) -> None:
-        """rows: of the seam, [n, widest layer], of which those of the layer are the pieces' keys and values."""
+        """rows: of the seam, [n, widest layer], of which those of the layer are the pieces' keys and values.
+
+        slots: by index of a piece
+        """
         self._cross.storage.write(layer, rows_of_layer(rows, self._sizes[layer]), pieces, slots)
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.common.encoders.source_pieces import SourcePiece
 from services.common.errors import CapacityError
-from services.step.sources import SourcePiece
 
 
 class SourceStorage:

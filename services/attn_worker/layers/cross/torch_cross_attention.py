@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers.cross.source_storage import SourceStorage
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -25,9 +26,9 @@ class TorchCrossAttention:
 
     def begin_step(self, step: StepMetadata) -> None:
         """Groups the step's rows by slot."""
-        assert step.sources is not None, "the KV cache has sources"
-        slots = np.repeat(step.sources.slots, step.num_tokens)
-        lengths = dict(zip(step.sources.slots.tolist(), step.sources.lengths.tolist(), strict=True))
+        sources = step.of(StepSources)
+        slots = np.repeat(sources.slots, step.num_tokens)
+        lengths = dict(zip(sources.slots.tolist(), sources.lengths.tolist(), strict=True))
         order = np.argsort(slots, kind="stable")
         starts = np.flatnonzero(np.diff(slots[order], prepend=-1)) if len(slots) else np.zeros(0, np.int64)
         self._groups = []

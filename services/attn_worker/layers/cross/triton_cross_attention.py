@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers.cross.source_storage import SourceStorage
 from services.attn_worker.layers.step_upload import StepUpload
@@ -37,14 +38,14 @@ class TritonCrossAttention:
 
     def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None) -> None:
         """Sends the slot and the length of each row to the device. Padding reads a row of the null slot."""
-        assert step.sources is not None, "the KV cache has sources"
+        sources = step.of(StepSources)
         num_rows = len(step.positions)
         shape = (num_rows if padded_num_rows is None else padded_num_rows,)
         self._upload.begin()
         slots, self._slots = self._upload.reserve(shape)
         lengths, self._lengths = self._upload.reserve(shape)
-        slots[:num_rows] = np.repeat(step.sources.slots, step.num_tokens)
-        lengths[:num_rows] = np.repeat(step.sources.lengths, step.num_tokens)
+        slots[:num_rows] = np.repeat(sources.slots, step.num_tokens)
+        lengths[:num_rows] = np.repeat(sources.lengths, step.num_tokens)
         slots[num_rows:], lengths[num_rows:] = self._null_slot, 1
         self._upload.send()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_states import StepStates
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention, attention_layers
 from services.attn_worker.layers.gated_delta.no_attention import NoAttention
@@ -35,10 +36,9 @@ class CapturableLayeredAttention(LayeredAttention):
         self, step: StepMetadata, padded_num_rows: int | None = None, shape: StepShape = DECODE_ONLY
     ) -> None:
         """Begins the step in both."""
-        assert step.states is not None, "the KV cache has states"
         assert shape is DECODE_ONLY, "gated delta layers capture decode-only steps"
         self._capturable.begin_step(step, padded_num_rows)
-        self._captured_states.begin_step(step.states, padded_num_rows)
+        self._captured_states.begin_step(step.of(StepStates), padded_num_rows)
 
 
 def layered_triton_attention(

@@ -13,12 +13,12 @@ import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_states import StepStates
 from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.layers.gated_delta.no_attention import NoAttention
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.attn_worker.runner.step_states import StepStates
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
@@ -74,9 +74,8 @@ class LayeredAttention:
 
     def begin_step(self, step: StepMetadata) -> None:
         """Begins the step in both."""
-        assert step.states is not None, "the KV cache has states"
         self._attention.begin_step(step)
-        self._gated_delta.begin_step(step.states)
+        self._gated_delta.begin_step(step.of(StepStates))
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Runs the layer in the one that has it."""

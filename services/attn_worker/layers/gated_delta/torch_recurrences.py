@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_states import StateWave, StepStates
 from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_inputs, run_chunks, run_token
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.state_space.recurrence import run_state_space
-from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import rows_of_layer
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.families.shape import GatedDelta, ShortConvolution, StateSpace

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.gated_delta.triton_chunks import CHUNK_FIELDS, ChunkTiles, run_chunked_parts
@@ -24,7 +25,6 @@ from services.attn_worker.layers.gated_delta.triton_convolution import (
 from services.attn_worker.layers.gated_delta.triton_recurrence import PART_FIELDS, run_parts
 from services.attn_worker.layers.state_space.triton_state_space import convolve_channels, run_state_space_parts
 from services.attn_worker.layers.step_upload import StepUpload
-from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.channel import rows_of_layer
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import CapacityError

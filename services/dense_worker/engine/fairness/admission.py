@@ -118,7 +118,7 @@ class Admission:
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
-        if sequence.num_rows > self._num_places or not self._session.has_room_for_source:
+        if sequence.num_rows > self._num_places or not self._session.has_room_for_sequence:
             return False
         session, home = self._session, self._home_of(sequence)
         fitting = [] if home is None else self._fitting([home], self.blocks_to_reserve(sequence))

@@ -19,7 +19,7 @@ class PlanBuilder:
 
     def __init__(self, num_tokens: int, num_logits: int, decodes: Decodes) -> None:
         """`decodes`: no rows"""
-        self.num_tokens = num_tokens  # the budget's remaining tokens; less than 0 behind a long output of an encoder
+        self.num_tokens = num_tokens  # the budget's remaining tokens; less than 0 behind many extra rows
         self.num_logits = num_logits  # the budget's remaining rows
         self.decodes = decodes  # the step's first entries
         self.entries: list[PlanEntry] = []  # after these
@@ -28,7 +28,7 @@ class PlanBuilder:
         self.forks: list[Fork] = []
         self.forced: list[tuple[int, int]] = []  # (seq_id, token_id)
         self.evicts_blocks = False
-        self.sources: list[tuple[int, int]] = []  # (seq_id, rows of the encoder's output that the step writes)
+        self.extra_rows: list[tuple[int, int]] = []  # see `StepPlan`
 
     @property
     def has_entries(self) -> bool:
@@ -78,20 +78,22 @@ class PlanBuilder:
         sequence.num_computed_tokens += num_tokens
         sequence.num_pending_tokens += num_logits > 0
         sequence.num_draft_tokens = len(drafts)
+        for feature in sequence.features:
+            feature.planned(sequence, self)
 
-    def room_beside(self, num_source_rows: int) -> int:
-        """How many tokens an entry may have in a step that also writes so many rows of an encoder's output for it.
+    def room_beside(self, num_extra_rows: int) -> int:
+        """How many tokens an entry may have in a step that also has so many extra rows for it.
 
-        The rows count as tokens, but a step's first output fits always, however long it is. 0 or less: no entry.
+        They count as tokens, but those of a step's first sequence fit always, however many they are. 0 or less: none.
         """
-        if not self.sources and num_source_rows >= self.num_tokens:
+        if not self.extra_rows and num_extra_rows >= self.num_tokens:
             return self.num_tokens
-        return self.num_tokens - num_source_rows
+        return self.num_tokens - num_extra_rows
 
-    def write_source(self, seq_id: int, num_source_rows: int) -> None:
-        """Has the step write the output of the encoder of a sequence that has an entry in it."""
-        self.sources.append((seq_id, num_source_rows))
-        self.num_tokens -= num_source_rows
+    def add_extra_rows(self, seq_id: int, num_rows: int) -> None:
+        """The extra rows of a sequence that has an entry."""
+        self.extra_rows.append((seq_id, num_rows))
+        self.num_tokens -= num_rows
 
     def fork(self, parent_seq_id: int, child_seq_id: int, position: int) -> None:
         """Adds a fork; the step needs the parent to stay open."""

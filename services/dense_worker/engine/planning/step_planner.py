@@ -83,7 +83,7 @@ class StepPlanner:
     def _find_others(self, suspect: Sequence | None) -> tuple[list[Sequence], list[Prefill]]:
         """The sequences without a row that need a single token, and those that need more, with their numbers.
 
-        Those whose encoder's output is missing are among the latter, so that it delays no stream.
+        Those whose step does more than compute tokens are among the latter, so that it delays no stream.
         """
         session = self._session
         decodes, prefills = list[Sequence](), list[Prefill]()
@@ -95,7 +95,7 @@ class StepPlanner:
             if sequence.policy is not None and sequence.num_pending_tokens:
                 continue  # the result of its last step decides which rows go on
             num_remaining = sequence.num_remaining_tokens
-            if num_remaining > 1 or (num_remaining and sequence.needs_source):
+            if num_remaining > 1 or (num_remaining and sequence.features and sequence.joins_prompts):
                 prefills.append((sequence, _num_to_compute(sequence)))
             elif num_remaining == 1:
                 decodes.append(sequence)
@@ -195,7 +195,7 @@ class StepPlanner:
         step.decodes = session.rows.advance(np.array(slots, np.int64), np.array(has_grown, bool))
 
     def _plan_prefills(self, step: PlanBuilder, prefills: list[Prefill], *, is_shared: bool) -> None:
-        """Divides the rest of the step among the sequences that need more than one token, or their encoder's output."""
+        """Divides the rest of the step among the sequences that are not decoded."""
         shares = None  # how many tokens each prompt gets; None: as many as are left
         if is_shared and prefills:
             num_planned = count_rows(entry.sequence for entry in step.planned)
@@ -205,12 +205,11 @@ class StepPlanner:
             # A share may be less than one token for each row of a sequence: it needs the rest from those behind it.
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
-            room = step.room_beside(self._num_rows_to_write(sequence))
-            if room < 1:
-                continue
-            num_tokens = min(num_remaining if shares is None else shares[sequence], room)
+            if step.num_tokens < 1:
+                break
+            num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
             for feature in sequence.features:
-                num_tokens = feature.chunk(sequence.num_computed_tokens, num_tokens, room)
+                num_tokens = feature.chunk(sequence, num_tokens, step)
             if num_tokens:
                 self._plan(step, sequence, num_tokens, is_last=num_tokens == sequence.num_remaining_tokens)
 
@@ -219,7 +218,7 @@ class StepPlanner:
         if sequence.policy is not None and _has_forked(sequence):
             self._plan_rows(step, sequence, sequence.policy, num_tokens)
             return
-        drafts = self._drafting.propose(sequence, self._session, step) if is_last and not sequence.needs_source else ()
+        drafts = self._drafting.propose(sequence, self._session, step) if is_last else ()
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted in this plan
         num_blocks = self._session.take_blocks(sequence, num_tokens + len(drafts))
@@ -228,23 +227,6 @@ class StepPlanner:
             return
         has_evicted = self._session.evict_blocks(sequence)
         step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_evicted)
-        if sequence.needs_source:
-            self._plan_source(step, sequence)
-
-    def _num_rows_to_write(self, sequence: Sequence) -> int:
-        """Rows of its encoder's output that a step has to write before the sequence can run; mostly none."""
-        if not sequence.needs_source or self._session.holder_of_source(sequence) is not None:
-            return 0
-        return sequence.num_source_rows
-
-    def _plan_source(self, step: PlanBuilder, sequence: Sequence) -> None:
-        """The step writes what a sequence of it reads of its encoder, or keeps it by keeping another sequence open."""
-        holder = self._session.holder_of_source(sequence)
-        if holder is None:
-            step.write_source(sequence.seq_id, sequence.num_source_rows)
-        else:
-            step.seq_ids.add(holder.seq_id)
-        self._session.hold_source(sequence)
 
     def _plan_rows(self, step: PlanBuilder, sequence: Sequence, policy: RowPolicy, num_tokens: int) -> None:
         """Adds all rows of a sequence that has a policy, or nothing.

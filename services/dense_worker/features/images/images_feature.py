@@ -19,6 +19,7 @@ from services.dense_worker.features.step_part import FeatureRows, StepPart, Step
 from services.step.prompt_span import PromptSpan
 
 if TYPE_CHECKING:
+    from services.dense_worker.engine.planning.plan_builder import PlanBuilder
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.pb import dense_pb2
@@ -41,9 +42,11 @@ class SequenceImages(EncodedSequence[Picture]):
         self.spans = spans
         self._are_whole = are_whole
 
-    def chunk(self, position: int, num_tokens: int, most: int) -> int:
+    def chunk(self, sequence: Sequence, num_tokens: int, step: PlanBuilder) -> int:
         """Whole pictures, if their tokens see each other: it ends before one that does not fit, or takes all of it."""
-        return whole_chunk(self.spans, position, num_tokens, most) if self._are_whole else num_tokens
+        if not self._are_whole:
+            return num_tokens
+        return whole_chunk(self.spans, sequence.num_computed_tokens, num_tokens, step.num_tokens)
 
     def note_computed(self, num_tokens: int) -> None:
         """So many of its tokens are computed: behind the last picture the rows are not read again."""
@@ -53,7 +56,7 @@ class SequenceImages(EncodedSequence[Picture]):
 
 
 def whole_chunk(spans: Iterable[PromptSpan], position: int, num_tokens: int, most: int) -> int:
-    """How many tokens from `position` on a step computes that cuts no span; see `SequenceFeature.chunk`."""
+    """How many tokens from `position` on a step computes that cuts no span: of `num_tokens`, or up to `most`."""
     for span in spans:
         if span.start < position + num_tokens < span.end:
             if span.start > position:

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from services.channel import Channel, Flag, qkv_flag, rows_of_layer
+from services.common.encoders.source_pieces import source_pieces
 from services.common.errors import InvalidRequest
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.features.sequence_feature import SequenceFeature
+from services.dense_worker.features.source.sequence_source import Readers, SequenceSource
 from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.pb import source_pb2
-from services.step.sources import source_pieces
 
 if TYPE_CHECKING:
     from services.common.families.shape import EncoderConfig
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from services.step import SequenceSpec
 
 NAME = "source"
-
-
-class SequenceSource(SequenceFeature):
-    """Holds what the encoder reads, on the host, until the sequence ends: it may have to be read again."""
-
-    def __init__(self, source: torch.Tensor) -> None:
-        """source: int64 [length] token ids, or float32 [num_mel_bins, length] features of sound"""
-        self.source = source
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +62,7 @@ class SourceFeature(Feature):
     def __init__(self, encoder: SourceEncoder | None, config: EncoderConfig | None) -> None:
         self._encoder = encoder
         self._config = config
+        self._readers = Readers()
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceSource | None:
         """What the encoder reads. Raises `InvalidRequest` if the model cannot read it, or has no encoder."""
@@ -84,15 +77,15 @@ class SourceFeature(Feature):
         num_rows = len(source) if self._config.vocab_size else self._config.max_source_len
         if num_rows != spec.source.num_rows:
             raise InvalidRequest(f"the encoder makes {num_rows} rows of it, not {spec.source.num_rows}", "prompt")
-        return SequenceSource(source)
+        return SequenceSource(source, num_rows, self._readers)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> SourceRows | None:
         """The inputs of the outputs that the step writes; mostly none."""
-        if not step.sources:
+        if not step.extra_rows:
             return None
         assert self._encoder is not None, "the model has an encoder"
         places = {int(step.entries.seq_ids[index]): place for place, index in enumerate(rows.indexes.tolist())}
-        return SourceRows(self._encoder, [rows.features[places[seq_id]].source for seq_id, _ in step.sources])
+        return SourceRows(self._encoder, [rows.features[places[seq_id]].source for seq_id, _ in step.extra_rows])
 
 
 def _read_tokens(message: source_pb2.Source, config: EncoderConfig) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.runner.step_states import StepStates, zero_slot
+from services.attn_worker.cache.step_states import StepStates, zero_slot
 from services.common.errors import CapacityError, RequestAborted
 from tests.support.plans import make_plan
 
@@ -19,10 +19,10 @@ def make_cache(num_slots: int = 20, **options: bool) -> KVCache:
 def run(cache: KVCache, *entries: tuple[int, int, int], **parts: list[tuple[int, ...]]) -> StepStates:
     """Runs (seq_id, num_tokens, position) as one step without errors."""
     planned = cache.plan_step(make_plan(entries, **parts))
-    assert not planned.errors and planned.metadata.states is not None
+    assert not planned.errors
     cache.commit_step()
     cache.check_integrity()
-    return planned.metadata.states
+    return planned.metadata.of(StepStates)
 
 
 def num_used(cache: KVCache) -> int:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
-from services.attn_worker.runner.step_states import null_slot, zero_slot
+from services.attn_worker.cache.step_states import StepStates, null_slot, zero_slot
 from tests.support.examples import examples
 from tests.support.plans import make_plan
 
@@ -118,7 +118,7 @@ class StateMachine(RuleBasedStateMachine):
 
     def run_on_memory(self, entries: list[tuple[int, int, int]], planned: PlannedStep, has_stranger: bool) -> None:
         assert planned.errors.keys() == ({999} if has_stranger else set())
-        states, lengths = planned.metadata.states, {}
+        states, lengths = planned.metadata.of(StepStates), {}
         assert states is not None
         owners = [(seq_id, position + index) for seq_id, count, position in entries for index in range(count)]
         rows = list[int]()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
-from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta

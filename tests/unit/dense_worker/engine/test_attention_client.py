@@ -14,6 +14,7 @@ import torch
 from services.attn_worker.attach_request import read_sinks
 from services.channel import ChannelSpec
 from services.channel.shm import ShmChannel
+from services.common.attention.learned import Learned
 from services.common.config import PeerSection
 from services.common.errors import ConfigError
 from services.common.model_config import AttentionOptions
@@ -129,7 +130,7 @@ def test_every_attachment_hands_over_the_sinks() -> None:
 
     async def test() -> None:
         client = make_client(Recorder())
-        client._options = replace(client._options, sinks=sinks)
+        client._options = replace(client._options, learned=Learned(sinks=sinks))
         for _ in range(2):
             await client._attach()
 

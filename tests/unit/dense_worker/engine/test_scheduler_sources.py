@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.features.source.sequence_source import Readers, SequenceSource
 from services.step import PlanAccepted, SequenceOpened, SequenceSpec, SourceRef, StepPlan
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
@@ -41,14 +43,14 @@ class SourceCluster(Cluster):
         super().__init__(policy, num_blocks, max_num_seqs, budget)
         slots = SourceSlots(max_num_seqs, MAX_SOURCE_LEN)
         self.cache = build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, sources=slots)
-        attachment = replace(new_session(self.cache).attachment, max_num_sources=max_num_seqs)
+        attachment = replace(new_session(self.cache).attachment, max_num_sequences=max_num_seqs)
         self.scheduler.begin(Session(attachment))
         self._steps = deque[PlannedStep]()
 
     def answer_opens(self) -> None:
         while self._opening:
             new = self._opening.popleft().describe()
-            sizes = {"prefix_key": new.prefix_key, "num_source_tokens": new.num_source_tokens}
+            sizes = {"prefix_key": new.prefix_key, "num_extra_rows": new.num_extra_rows}
             result = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens, **sizes)
             self.scheduler.opened(describe_opened(new.seq_id, result))
 
@@ -69,15 +71,18 @@ def check_tokens(plan: StepPlan, budget: int) -> None:
     """The numbers of tokens and of rows of encoders' outputs that any plan may have."""
     num_tokens, seq_ids = plan.entries.num_tokens.tolist(), plan.entries.seq_ids.tolist()
     assert min(num_tokens, default=1) >= 1 and sum(num_tokens) <= budget
-    num_rows = [num_rows for _, num_rows in plan.sources]
+    num_rows = [num_rows for _, num_rows in plan.extra_rows]
     assert len(num_rows) == 1 or sum(num_tokens) + sum(num_rows) <= budget, "only one long output may exceed it"
-    assert {seq_id for seq_id, _ in plan.sources} <= set(seq_ids), "who reads an output has it written"
+    assert {seq_id for seq_id, _ in plan.extra_rows} <= set(seq_ids), "who reads an output has it written"
 
 
-def reader(seq_id: int, prompt_len: int, max_tokens: int, source: int, num_rows: int) -> Sequence:
+def reader(
+    readers: Readers, seq_id: int, prompt_len: int, max_tokens: int, source: int, num_rows: int, priority: int = 0
+) -> Sequence:
     """A sequence that reads the encoder's output for input number `source`."""
     sequence = make_sequence(seq_id, prompt_len, max_tokens)
-    ask(sequence, source=SourceRef(f"{source:064x}", num_rows))
+    ask(sequence, source=SourceRef(f"{source:064x}", num_rows), priority=priority)
+    sequence.features = (SequenceSource(torch.zeros(1), num_rows, readers),)
     return sequence
 
 
@@ -112,9 +117,10 @@ def test_no_plan_has_an_entry_without_tokens_or_is_longer_than_its_budget(
     budget: int,
 ) -> None:
     cluster, sequences, cancels = SourceCluster(policy, num_blocks, max_num_seqs, budget), [], {}
+    readers = Readers()
     num_steps = 0
     for seq_id, (prompt_len, max_tokens, source, gap, cancel_after) in enumerate(arrivals, start=1):
-        sequences.append(reader(seq_id, prompt_len, max_tokens, source, lengths[source]))
+        sequences.append(reader(readers, seq_id, prompt_len, max_tokens, source, lengths[source]))
         cluster.scheduler.add(sequences[-1])
         if cancel_after is not None:
             cancels[seq_id] = num_steps + cancel_after
@@ -132,14 +138,15 @@ def test_no_plan_has_an_entry_without_tokens_or_is_longer_than_its_budget(
 @pytest.mark.parametrize(("sources", "in_cache"), [((1, 1), ()), ((1, 2), (2,))])
 def test_a_long_sound_leaves_no_tokens_to_others_in_its_step(sources: tuple[int, int], in_cache: tuple[int]) -> None:
     scheduler = Scheduler(SchedulerLimits(8, 512, 448, 1000, "guaranteed_no_evict"))
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sources=8)))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sequences=8)))
+    readers = Readers()
     for seq_id, source in enumerate(sources, start=1):
-        scheduler.add(reader(seq_id, 4, 10, source, 1500))
+        scheduler.add(reader(readers, seq_id, 4, 10, source, 1500))
     for sequence in scheduler.next_to_open():
-        scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_source=sequence.seq_id in in_cache))
+        scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_extra_rows=sequence.seq_id in in_cache))
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None and second is not None
-    assert first.plan.sources == ((1, 1500),) and second.plan.sources == ()
+    assert first.plan.extra_rows == ((1, 1500),) and second.plan.extra_rows == ()
     assert [(entry.seq_id, entry.num_tokens) for entry in first.plan.entries] == [(1, 4)]
     assert sorted((entry.seq_id, entry.num_tokens) for entry in second.plan.entries) == [(1, 1), (2, 4)]
 
@@ -153,11 +160,12 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
         return prefix_key.fget(spec)
 
     scheduler = Scheduler(SchedulerLimits(60, 512, 448, 1000, "guaranteed_no_evict"))
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sources=60)))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sequences=60)))
+    readers = Readers()
     for seq_id in range(1, 61):
-        scheduler.add(reader(seq_id, 1, 10, seq_id, 1500))
+        scheduler.add(reader(readers, seq_id, 1, 10, seq_id, 1500))
     for sequence in scheduler.next_to_open():  # the cache has every other output
-        scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_source=sequence.seq_id % 2 == 0))
+        scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_extra_rows=sequence.seq_id % 2 == 0))
     monkeypatch.setattr(SequenceSpec, "prefix_key", property(count))
     assert scheduler.schedule() is not None
     assert num_named <= 4 * 60, "each sequence is compared with all others"
@@ -165,36 +173,39 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
 
 def test_an_output_stays_in_the_cache_for_those_that_count_on_it_in_a_plan() -> None:
     scheduler = Scheduler(SchedulerLimits(3, 8, 448, 1000, "max_utilization"))
-    scheduler.begin(Session(Attachment(1, 1, {}, 4, 100, 100, {}, 448, max_num_sources=3)))
-    writer, other, heir = reader(1, 20, 2, 1, 4), reader(2, 4, 2, 2, 2), reader(3, 2, 2, 1, 4)
+    scheduler.begin(Session(Attachment(1, 1, {}, 4, 100, 100, {}, 448, max_num_sequences=3)))
+    readers = Readers()
+    writer, heir = reader(readers, 1, 20, 2, 1, 4), reader(readers, 3, 2, 2, 1, 4, priority=-2)
+    other = reader(readers, 2, 4, 2, 2, 2, priority=-1)
     open_in(scheduler, writer)
     first = scheduler.schedule()
-    assert first is not None and first.plan.sources == ((1, 4),)
-    for sequence, priority in ((heir, -2), (other, -1)):
-        ask(sequence, priority=priority)
+    assert first is not None and first.plan.extra_rows == ((1, 4),)
+    for sequence in (heir, other):
         open_in(scheduler, sequence)
     session = scheduler.session
     session.release_reservation(other)
     session.ledger.take(session.ledger.num_available_blocks)  # so that it finds none
     second = scheduler.schedule()
-    assert second is not None and second.plan.sources == ()
+    assert second is not None and second.plan.extra_rows == ()
     assert 3 in second.plan.entries.seq_ids.tolist(), "it counts on the output that the first one has written"
     assert second.plan.close_seq_ids == (2,)
 
 
 def test_each_cache_gets_an_output_of_its_own() -> None:
     scheduler = Scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), placement=SpreadPlacement())
-    attached = Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sources=8, others=(AttachedCache(1, 100, 100, {}),))
+    others = (AttachedCache(1, 100, 100, {}),)
+    attached = Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sequences=8, others=others)
     scheduler.begin(Session(attached))
-    readers = [reader(seq_id, 2, 10, 1, 8) for seq_id in (1, 2)]
-    for sequence in readers:
+    readers = Readers()
+    sequences = [reader(readers, seq_id, 2, 10, 1, 8) for seq_id in (1, 2)]
+    for sequence in sequences:
         open_in(scheduler, sequence)
-    assert [sequence.cache_id for sequence in readers] == [0, 1], "for this test they are in different caches"
+    assert [sequence.cache_id for sequence in sequences] == [0, 1], "for this test they are in different caches"
     planned = scheduler.schedule()
-    assert planned is not None and planned.plan.sources == ((1, 8), (2, 8))
+    assert planned is not None and planned.plan.extra_rows == ((1, 8), (2, 8))
 
 
 def open_in(scheduler: Scheduler, sequence: Sequence) -> None:
     scheduler.add(sequence)
     assert scheduler.next_to_open() == [sequence]
-    scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_source=False))
+    scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_extra_rows=False))

@@ -105,8 +105,8 @@ def test_the_scales_are_part_of_the_hash_of_the_weights_of_an_fp8_cache(tmp_path
     ask_for_fp8(path)
     add_scales(path, scale_tensors(SPELLINGS[0]))
     loaded, plain = load(path), load(path, "attention.kv_cache_dtype=model")
-    assert (loaded.kv_cache_dtype, loaded.kv_scales) == ("fp8", KVScales(KEYS, VALUES))
-    assert (plain.kv_cache_dtype, plain.kv_scales) == ("model", None)
+    assert (loaded.kv_cache_dtype, loaded.learned.scales) == ("fp8", KVScales(KEYS, VALUES))
+    assert (plain.kv_cache_dtype, plain.learned.scales) == ("model", None)
     assert load(path).weights_hash == loaded.weights_hash
     add_scales(path, {"model.layers.2.self_attn.v_scale": torch.tensor(4.5)})
     assert load(path).weights_hash != loaded.weights_hash
@@ -115,7 +115,7 @@ def test_the_scales_are_part_of_the_hash_of_the_weights_of_an_fp8_cache(tmp_path
 def test_a_scheme_without_scales_is_refused_unless_the_config_says_fp8(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, "llama")
     assert load(path).kv_cache_dtype == "model"
-    assert load(path, "attention.kv_cache_dtype=fp8").kv_scales is None
+    assert load(path, "attention.kv_cache_dtype=fp8").learned.scales is None
     ask_for_fp8(path)
     with pytest.raises(ModelError, match=r"lacks all its scales, such as model\.layers\.0\.self_attn\.k_proj\.k_scale"):
         load(path)

@@ -1,6 +1,6 @@
 """`StepStates`: the recurrent states that a step reads and writes in gated delta layers, as slots.
 
-Built by `SequenceStates.begin_step` without torch, read once by the backend's `begin_step`.
+Built by `StateGroup.describe` without torch, read once by the backend's `begin_step`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepStates:
     `num_slots + 1`, the zero slot, is the state before a first token, and is never written.
     """
 
-    waves: tuple[StateWave, ...]
+    waves: tuple[StateWave, ...] = field(default_factory=lambda: (StateWave(),))
 
 
 def null_slot(num_slots: int) -> int:

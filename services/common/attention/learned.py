@@ -1,0 +1,44 @@
+"""`Learned`: what attention has of a checkpoint. The dense worker reads it, and sends it when it attaches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.kv_cache.scales import KVScales
+from services.pb import attn_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Most models have nothing of it."""
+
+    scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none, and all are 1
+    sinks: Sequence[Sequence[float]] = ()  # [num_layers][num_heads]
+    recurrences: Mapping[int, RecurrenceWeights] = field(default_factory=dict)  # by layer, in order
+    relative_bias: Sequence[Sequence[float]] = ()  # [num_buckets][num_heads]
+
+    def of_part(self, layers: range, heads: range) -> Learned:
+        """That of some layers, which count from 0 there, and heads."""
+        return Learned(
+            self.scales and self.scales.of_layers(layers),
+            [each[heads.start : heads.stop] for each in self.sinks[layers.start : layers.stop]],
+            {layer - layers.start: each for layer, each in self.recurrences.items() if layer in layers},
+            self.relative_bias,
+        )
+
+
+def encode_learned(learned: Learned) -> attn_pb2.AttachRequest:
+    """The fields of the request that have it."""
+    scales = learned.scales
+    return attn_pb2.AttachRequest(
+        key_scales=scales.keys if scales else (),
+        value_scales=scales.values if scales else (),
+        sinks=itertools.chain.from_iterable(learned.sinks),
+        recurrences=[
+            attn_pb2.RecurrenceWeights(layer=layer, **asdict(each)) for layer, each in learned.recurrences.items()
+        ],
+        relative_bias=itertools.chain.from_iterable(learned.relative_bias),
+    )

@@ -1,0 +1,105 @@
+"""`SequenceSource`: what one sequence reads of its encoder. The scheduler plans with it, so it needs no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from services.dense_worker.features.sequence_feature import SequenceFeature
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+    from services.dense_worker.engine.sequence import Sequence
+    from services.step import SequenceOpened
+
+_Key = tuple[int, bytes]  # the KV cache, and the content
+
+
+class Readers:
+    """The running sequences of a worker because of which a KV cache has an encoder's output, or a plan writes it."""
+
+    def __init__(self) -> None:
+        self._seq_ids = defaultdict[_Key, dict[int, None]](dict)
+
+    def add(self, key: _Key, seq_id: int) -> None:
+        """From now on a sequence keeps the output in the cache."""
+        self._seq_ids[key][seq_id] = None
+
+    def remove(self, key: _Key, seq_id: int) -> None:
+        """It does no more."""
+        del self._seq_ids[key][seq_id]
+        if not self._seq_ids[key]:
+            del self._seq_ids[key]
+
+    def any_of(self, key: _Key) -> int | None:
+        """The seq_id of one that keeps it; None: no sequence does."""
+        return next(iter(self._seq_ids.get(key, ())), None)
+
+
+class SequenceSource(SequenceFeature):
+    """Holds what the encoder reads, on the host, until the sequence ends: it may have to be read again.
+
+    The first step of a sequence writes the output to the KV cache, unless it is there because of another sequence.
+    """
+
+    def __init__(self, source: torch.Tensor, num_rows: int, readers: Readers) -> None:
+        """source: int64 [length] token ids, or float32 [num_mel_bins, length] features of sound
+
+        num_rows: of the output; readers: those of the worker
+        """
+        self.source = source
+        self.num_extra_rows = num_rows
+        self._readers = readers
+        self._is_missing = False  # the output is not in the cache, and no plan writes it for this sequence
+        self._kept: tuple[_Key, int] | None = None  # what is kept in the cache because of which seq_id
+
+    @property
+    def joins_prompts(self) -> bool:
+        """Whether its first step may run the encoder."""
+        return self._is_missing
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Not in the step that runs the encoder."""
+        return not self._is_missing
+
+    def opened(self, sequence: Sequence, answer: SequenceOpened) -> None:
+        """The answer says whether the output is in the cache."""
+        self._is_missing = not answer.has_extra_rows
+        if not self._is_missing:
+            self._keep(sequence)
+
+    def chunk(self, sequence: Sequence, num_tokens: int, step: PlanBuilder) -> int:
+        """As many as fit beside the output, if the step has to write it."""
+        if not self._is_missing or self._readers.any_of(_key(sequence)) is not None:
+            return num_tokens
+        return max(0, min(num_tokens, step.room_beside(self.num_extra_rows)))
+
+    def planned(self, sequence: Sequence, step: PlanBuilder) -> None:
+        """The step writes the output, or keeps it by keeping another sequence open. A fork has that of its parent."""
+        if self._is_missing:
+            reader = self._readers.any_of(_key(sequence))
+            if reader is None:
+                step.add_extra_rows(sequence.seq_id, self.num_extra_rows)
+            else:
+                step.seq_ids.add(reader)
+            self._is_missing = False
+        if self._kept is None:
+            self._keep(sequence)
+
+    def leave(self, last_step_id: int) -> None:
+        """The cache keeps nothing because of it any more."""
+        self._is_missing = False
+        if self._kept is not None:
+            self._readers.remove(*self._kept)
+            self._kept = None
+
+    def _keep(self, sequence: Sequence) -> None:
+        self._kept = _key(sequence), sequence.seq_id
+        self._readers.add(*self._kept)
+
+
+def _key(sequence: Sequence) -> _Key:
+    return sequence.cache_id, sequence.spec.prefix_key
