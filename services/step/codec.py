@@ -20,8 +20,7 @@ _SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<i8")
 def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
     """The plan as a message, its entries and tokens as columns."""
     entries, sampled = plan.entries, plan.sampled
-    drafts = [entries.drafts.get(index, ()) for index in range(len(entries))] if entries.drafts else ()
-    return step_pb2.StepPlan(
+    message = step_pb2.StepPlan(
         step_id=plan.step_id,
         lane=plan.lane,
         new_sequences=map(_encode_new_sequence, plan.new_sequences),
@@ -29,20 +28,26 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         positions=_encode_column(entries.positions, _COUNT),
         num_tokens=_encode_column(entries.num_tokens, _COUNT),
         num_logits=_encode_column(entries.num_logits, _COUNT),
-        num_drafts=map(len, drafts),
-        draft_token_ids=itertools.chain.from_iterable(drafts),
         close_seq_ids=plan.close_seq_ids,
         sampled_seq_ids=_encode_column(sampled.seq_ids, _SEQ_ID),
         sampled_token_ids=_encode_column(sampled.token_ids, _COUNT),
-        fork_parents=[fork.parent_seq_id for fork in plan.forks],
-        fork_children=[fork.child_seq_id for fork in plan.forks],
-        fork_positions=[fork.position for fork in plan.forks],
         evicts_blocks=plan.evicts_blocks,
-        forced_seq_ids=[seq_id for seq_id, _ in plan.forced],
-        forced_token_ids=[token_id for _, token_id in plan.forced],
-        source_seq_ids=[seq_id for seq_id, _ in plan.extra_rows],
-        source_num_tokens=[num_rows for _, num_rows in plan.extra_rows],
     )
+    if entries.drafts:
+        drafts = [entries.drafts.get(index, ()) for index in range(len(entries))]
+        message.num_drafts.extend(map(len, drafts))
+        message.draft_token_ids.extend(itertools.chain.from_iterable(drafts))
+    for fork in plan.forks:
+        message.fork_parents.append(fork.parent_seq_id)
+        message.fork_children.append(fork.child_seq_id)
+        message.fork_positions.append(fork.position)
+    for seq_id, token_id in plan.forced:
+        message.forced_seq_ids.append(seq_id)
+        message.forced_token_ids.append(token_id)
+    for seq_id, num_rows in plan.extra_rows:
+        message.source_seq_ids.append(seq_id)
+        message.source_num_tokens.append(num_rows)
+    return message
 
 
 def decode_plan(message: step_pb2.StepPlan) -> StepPlan:

@@ -56,6 +56,7 @@ class KVCache:
         self.num_recovered_tokens = 0  # total number of their tokens that were kept
         self._weights_hash = b""
         self._sequences: dict[int, CachedSequence] = {}
+        self._row_of: dict[int, int] = {}  # by seq_id, as in their sequences
         self._sequence_of_row: dict[int, CachedSequence] = {}
         self._spans: dict[int, Sequence[PromptSpan]] = {}  # by row, of sequences with any in their prompts
         self._rope_positions: dict[int, RopePositions] = {}  # by row, of those with grids among them
@@ -182,7 +183,7 @@ class KVCache:
             self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
         else:
             num_freed = self._drop(seq_id)
-            sequence = self._sequences[seq_id] = self._new_sequence(root, ids, spans)
+            sequence = self._new_sequence(seq_id, root, ids, spans)
             if not ignores_prefix_cache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from(supplier or self.tier, sequence, most, self._main)
@@ -226,9 +227,11 @@ class KVCache:
 
         seq_ids, num_tokens, positions = entries.seq_ids.tolist(), entries.num_tokens, entries.positions
         lengths = positions + num_tokens
-        rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
+        row_of = self._row_of
+        rows = np.array([row_of.get(seq_id, NO_SEQUENCE) for seq_id in seq_ids], np.int64)
         errors = self._find_errors(seq_ids, rows, positions, num_tokens) | errors  # a failed fork says more
-        self._plan_extra_rows(plan.extra_rows, rows, errors)
+        if plan.extra_rows:
+            self._plan_extra_rows(plan.extra_rows, rows, errors)
         self._roll_back(seq_ids, rows, positions, errors)
         if plan.evicts_blocks:
             num_freed += self._evict_blocks(seq_ids, rows, positions, errors)
@@ -302,7 +305,8 @@ class KVCache:
 
     def check_integrity(self) -> None:
         """Counts everything again from the block tables; raises AssertionError on any disagreement."""
-        used_rows = {sequence.row for sequence in self._sequences.values()}
+        assert self._row_of == {seq_id: sequence.row for seq_id, sequence in self._sequences.items()}
+        used_rows = set(self._row_of.values())
         assert len(used_rows) == len(self._sequences) and used_rows == self._sequence_of_row.keys()
         self._rows.check_integrity(used_rows)
         assert self.num_free_blocks + self.num_used_blocks == self.num_blocks
@@ -315,10 +319,13 @@ class KVCache:
 
     # Opening a sequence
 
-    def _new_sequence(self, root: bytes, token_ids: array[int], spans: Sequence[PromptSpan]) -> CachedSequence:
+    def _new_sequence(
+        self, seq_id: int, root: bytes, token_ids: array[int], spans: Sequence[PromptSpan]
+    ) -> CachedSequence:
         if self._rows.num_to_add:
             self._add_rows()
         sequence = CachedSequence(self._rows.take(), root, token_ids, digests=[], spans=spans)
+        self._sequences[seq_id], self._row_of[seq_id] = sequence, sequence.row
         self._sequence_of_row[sequence.row] = sequence
         if spans:
             self._spans[sequence.row] = spans
@@ -328,10 +335,10 @@ class KVCache:
 
     def _drop(self, seq_id: int) -> int:
         """Forgets a sequence if it is known; returns how many blocks became free."""
-        sequence = self._sequences.pop(seq_id, None)
-        return 0 if sequence is None else self._free_row(sequence.row)
-
-    def _free_row(self, row: int) -> int:
+        row = self._row_of.pop(seq_id, None)
+        if row is None:
+            return 0
+        del self._sequences[seq_id]
         del self._sequence_of_row[row]
         self._spans.pop(row, None)
         self._rope_positions.pop(row, None)
@@ -377,7 +384,7 @@ class KVCache:
         except CapacityError as error:
             errors[child_id] = error
             return no_copies
-        child = self._sequences[child_id] = self._new_sequence(parent.root, parent.token_ids[:position], parent.spans)
+        child = self._new_sequence(child_id, parent.root, parent.token_ids[:position], parent.spans)
         row = child.row
         copies = [group.fork(parent.row, row, position) for group in self._groups]
         child.digests = parent.digests[: position // self.block_size]
@@ -400,7 +407,7 @@ class KVCache:
         for seq_id, num_rows in extra_rows:
             for group in self._groups:
                 try:
-                    group.plan_extra_rows(self._row(seq_id), num_rows, self._orphans_beside(rows))
+                    group.plan_extra_rows(self._row_of.get(seq_id, NO_SEQUENCE), num_rows, self._orphans_beside(rows))
                 except (CapacityError, InvalidRequest) as error:
                     errors[seq_id] = error
 
@@ -425,10 +432,6 @@ class KVCache:
                     f" max_model_len is {self.max_model_len}"
                 )
         return errors
-
-    def _row(self, seq_id: int) -> int:
-        sequence = self._sequences.get(seq_id)
-        return NO_SEQUENCE if sequence is None else sequence.row
 
     def _roll_back(
         self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, errors: dict[int, TwostrokeError]

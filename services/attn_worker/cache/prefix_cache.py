@@ -115,15 +115,14 @@ class PrefixCache:
         """The digest of block `index`; the digest of its parent must be known."""
         parent = sequence.digests[index - 1] if index else sequence.root
         token_ids = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
-        return block_digest(parent, np.array(token_ids, "<u4").tobytes() + self._span_key(sequence, index))
+        content = np.array(token_ids, "<u4").tobytes()
+        return block_digest(parent, content + self._span_key(sequence, index) if sequence.spans else content)
 
     def _span_key(self, sequence: CachedSequence, index: int) -> bytes:
-        """What the spans that have tokens in a block stand for, and where they begin; mostly nothing.
+        """What the spans that have tokens in a block stand for, and where they begin.
 
         All of it has a fixed length, and a block without spans has none: equal keys mean equal spans.
         """
-        if not sequence.spans:
-            return b""
         start, end = index * self._block_size, (index + 1) * self._block_size
         inside = [span for span in sequence.spans if span.start < end and start < span.end]
         return b"".join(
@@ -136,8 +135,8 @@ class PrefixCache:
         tokens = np.array(sequence.token_ids, "<u4").tobytes()
         size, digest = self._block_size * _TOKEN_BYTES, sequence.root
         for index in range(num_blocks):
-            block = tokens[index * size : (index + 1) * size]
-            digest = block_digest(digest, block + self._span_key(sequence, index))
+            content = tokens[index * size : (index + 1) * size]
+            digest = block_digest(digest, content + self._span_key(sequence, index) if sequence.spans else content)
             if any(group.pool.lookup(digest) is None for group in self._every_block):
                 return
             sequence.digests.append(digest)

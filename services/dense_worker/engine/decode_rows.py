@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -154,16 +154,17 @@ class DecodeRows:
         """How many of these rows have no block reserved."""
         return len(slots) - np.count_nonzero(self.num_reserved[slots])
 
-    def of_cache(self, slots: np.ndarray, cache_id: int, ledgers: Mapping[int, BlockLedger]) -> np.ndarray:
-        """Those of these rows that are in one of the KV caches: int64 [num_rows]."""
-        return slots if len(ledgers) == 1 else slots[self.cache_ids[slots] == cache_id]
+    def by_cache(self, slots: np.ndarray, cache_ids: Collection[int]) -> list[tuple[int, np.ndarray]]:
+        """These rows by the KV cache that they are in: int64 [num_rows] for each of `cache_ids`."""
+        if len(cache_ids) == 1:
+            [cache_id] = cache_ids
+            return [(cache_id, slots)]
+        return [(cache_id, slots[self.cache_ids[slots] == cache_id]) for cache_id in cache_ids]
 
-    def grow(self, slots: np.ndarray, ledgers: Mapping[int, BlockLedger]) -> None:
+    def grow(self, slots_by_cache: Iterable[tuple[int, np.ndarray]], ledgers: Mapping[int, BlockLedger]) -> None:
         """Takes a block for each of these rows, the reserved ones first. The ledgers, by cache_id, have as many."""
-        if not len(slots):
-            return
-        for cache_id, ledger in ledgers.items():
-            own = self.of_cache(slots, cache_id, ledgers)
+        for cache_id, own in slots_by_cache:
+            ledger = ledgers[cache_id]
             reserved = own[self.num_reserved[own] > 0]
             ledger.unreserve(len(reserved))
             ledger.take(len(own))

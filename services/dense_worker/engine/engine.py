@@ -476,6 +476,8 @@ def _read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
 def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int) -> StepStats:
     """The figures of a step that has just run, and from which sequences got so many tokens."""
     plan, ledgers = step.published.plan, scheduler.session.ledgers.values()
+    blocks = [(each.num_blocks, each.num_free_blocks, each.num_reserved_blocks) for each in ledgers]
+    num_blocks, num_free_blocks, num_reserved_blocks = map(sum, zip(*blocks, strict=True))
     return StepStats(
         step_id=plan.step_id,
         num_seqs=len(plan.entries),
@@ -485,9 +487,9 @@ def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int)
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_preemptions=scheduler.num_preemptions,
-        num_blocks=sum([each.num_blocks for each in ledgers]),
-        num_free_blocks=sum([each.num_free_blocks for each in ledgers]),
-        num_reserved_blocks=sum([each.num_reserved_blocks for each in ledgers]),
+        num_blocks=num_blocks,
+        num_free_blocks=num_free_blocks,
+        num_reserved_blocks=num_reserved_blocks,
         gap_s=step.gap_s,
         launch_s=step.launch_s,
         duration_s=step.end_s - step.begin_s,

@@ -570,6 +570,8 @@ class _Suspects:
 
     def active(self) -> Sequence | None:
         """The suspect that is OPENING or RUNNING; no other sequence may run meanwhile."""
+        if not self._sequences:
+            return None
         return next((each for each in self._sequences.values() if each.status is not SequenceStatus.WAITING), None)
 
     def next_to_open(self) -> Sequence | None:

@@ -226,7 +226,6 @@ class CudaModelRunner(ModelRunner):
                 rows[: len(step.hidden_rows)] = step.hidden_rows.numpy()
             self._hidden_rows[: size.num_hidden].copy_(upload(rows, self._input.device))
         self._begin_step(step, channel, num_rows, num_logits)
-        self._before_layers(step, channel)
         hidden = None
         if graph is not None:
             graph.replay()

@@ -232,7 +232,6 @@ class ModelRunner:
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step, channel, len(token_ids), len(step.sampled_rows))
-        self._before_layers(step, channel)
         layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
         layers.begin(token_ids, step.input_embeds)
         return layers
@@ -318,8 +317,6 @@ class ModelRunner:
         for feature in self._with_kernels:
             feature.begin_step(step.parts.get(feature), num_rows)
         self._backend.begin_step(step.bound.plan, num_rows, num_sampled)
-
-    def _before_layers(self, step: StepInput, channel: Channel) -> None:
         for part in step.parts.values():
             part.before_layers(channel)
 

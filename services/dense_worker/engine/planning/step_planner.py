@@ -69,7 +69,7 @@ class StepPlanner:
             self._has_given_way = bool(new)  # then the next step is for all
         elif session.running:
             self._has_given_way = False
-        if any([sequence.features for sequence, _ in prefills]):
+        if prefills and any([sequence.features for sequence, _ in prefills]):
             prefills = limit_values(prefills)
         if is_shared and self._has_too_many(rows, decodes, prefills, step.num_tokens):
             rows, decodes = self._limit_decodes(rows, decodes, prefills, step.num_tokens)
@@ -77,7 +77,8 @@ class StepPlanner:
         most = 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows
         self._drafting.begin_step(decodes, len(rows), most)
         self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
-        self._plan_prefills(step, prefills, is_shared=is_shared)
+        if prefills:
+            self._plan_prefills(step, prefills, is_shared=is_shared)
         return step
 
     def _find_others(self, suspect: Sequence | None) -> tuple[list[Sequence], list[Prefill]]:
@@ -143,11 +144,12 @@ class StepPlanner:
         growing = rows[lacks_block]
         step.num_tokens -= len(rows)
         step.num_logits -= len(rows)
-        if len(growing) and self._may_be_short(growing, decodes):
+        growing_by_cache = session.rows.by_cache(growing, session.ledgers) if len(growing) else []
+        if self._may_be_short(growing_by_cache, decodes):
             self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
             decodes = []
         else:
-            session.rows.grow(growing, session.ledgers)
+            session.rows.grow(growing_by_cache, session.ledgers)
             step.decodes = session.rows.advance(rows, lacks_block)
         if session.to_fork and may_fork:
             for sequence in self._forks.plan(step, session):
@@ -157,13 +159,13 @@ class StepPlanner:
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
 
-    def _may_be_short(self, growing: np.ndarray, decodes: list[Sequence]) -> bool:
+    def _may_be_short(self, growing_by_cache: list[tuple[int, np.ndarray]], decodes: list[Sequence]) -> bool:
         """Whether a KV cache may have too few blocks for these rows, which need one each, and for these sequences."""
-        rows, ledgers = self._session.rows, self._session.ledgers
-        for cache_id, ledger in ledgers.items():
-            num_blocks = rows.num_unreserved(rows.of_cache(growing, cache_id, ledgers))
-            num_blocks += _num_rows([each for each in decodes if each.cache_id == cache_id])
-            if num_blocks > ledger.num_available_blocks:
+        for cache_id, growing in growing_by_cache:
+            num_blocks = self._session.rows.num_unreserved(growing)
+            if decodes:
+                num_blocks += _num_rows([each for each in decodes if each.cache_id == cache_id])
+            if num_blocks > self._session.ledgers[cache_id].num_available_blocks:
                 return True
         return False
 
@@ -188,7 +190,7 @@ class StepPlanner:
                 self._give_up_blocks(step, sequence)
             else:
                 if slot in lacking:
-                    session.rows.grow(np.array([slot]), session.ledgers)
+                    session.rows.grow([(sequence.cache_id, np.array([slot]))], session.ledgers)
                 slots.append(slot)
                 has_grown.append(slot in lacking)
                 step.seq_ids.add(sequence.seq_id)
@@ -197,7 +199,7 @@ class StepPlanner:
     def _plan_prefills(self, step: PlanBuilder, prefills: list[Prefill], *, is_shared: bool) -> None:
         """Divides the rest of the step among the sequences that are not decoded."""
         shares = None  # how many tokens each prompt gets; None: as many as are left
-        if is_shared and prefills:
+        if is_shared:
             num_planned = count_rows(entry.sequence for entry in step.planned)
             if len(step.decodes.positions):
                 num_planned.update(self._session.rows.num_of_client)

@@ -157,7 +157,7 @@ def test_rows_take_the_blocks_that_are_reserved_for_them_first() -> None:
     rows = rows_of(sequences)
     slots = rows.unfinished()
     assert rows.num_unreserved(slots) == 2
-    rows.grow(slots, {0: ledger})
+    rows.grow([(0, slots)], {0: ledger})
     assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (7, 1)
     assert [(each.num_blocks, each.num_reserved_blocks) for each in sequences] == [(1, 0), (1, 1), (1, 0)]
 

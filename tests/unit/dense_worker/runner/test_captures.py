@@ -35,7 +35,7 @@ def test_only_the_first_attachment_captures_ahead(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
     monkeypatch.setattr(cuda_model_runner, "StepGraphs", CountedGraphs)
     monkeypatch.setattr(CountedGraphs, "ahead", [], raising=False)
-    config: Any = SimpleNamespace(num_layers=1, vocab_size=10, qkv_size=1, attn_size=1, encoder=None)
+    config: Any = SimpleNamespace(num_layers=1, vocab_size=10, qkv_size=1, attn_size=1, num_middle_kinds=1)
     backend: Any = SimpleNamespace()
     sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
     runner = CudaModelRunner(

@@ -75,7 +75,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[RecordingGraphs]:
 
 
 def make_runner(backend: Any, features: list[Feature], *, captures_lazily: bool = True) -> CudaModelRunner:
-    config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, encoder=None)
+    config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, num_middle_kinds=1)
     sampler = Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu")
     runner = CudaModelRunner(
         backend,

@@ -66,7 +66,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
 def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> CudaModelRunner:
     monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
     monkeypatch.setattr(cuda_model_runner, "StepGraphs", EagerGraphs)
-    config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, encoder=None)
+    config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, num_middle_kinds=1)
     backend: Any = RandomLogits()
     arguments = (backend, make_sampler(), config, torch.float32, MAX_NUM_SEQS, 32)
     return CudaModelRunner(*arguments, captures_lazily=True, features=[FEATURE])

@@ -80,7 +80,7 @@ def make_runner(is_cuda: bool, backend: Any, method: PoolingMethod, monkeypatch:
     monkeypatch.setattr(cuda_model_runner, "StepGraphs", NotedGraphs)
     monkeypatch.setattr(NotedGraphs, "found", [], raising=False)
     config: Any = SimpleNamespace(
-        num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, encoder=None, hidden_size=HIDDEN
+        num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, num_middle_kinds=1, hidden_size=HIDDEN
     )
     limits = (MAX_NUM_SEQS, MAX_NUM_TOKENS)
     runner = CudaModelRunner(

@@ -67,7 +67,7 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
         monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
         monkeypatch.setattr(cuda_model_runner, "StepGraphs", CountingGraphs)
         monkeypatch.setattr(InputEmbeds, "upload", lambda self, device: self)  # pinned memory needs a GPU
-        config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, encoder=None)
+        config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, num_middle_kinds=1)
         runner = CudaModelRunner(
             backend, sampler, config, torch.float32, MAX_NUM_SEQS, 32, captures_lazily=True, features=[FEATURE]
         )
