@@ -7,18 +7,16 @@ from typing import Protocol
 
 import torch
 
-from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers.attention_among_others import AttentionAmongOthers, attention_layers
 from services.attn_worker.layers.cross.source_storage import SourceStorage
 from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
-from services.attn_worker.layers.gated_delta.layered_attention import attention_layers
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag, rows_of_layer
 from services.common.encoders.source_pieces import SourcePiece, source_pieces
-from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 
 
@@ -36,31 +34,14 @@ class CrossBackend(Protocol):
         ...
 
 
-class CrossedAttention:
-    """An AttentionBackend of two others. In layers with cross attention a row of qkv has q heads alone."""
+class CrossedAttention(AttentionAmongOthers):
+    """An AttentionBackend whose other layers have cross attention. Of their rows of qkv they read the q heads alone."""
 
     def __init__(self, attention: AttentionBackend, cross: CrossBackend, spec: KVCacheSpec) -> None:
-        """`attention` is made for the `attention_layers` of the config, and those of `spec`."""
-        self._attention = attention
+        super().__init__(attention, cross, spec.num_layers, spec.cross_layers)
         self._cross = cross
         self._sizes = {layer: heads.source_size for layer, heads in spec.cross_layers.items()}
-        of_tokens = [layer for layer in range(spec.num_layers) if layer not in self._sizes]
-        self._places = {layer: place for place, layer in enumerate(of_tokens)}  # in `attention`
         self.cross_layers = tuple(self._sizes)  # in the order in which they are written
-
-    @property
-    def storage(self) -> BlockStorage:
-        """That of the layers with keys of tokens."""
-        return self._attention.storage
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies blocks of the layers with keys of tokens. Sequences share slots, which never change."""
-        self._attention.copy_blocks(copies, group)
-
-    def use_scales(self, scales: KVScales) -> None:
-        """Sets the scales of FP8 layers with keys of tokens."""
-        keys, values = (tuple(each[layer] for layer in self._places) for each in (scales.keys, scales.values))
-        self._attention.use_scales(KVScales(keys, values))
 
     def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
         """No such model has learned sinks."""
@@ -97,13 +78,6 @@ class CrossedAttention:
         slots: by index of a piece
         """
         self._cross.storage.write(layer, rows_of_layer(rows, self._sizes[layer]), pieces, slots)
-
-    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """Runs the layer in the one that has it."""
-        if layer in self._places:
-            self._attention.forward(self._places[layer], qkv, out)
-        else:
-            self._cross.forward(layer, qkv, out)
 
 
 def crossed_torch_attention(

@@ -8,9 +8,9 @@ import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
+from services.attn_worker.layers.attention_among_others import attention_layers
 from services.attn_worker.layers.cross.crossed_attention import CrossedAttention
 from services.attn_worker.layers.cross.triton_cross_attention import TritonCrossAttention
-from services.attn_worker.layers.gated_delta.layered_attention import attention_layers
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner.step_metadata import StepMetadata

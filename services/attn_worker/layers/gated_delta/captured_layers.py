@@ -7,7 +7,8 @@ import torch
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StepStates
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
-from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention, attention_layers
+from services.attn_worker.layers.attention_among_others import attention_layers
+from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention
 from services.attn_worker.layers.gated_delta.no_attention import NoAttention
 from services.attn_worker.layers.gated_delta.triton_layers import TritonRecurrences
 from services.attn_worker.layers.triton_attention import TritonAttention
