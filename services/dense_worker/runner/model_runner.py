@@ -276,7 +276,7 @@ class ModelRunner:
         if step.hidden_rows is not None:
             if hidden is None:
                 assert residual is not None, "hidden states need the step's residual"
-                hidden = self._hidden_states(step.hidden_rows, channel.attn_out[: len(step.token_ids)], residual)
+                hidden = self._compute_hidden(step.hidden_rows, channel.attn_out[: len(step.token_ids)], residual)
             _give_hidden(parts, hidden)
         if step.needs_residual:
             assert residual is not None, "further rows need the step's residual"
@@ -288,7 +288,7 @@ class ModelRunner:
             self._hook.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
         return PendingTokens(step.bound, self._rows, host_token_ids, num_logprobs, ranked, parts, token_ids)
 
-    def _hidden_states(self, rows: torch.Tensor, attn_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _compute_hidden(self, rows: torch.Tensor, attn_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Those of some rows, int64 [n] on the host, after the final norm: [n, hidden]."""
         hidden = torch.empty(len(rows), residual.shape[1], dtype=attn_out.dtype, device=attn_out.device)
         on_device = upload(rows.numpy(), attn_out.device)

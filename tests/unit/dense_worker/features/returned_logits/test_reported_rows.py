@@ -29,9 +29,12 @@ class Scores(NextNumber):
     def last(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if hidden_out is not None:
-            hidden_out.copy_(residual[rows])
         return self.table[residual[rows, 0]]
+
+    def hidden(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
+    ) -> None:
+        hidden_out.copy_(residual[rows])
 
 
 def make_runner() -> ModelRunner:
