@@ -72,17 +72,25 @@ def test_workers_come_and_go_under_streams(
     added = ctl(workers, "add-attention")
     assert re.fullmatch(r"added attn_worker-2, process \d+\n", added.stdout), added.stderr
 
-    def drain() -> None:
-        drained = ctl(workers, "drain-attention", "attn_worker-2")
-        assert drained.stdout == "attn_worker-2 has no sequence any more, and has been stopped\n", drained.stderr
-
     num_sequences = list[int]()
 
-    def drain_when_it_has_some() -> None:
+    def drain_twice() -> None:
+        """Two at once, while a client goes away whose stream would move, too."""
+        longer = [request(f"{each}. {PROMPT}", 1000, ignore_eos=True) for each in "ABCD"]
+        streams = [workers.gateway.GenerateStream(each) for each in longer]
+        for stream in streams:
+            next(iter(stream))
         num_sequences[:] = [each.num_sequences for each in workers.dense_status().attention_workers]
-        drain()
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(ctl, workers, "drain-attention", "attn_worker-2") for _ in range(2)]
+            streams[0].cancel()
+            drained, second = sorted((call.result() for call in calls), key=lambda each: each.returncode)
+        for stream in streams:
+            stream.cancel()
+        assert drained.stdout == "attn_worker-2 has no sequence any more, and has been stopped\n", drained.stderr
+        assert "there is no attention worker 'attn_worker-2'" in second.stderr
 
-    disturbed = collect_all(workers.gateway, messages, drain_when_it_has_some)
+    disturbed = collect_all(workers.gateway, messages, drain_twice)
     for collected, expected in zip(disturbed, of_one_worker, strict=True):
         collected.assert_equals(expected)
     assert len(num_sequences) == 3 and num_sequences[2] > 0

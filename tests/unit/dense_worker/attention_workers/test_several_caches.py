@@ -304,6 +304,27 @@ def test_a_sequence_goes_on_to_move_when_its_new_worker_dies_while_it_copies() -
     assert sequence.output_token_ids == expected_output(sequence)
 
 
+def test_a_sequence_that_is_cancelled_while_it_copies_holds_up_nobody() -> None:
+    workers = Workers(1)
+    cancelled, other = make_sequence(1, 20, 30), make_sequence(2, 12, 30)
+    for sequence in (cancelled, other):
+        workers.scheduler.add(sequence)
+    workers.step()
+    workers.add()
+    workers.scheduler.give_up_cache(0)
+    open_now, waiting = workers.open, list[Sequence]()
+    workers.open = waiting.append  # type: ignore[method-assign]  # no answer: it is copying
+    while not waiting:
+        workers.step()
+    assert waiting == [cancelled]
+    workers.scheduler.cancel(cancelled.seq_id)
+    workers.open = open_now  # type: ignore[method-assign]
+    workers.step()
+    workers.open(cancelled)  # the answer comes all the same
+    workers.run_until_idle()
+    assert other.output_token_ids == expected_output(other) and 0 not in workers.caches
+
+
 def test_a_token_of_a_step_that_dies_after_its_sequence_has_left_is_not_believed() -> None:
     workers = Workers(1)
     sequence = make_sequence(1, 20, 30)
