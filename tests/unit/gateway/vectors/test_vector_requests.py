@@ -79,6 +79,22 @@ def test_inputs_of_a_request_count_as_one_request_and_all_their_tokens(tmp_path:
     serve(tmp_path, test_tokens, limits="tokens_per_minute = 39")
 
 
+def test_vectors_of_all_tokens_are_counted_before_anything_is_computed(tmp_path: Path) -> None:
+    """In sum over the inputs, each of which would fit."""
+    prompts = [[10 + i] * 100 for i in range(60)]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        assert (await embed(client, prompts)).status_code == 200
+        num_computed = len(dense.submits)
+        refused = await client.post("/pooling", json={"input": prompts, "task": "token_embed"}, headers=HEADERS)
+        assert refused.status_code >= 400 and "gateway.max_held_bytes" in refused.text, refused.text
+        assert num_computed == len(prompts) == len(dense.submits)
+        assert (await embed(client, prompts[:1])).status_code == 200
+
+    dense = FakeDense(lambda submit: ids(" a") * 2000, step_s=0.001)
+    with_client(tmp_path, dense, test, runner="pooling", api_keys_file=keys_file(tmp_path, ""), max_held_bytes=2**18)
+
+
 def test_documents_and_pairs_are_counted_as_the_client_gives_them(tmp_path: Path) -> None:
     """With embeddings: equal texts are computed once, and the two of a pair each by itself."""
 
