@@ -178,18 +178,44 @@ def test_blocks_that_are_here_are_not_copied_again(left: Served, other: Worker) 
     assert other.open(7, left.address).num_copied_blocks == 0
 
 
+def digest_of(left: Served, index: int) -> bytes:
+    """By which the cache of a worker that a sequence has left finds one of its blocks."""
+    left.worker.cache.open_sequence(2, TOKENS, len(TOKENS))
+    digest = left.worker.cache._sequences[2].digests[index]
+    left.worker.leave(2)
+    return digest
+
+
 def test_what_others_have_overwritten_is_computed_again(left: Served, other: Worker) -> None:
     expected = expected_blocks(left)
-    digests = left.worker.cache._prefixes
-    sequence = left.worker.cache
-    sequence.open_sequence(2, TOKENS, len(TOKENS))  # knows the digests
-    lost = left.worker.cache._sequences[2].digests[5]
-    left.worker.leave(2)
-    left.worker.cache.pools["blocks"].discard(lost)
-    assert digests is not None
+    left.worker.cache.pools["blocks"].discard(digest_of(left, 5))
     result = other.open(7, left.address)
     assert (result.num_cached_tokens, result.num_copied_blocks) == (5 * BLOCK_SIZE, 5)
     check(other, expected, 5)
+
+
+def test_what_others_overwrite_while_it_is_read_is_computed_again(left: Served, other: Worker) -> None:
+    expected = expected_blocks(left)
+    lost, make_staging, parts = digest_of(left, 4), left.worker.moved.sender._make_staging, list[int]()
+
+    def make_disturbed() -> BlockStaging:
+        staging = make_staging()
+        read = staging.copier.read
+
+        def read_disturbed(block_ids: Sequence[int], rows: Sequence[int]) -> list[int]:
+            checksums = read(block_ids, rows)
+            parts.append(len(checksums))
+            if len(parts) == 2:  # blocks 3 to 5
+                left.worker.cache.pools["blocks"].discard(lost)
+            return checksums
+
+        disturbed: Any = staging.copier
+        disturbed.read = read_disturbed
+        return staging
+
+    left.worker.moved.sender._make_staging = make_disturbed
+    assert other.open(7, left.address).num_copied_blocks == 4
+    check(other, expected, 4)
 
 
 def test_a_block_that_changes_on_its_way_is_computed_again(left: Served, other: Worker) -> None:
