@@ -225,7 +225,7 @@ def check_directory(subject: str, directory: Path, least: int, mend: str) -> Fin
 def check_model(config: Config) -> Finding:
     """Whether the model is supported, and its weights are in a format that is read."""
     with importing():
-        from services.common.encoders.served_config import read_served_config
+        from services.common.encoders.encoder_config import read_served_config
     path = config.model.path
     try:
         read_served_config(path, config.model.num_layers)

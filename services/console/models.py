@@ -106,7 +106,7 @@ def describe(name: str, path: Path) -> Row:
 def obstacle_of(path: Path) -> str | None:
     """Why the model in a directory cannot be served; None: it can."""
     with importing():
-        from services.common.encoders.served_config import read_served_config
+        from services.common.encoders.encoder_config import read_served_config
     try:
         read_served_config(path)
         weight_bytes(path, "auto")  # reads all headers

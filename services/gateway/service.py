@@ -11,8 +11,7 @@ from prometheus_client.registry import Collector
 
 from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
-from services.common.encoders.encoder_config import TextEncoderConfig
-from services.common.encoders.served_config import read_served_config
+from services.common.encoders.encoder_config import TextEncoderConfig, read_served_config
 from services.common.errors import ModelError, PeerError
 from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig

@@ -1,11 +1,17 @@
-"""Context-free grammars, which clients write in Lark or in llama.cpp's GBNF, as Lark."""
+"""Lark: how texts and schemas stand in it, and grammars that clients write in it or in llama.cpp's GBNF."""
 
 from __future__ import annotations
 
+import json
 import re
 
 from services.grammar.endless_grammar import check_ends
 from services.grammar.grammar_error import GrammarError
+
+# A schema may have options of llguidance (`x-guidance`), but none by which an output would not be valid.
+STRICT = {"lenient": False, "coerce_one_of": False}
+# Without a bound, models that are unsure write whitespace up to max_tokens.
+DEFAULTS = {"whitespace_pattern": " "}
 
 _NUL = re.compile(r"((?<!\\)(?:\\\\)*)\\0")  # an escape of GBNF that the converter does not know
 
@@ -22,3 +28,8 @@ def to_lark(text: str) -> str:
         raise GrammarError(str(error)) from error
     check_ends(grammar)
     return grammar
+
+
+def quote(text: str) -> str:
+    """A string literal of Lark; every character stands for itself."""
+    return json.dumps(text, ensure_ascii=False)

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.endless_schema import check_ends
 from services.grammar.grammar_error import GrammarError
-from services.grammar.lark import to_lark
-from services.grammar.quote import DEFAULTS, STRICT, quote
+from services.grammar.lark import DEFAULTS, STRICT, quote, to_lark
 from services.grammar.schema_dialect import translate
 from services.grammar.structural_tag import lower_structural_tag, origin_of
 

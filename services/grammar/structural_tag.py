@@ -16,8 +16,7 @@ from typing import Any
 
 from services.grammar.endless_schema import check_ends
 from services.grammar.grammar_error import GrammarError
-from services.grammar.lark import to_lark
-from services.grammar.quote import DEFAULTS, STRICT, quote
+from services.grammar.lark import DEFAULTS, STRICT, quote, to_lark
 from services.grammar.schema_dialect import translate
 
 MAX_DEPTH = 32  # of formats in formats

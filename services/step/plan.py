@@ -149,11 +149,6 @@ class StepPlan:
         return int(np.add.reduce(self.entries.num_tokens))
 
     @property
-    def only_opens(self) -> bool:
-        """Whether it is no step, only its openings."""
-        return not (len(self.entries) or self.close_seq_ids)
-
-    @property
     def is_step(self) -> bool:
         """Whether anything is done besides opening sequences, which may be sent ahead of the step that follows."""
         return bool(len(self.entries) or self.close_seq_ids)

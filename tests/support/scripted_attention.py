@@ -89,7 +89,7 @@ class FakeAttention:
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
         for new in plan.new_sequences:
             self.open(attachment, new)
-        if not plan.only_opens:
+        if plan.is_step:
             self.run(attachment, plan)
 
     def open(self, attachment: Attachment, new: NewSequence) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from services.common.encoders.encoder_types import is_encoder_type
+from services.common.encoders.encoder_types import is_encoder, is_encoder_type
 from services.common.errors import ModelError
 from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json
+from services.common.model_config import ModelConfig, load_model_config
 
 MAX_SIZE = 2**24  # of anything that a config counts
 
@@ -119,6 +120,14 @@ class TextEncoderConfig:
     @property
     def embedding_size(self) -> int:
         return self.hidden_size
+
+
+def read_served_config(path: Path, num_layers: int | None = None) -> ModelConfig | TextEncoderConfig:
+    """The shape of any model that is served, a decoder or an encoder, by `path`/config.json.
+
+    `num_layers` keeps only so many first layers. Raises `ModelError`.
+    """
+    return read_encoder_config(path, num_layers) if is_encoder(path) else load_model_config(path, num_layers)
 
 
 def read_encoder_config(path: Path, num_layers: int | None = None) -> TextEncoderConfig:

@@ -35,7 +35,6 @@ from services.dense_worker.model.gated.recurrence_weights import recurrence_name
 from services.dense_worker.model.head import Head
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.relative_bias import relative_bias_names
-from services.dense_worker.model.unstack import unstack_experts
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.parameters import (
     Loaded,
@@ -80,7 +79,7 @@ def load_weights(
     names = names_of(config)
     head = f"{names.head}.weight"
     with open_checkpoint(path, names.canonical) as checkpoint:
-        unstack_experts(checkpoint, config)
+        _unstack_experts(checkpoint, config)
         weights = empty_weights(config, dtype, device, empty, rank)
         destinations = list(_destinations(weights))
         whole = empty_weights(config, dtype, torch.device("meta")) if rank.is_stage else weights
@@ -321,3 +320,35 @@ def places(parameter: Parameter) -> Iterator[tuple[Source, torch.Tensor]]:
     """What a checkpoint fills of a parameter: each source, and a view of its rows."""
     views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
     yield from zip(parameter.sources, views, strict=True)
+
+
+def _unstack_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Gives the parts of stacked experts the names of single ones, in families whose files have either form.
+
+    A stack has gates and ups in one tensor, [num_experts, 2 * size, hidden], and downs in another. Raises ModelError
+    for a stack of another shape, or a quantized one.
+    """
+    page, experts = names_of(config), config.parts.experts
+    names = page.of_experts
+    if experts is None or not names.stacked_gate_up:
+        return
+    count, size, hidden = experts.num_experts, experts.intermediate_size, config.hidden_size
+    for layer in experts.layers:
+        module = f"{page.layers}.{layer}.{names.experts}"
+        stacks = {
+            names.stacked_gate_up: {names.gate: slice(0, size), names.up: slice(size, 2 * size)},
+            names.stacked_down: {names.down: slice(0, hidden)},
+        }
+        for stacked, rows_of in stacks.items():
+            name = f"{module}.{stacked}"
+            if name in checkpoint:
+                shape = (count, 2 * size, hidden) if stacked == names.stacked_gate_up else (count, hidden, size)
+                checkpoint.check(name, FLOATS, (shape,))
+                checkpoint.split(
+                    name,
+                    {
+                        f"{module}.{expert}.{own}.weight": (expert, rows)
+                        for expert in range(count)
+                        for own, rows in rows_of.items()
+                    },
+                )

@@ -146,11 +146,11 @@ class QwenVisionTower:
         return self.config.hidden_size // self.config.num_heads
 
 
-def axial_angles(positions: torch.Tensor, head_dim: int, theta: float = _ROPE_THETA) -> torch.Tensor:
+def axial_angles(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
     """positions int64 [n, 2], rows and columns -> float32 [n, head_dim / 2]: half of the angles by row, half by column.
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    return (positions[..., None].float() / theta**exponents).flatten(-2)
+    return (positions[..., None].float() / _ROPE_THETA**exponents).flatten(-2)
 
 
 def _interpolate(size: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,7 +84,7 @@ class LinearChoice:
         )
 
 
-def time_in_graph_us(run: Callable[[], object], num_replays: int = _NUM_REPLAYS) -> float:
+def time_in_graph_us(run: Callable[[], object]) -> float:
     """Median microseconds of the work that `run` enqueues, captured in a CUDA graph. Waits for the device."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -95,7 +95,7 @@ def time_in_graph_us(run: Callable[[], object], num_replays: int = _NUM_REPLAYS)
         with torch.cuda.graph(graph, stream=stream):
             run()
         graph.replay()
-        for _ in range(num_replays):
+        for _ in range(_NUM_REPLAYS):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

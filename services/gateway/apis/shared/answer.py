@@ -218,9 +218,9 @@ def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
     return b"".join([_start(each, has_names) + _json(each) + b"\n\n" for each in objects])
 
 
-async def send_pieces(send: Send, pieces: AsyncIterator[bytes], media_type: bytes = b"application/json") -> None:
+async def send_pieces(send: Send, pieces: AsyncIterator[bytes]) -> None:
     """Sends a whole answer while it is made: the client reads it in chunks, and only the next one is in memory."""
-    headers = [(b"content-type", media_type)]
+    headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     async for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
