@@ -1,9 +1,10 @@
 """Host time of a step, by batch: scheduler, plan, codec, KV cache, runner and report. Needs no GPU and no model.
 
     python bench/steps.py --batch 1 64 512 --clients 1 8
+    python bench/steps.py --calls
 
 Every sequence decodes one token per step, and steps are planned one ahead. The backend does nothing, so the device's
-work is not included.
+work is not included. `--calls` counts calls instead of time: the same numbers on a busy machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -50,10 +51,12 @@ TOKEN = 7
 
 
 class Steps:
-    """An engine, a KV cache and a servicer with one gateway's stream, joined by hand; `times` has seconds by part."""
+    """An engine, a KV cache and a servicer with one gateway's stream, joined by hand; `times` has µs by part."""
 
-    def __init__(self, batch: int, num_clients: int) -> None:
+    def __init__(self, batch: int, num_clients: int, *, counts_calls: bool = False) -> None:
+        """`counts_calls`: `times` has calls of functions instead, of Python and of C."""
         self.batch = batch
+        self._measure = count_calls if counts_calls else measure_time
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
         self.cache = build_cache(batch * 300, BLOCK_SIZE, PROMPT_LEN + MAX_TOKENS)
         limits = SchedulerLimits(batch, batch + PROMPT_LEN, PROMPT_LEN + MAX_TOKENS, 64 * batch, "guaranteed_no_evict")
@@ -88,9 +91,8 @@ class Steps:
         self.report = report
 
     def timed(self, part: str, function: Callable[..., Any], *arguments: object) -> Any:
-        start = time.perf_counter()
-        result = function(*arguments)
-        self.times[part].append(time.perf_counter() - start)
+        result, value = self._measure(function, *arguments)
+        self.times[part].append(value)
         return result
 
     def run_step(self) -> bool:
@@ -126,16 +128,40 @@ class Steps:
             self.outbox.get_nowait().SerializeToString()
 
 
-def measure(batch: int, num_clients: int, num_steps: int) -> dict[str, float]:
-    """Median microseconds of each part of a decode step of `batch` sequences."""
-    steps, num_decodes = Steps(batch, num_clients), 0
+def measure_time(function: Callable[..., Any], *arguments: object) -> tuple[Any, float]:
+    """The function's result, and how many microseconds it took."""
+    start = time.perf_counter()
+    result = function(*arguments)
+    return result, 1e6 * (time.perf_counter() - start)
+
+
+def count_calls(function: Callable[..., Any], *arguments: object) -> tuple[Any, float]:
+    """The function's result, and how many functions were called, itself included."""
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        result = function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return result, num_calls - 1  # without the call that ends the count
+
+
+def measure(batch: int, num_clients: int, num_steps: int, *, counts_calls: bool = False) -> dict[str, float]:
+    """What each part of a decode step of `batch` sequences takes: median microseconds, or the mean number of calls."""
+    steps, num_decodes = Steps(batch, num_clients, counts_calls=counts_calls), 0
     while num_decodes < WARM_UP + num_steps:
         is_decode = steps.run_step()
         num_decodes += is_decode
         if not is_decode or num_decodes <= WARM_UP:
             for values in steps.times.values():
                 values.clear()
-    return {part: 1e6 * statistics.median(values) for part, values in steps.times.items()}
+    average = statistics.mean if counts_calls else statistics.median  # calls differ by whether a block is full
+    return {part: average(values) for part, values in steps.times.items()}
 
 
 def main() -> None:
@@ -143,14 +169,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 512], help="sequences in a step")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="clients that they belong to")
     parser.add_argument("--num-steps", type=int, default=200, help="number of steps; the median counts")
+    parser.add_argument("--calls", action="store_true", help="count calls of functions, not time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sums = {"engine": ENGINE, "loop": LOOP, "sum": PARTS}
     columns = (*PARTS, *sums)
-    print(f"{'microseconds':>14}{'clients':>9}" + "".join(f"{name:>12}" for name in columns))
+    unit = "calls" if options.calls else "microseconds"
+    print(f"{unit:>14}{'clients':>9}" + "".join(f"{name:>12}" for name in columns))
     for batch in options.batch:
         for num_clients in options.clients:
-            found = measure(batch, num_clients, options.num_steps)
+            found = measure(batch, num_clients, options.num_steps, counts_calls=options.calls)
             found |= {name: sum(found[part] for part in parts) for name, parts in sums.items()}
             print(f"{batch:>14}{num_clients:>9}" + "".join(f"{found[name]:>12.0f}" for name in columns))
 
