@@ -71,6 +71,11 @@ class Turns:
         if turn in (lane := self._lanes.get(turn.channel, deque())):
             lane.remove(turn)
 
+    def clear(self) -> None:
+        """Forgets all steps."""
+        self._lanes.clear()
+        self._idle_since_s = None
+
     @property
     def has_any(self) -> bool:
         """Whether a step is not done."""

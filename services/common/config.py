@@ -234,6 +234,9 @@ class SchedulerSection(Section):
 
     max_num_seqs: Count = 64  # maximum number of sequences in one step
     max_num_batched_tokens: Count = 512  # maximum number of tokens in one step
+    # micro-batches in flight. 2: while one half of the sequences is in its attention stroke, the other half is in its
+    # dense stroke; for workers on different GPUs or different CPU cores (docs/several-gpus.md)
+    num_lanes: Annotated[int, Field(ge=1, le=MAX_LANES)] = 1
     # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get, or for those that it
     # keeps at a time if all layers have windows. max_utilization: a sequence starts when there are blocks for the
     # tokens it has; when blocks run out, the last sequence gives up its blocks and is computed again later

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 import torch
 
+from services.channel.turns import Turns
 from services.common.attention.learned import Learned
 from services.common.config import Config, ModelSection, SchedulerSection
 from services.common.errors import ConfigError, ModelError
@@ -22,6 +24,7 @@ from services.common.model_config import ModelConfig
 from services.common.rank import ALONE, Rank, seam_config
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.several_attention_workers import check_attention_workers
+from services.common.several_lanes import check_lanes
 from services.common.several_ranks import check_ranks
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
@@ -38,6 +41,8 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
+from services.dense_worker.lanes.lane_runners import LaneRunners
+from services.dense_worker.lanes.turn_model_runner import TurnModelRunner
 from services.dense_worker.model.attention_sinks import load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.gated.recurrence_weights import (
@@ -71,7 +76,7 @@ class LoadedModel:
     resolved: ResolvedModel
     weights_hash: str
     backend: str  # its name
-    runner: ModelRunner
+    runner: ModelRunner | LaneRunners
     features: tuple[Feature, ...]  # of the runner
     drafter: Drafter | None  # None: speculation is off
     kv_cache_dtype: KVCacheFormat
@@ -109,6 +114,7 @@ def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
     model = replace(resolve_model(config.model, config.dense.device, config.attention), rank=rank)
     check_ranks(config, model.config)
     check_attention_workers(config, model.config)
+    check_lanes(config, model.config)
     speculation = config.scheduler.speculation
     if speculation != "off" and model.config.recurrent_layers:
         raise ConfigError(
@@ -206,12 +212,14 @@ class PreparedModel:
             features = make_features(
                 config, model, selected.backend, lora, self.grammars, table, weights.encoder, self.images
             )
-            editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
-            logits_dtype = selected.backend.logits_dtype
-            sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device, editors, logits_dtype)
+            sampler = _make_sampler(config, model, selected, features)
             drafter = make_drafter and make_drafter(weights, sampler)
             on_device = drafter and drafter.on_device
-            runner = _build_runner(config, model, selected, sampler, features, on_device, takes_over)
+            if scheduler.num_lanes == 1:
+                runner = _build_runner(config, model, selected, sampler, features, on_device, takes_over)
+            else:
+                backends = [selected, *(self.backend.load(weights, lora) for _ in range(1, scheduler.num_lanes))]
+                runner = _build_lanes(config, model, backends, features, takes_over)
         experts = make_expert_loads(weights)
         return LoadedModel(
             model,
@@ -328,6 +336,34 @@ def load_model_weights(
 
     with naming_what_needs_memory("the weights"):
         return load(None) if held is None else held.get(load)
+
+
+def _make_sampler(
+    config: Config, model: ResolvedModel, selected: SelectedBackend, features: tuple[Feature, ...]
+) -> Sampler:
+    editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
+    logits_dtype = selected.backend.logits_dtype
+    return Sampler(config.scheduler.max_num_seqs, model.config.vocab_size, model.device, editors, logits_dtype)
+
+
+def _build_lanes(
+    config: Config,
+    model: ResolvedModel,
+    backends: SequenceOf[SelectedBackend],
+    features: tuple[Feature, ...],
+    takes_over: bool,
+) -> LaneRunners:
+    """backends: one for each lane"""
+    parts = [(each, _make_sampler(config, model, each, features)) for each in backends]
+    if model.device.type != "cpu":
+        return LaneRunners([_build_runner(config, model, *each, features, None, takes_over) for each in parts])
+    num_layers, turns = len(model.rank.layers(model.config.num_layers)), Turns()
+    return LaneRunners(
+        [
+            TurnModelRunner(turns, each.backend, sampler, num_layers, config.scheduler.max_num_seqs, features)
+            for each, sampler in parts
+        ]
+    )
 
 
 def _build_runner(

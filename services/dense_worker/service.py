@@ -194,7 +194,7 @@ class DenseWorker:
             observers=observers,
             drafting=drafting,
             features=model.features,
-            forks=make_fork_policy(model.resolved.config),
+            forks=make_fork_policy(model.resolved.config, config.scheduler.num_lanes),
             placement=SpreadPlacement() if config.attention.addresses else OnlyPlacement(),
         )
         self._metrics.watch(lambda: engine.counts)
@@ -277,6 +277,7 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
         kv_cache_dtype=model.kv_cache_dtype,
         learned=model.learned.of_part(layers, heads),
         is_deterministic=config.dense.deterministic,
+        num_lanes=scheduler.num_lanes,
     )
 
 

@@ -347,16 +347,17 @@ def _gpu_standbys(config: Config, section: str) -> Iterator[Need]:
 
 
 def _workspaces(config: Config, *, rank: int, num_parts: int) -> Need:
-    """The buffers of the largest step in a rank's dense worker: logits, and what lives within a layer.
+    """The buffers of the largest step of each lane in a rank's dense worker: logits, and what lives within a layer.
 
     Logits are those of the first rank, and the activations of an MLP are cut into `num_parts`.
     """
     raw, scheduler = _text_config(config.model.path), config.scheduler
     width = _size(raw, "hidden_size") + 2 * _size(raw, "intermediate_size") // num_parts
     item_bytes = _ITEM_BYTES.get(config.model.dtype, 2)
-    token_bytes = width * item_bytes
+    token_bytes = width * item_bytes * scheduler.num_lanes
     # As the model gives them, and as they are edited.
     logits = scheduler.max_num_seqs * _size(raw, "vocab_size") * (item_bytes + _ITEM_BYTES["float32"])
+    logits *= scheduler.num_lanes
     num_bytes = (logits if rank == 0 else 0) + scheduler.max_num_batched_tokens * token_bytes
 
     def mend(excess: int) -> str | None:
@@ -397,8 +398,9 @@ def _graphs(config: Config, section: str) -> Iterator[Need]:
     sizes = batch_buckets(scheduler.max_num_seqs) + chunk_buckets(scheduler.max_num_batched_tokens)
     if section == "dense":
         sizes = token_buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    num_bytes = len(sizes) * _num_layers(config) * GRAPH_LAYER_BYTES[section]
-    what = f"{len(sizes)} CUDA graphs of the {section} worker"
+    num_graphs = len(sizes) * scheduler.num_lanes
+    num_bytes = num_graphs * _num_layers(config) * GRAPH_LAYER_BYTES[section]
+    what = f"{num_graphs} CUDA graphs of the {section} worker"
     yield Need(what, num_bytes, lambda excess: f"{section}.captures_lazily to true" if num_bytes >= excess else None)
 
 
@@ -412,7 +414,7 @@ def _region(config: Config) -> Need:
         token_bytes = is_usual * 2 * (heads + int(raw.get("num_key_value_heads") or heads)) * head_dim
     except (LookupError, TypeError, ValueError, ArithmeticError):
         token_bytes = 0
-    token_bytes *= _ITEM_BYTES.get(config.model.dtype, 4)
+    token_bytes *= _ITEM_BYTES.get(config.model.dtype, 4) * config.scheduler.num_lanes
 
     def mend(excess: int) -> str | None:
         fitting = most - -(-excess // token_bytes) if token_bytes else 0

@@ -78,6 +78,7 @@ class AttachOptions:
     kv_cache_dtype: KVCacheFormat = "model"
     learned: Learned = field(default_factory=Learned)
     is_deterministic: bool = False  # the config's `dense.deterministic`
+    num_lanes: int = 1  # the config's `scheduler.num_lanes`
 
 
 class AttentionClient:
@@ -233,6 +234,7 @@ def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
         gpu=gpu_uuid(options.device),
         kv_cache_dtype=options.kv_cache_dtype,
         deterministic=options.is_deterministic,
+        num_lanes=options.num_lanes,
     )
     request.MergeFrom(encode_learned(options.learned))
     return request

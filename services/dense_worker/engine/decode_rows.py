@@ -87,7 +87,7 @@ class DecodeRows:
         self._in_order: list[Sequence] = []  # their sequences
         self._stop_counts = Counter[int]()  # how many rows a token ends
         self._free_slots: list[int] = []
-        self._counts = np.zeros((8, 0), np.int64)
+        self._counts = np.zeros((9, 0), np.int64)
         self.seq_ids, self.sequences, self._outputs = np.zeros(0, np.uint64), *np.empty((2, 0), object)
         self._add_slots(_INITIAL_NUM_SLOTS)
         self._planned = self._look_up(self._order)  # all rows, as of the version that it names
@@ -114,6 +114,7 @@ class DecodeRows:
             sequence.num_reserved_blocks,
             sequence.stream,
             sequence.cache_id,
+            sequence.lane,
         )
         sequence.counts = RowCounts(self, slot)
         index = bisect.bisect(self._in_order, sequence.order, key=_order)
@@ -160,6 +161,10 @@ class DecodeRows:
             [cache_id] = cache_ids
             return [(cache_id, slots)]
         return [(cache_id, slots[self.cache_ids[slots] == cache_id]) for cache_id in cache_ids]
+
+    def of_lane(self, slots: np.ndarray, lane: int, num_lanes: int) -> np.ndarray:
+        """Those of these rows that are in one of the lanes: int64 [num_rows]."""
+        return slots if num_lanes == 1 else slots[self.lanes[slots] == lane]
 
     def grow(self, slots_by_cache: Iterable[tuple[int, np.ndarray]], ledgers: Mapping[int, BlockLedger]) -> None:
         """Takes a block for each of these rows, the reserved ones first. The ledgers, by cache_id, have as many."""
@@ -223,7 +228,7 @@ class DecodeRows:
         self._free_slots.extend(reversed(range(num_old, num_old + num_new)))
         self._counts = np.pad(self._counts, ((0, 0), (0, num_new)))
         self.serials, self.num_computed, self.num_known, self.ends, *rest = self._counts
-        self.num_blocks, self.num_reserved, self.streams, self.cache_ids = rest
+        self.num_blocks, self.num_reserved, self.streams, self.cache_ids, self.lanes = rest
         self.seq_ids = np.concatenate([self.seq_ids, np.zeros(num_new, np.uint64)])
         self.sequences, self._outputs = (
             np.concatenate([column, np.empty(num_new, object)]) for column in (self.sequences, self._outputs)

@@ -181,21 +181,13 @@ class Engine:
         return 0.0 if session is not None and self._step(session) else _IDLE_POLL_S
 
     def _step(self, session: Session) -> bool:
-        """Publishes the next plan and completes the oldest step. Returns whether there was any work."""
+        """Publishes the next plans and completes the oldest step. Returns whether there was any work."""
         step = next(iter(session.in_flight), None)
         try:
             self._admit(session)
-            has_waited = False
-            if step is not None and self._is_long(session, step):
-                self._run_most(step)
-                self._make_calls(session)
-            elif step is not None:
-                has_waited = self._await_calls(session, step)
-            published = self._schedule(session)
-            if published is not None:
-                self._publish(session, published)
-                if step is not None:
-                    self._timing.note(was_late=has_waited and step.running.is_done())
+            has_begun = self._begin_idle_lanes(session)
+            if step is not None:
+                self._plan_ahead(session, step)
             self._publish_openings(session)
             if step is not None:
                 result = self._collect(session, step)
@@ -206,7 +198,20 @@ class Engine:
             return True
         if session.is_leaving and not session.in_flight:
             self._give_up(session, AttachmentEnd("another dense worker takes over", is_crash=False))
-        return published is not None or step is not None
+        return has_begun or step is not None
+
+    def _plan_ahead(self, session: Session, step: InFlight) -> None:
+        """Publishes the plan after a running step of the same lane, as late as the attention worker has it in time."""
+        assert step.running is not None, "a step is launched before it is collected"
+        has_waited = False
+        if self._is_long(session, step):
+            self._run_most(step)
+            self._make_calls(session)
+        else:
+            has_waited = self._await_calls(session, step)
+        if (published := self._schedule(session, step.published.plan.lane)) is not None:
+            self._publish(session, published)
+            self._timing.note(was_late=has_waited and step.running.is_done())
 
     def _is_long(self, session: Session, step: InFlight) -> bool:
         """Whether a step takes so long that the next plan is published near its end, and not before it runs."""
@@ -251,7 +256,7 @@ class Engine:
         assert step.running is not None, "a step is launched before it is collected"
         if step.running.runs_when_collected:
             return False
-        begin_s = max(session.last_end_s, step.launch_start_s)
+        begin_s = max(session.lanes[step.published.plan.lane].last_end_s, step.launch_start_s)
         leaves_s, has_waited = self._timing.leaves_at(step.published.plan.num_tokens, begin_s), False
         while (left_s := leaves_s - time.monotonic()) > 0.0 and not step.running.is_done():
             has_waited = True
@@ -260,13 +265,26 @@ class Engine:
                 self._admit(session)
         return has_waited
 
-    def _schedule(self, session: Session) -> PublishedPlan | None:
-        """The next plan; None if there is none yet."""
+    def _begin_idle_lanes(self, session: Session) -> bool:
+        """Publishes a plan for each lane in which no step is under way. Returns whether there was any."""
+        if (move := session.dealer.end_move(session.rows)) is not None:
+            sequence, lane = move
+            self._runner.move(sequence.describe_to_runner(), lane)
+        session.dealer.begin_move(session.rows)
+        has_begun, busy = False, {step.published.plan.lane for step in session.in_flight}
+        for lane in range(len(session.lanes)):
+            if lane not in busy and (published := self._schedule(session, lane)) is not None:
+                self._publish(session, published)
+                has_begun = True
+        return has_begun
+
+    def _schedule(self, session: Session, lane: int) -> PublishedPlan | None:
+        """The next plan of a lane; None if there is none yet."""
         if session.is_leaving:
             return None
         if session.in_flight and self._scheduler.waits_for(session.in_flight[-1]):
             return None
-        return self._scheduler.schedule()
+        return self._scheduler.schedule(lane)
 
     def _publish(self, session: Session, published: PublishedPlan) -> None:
         """Sends the plan to the attention worker and launches the step on the channel of its lane."""

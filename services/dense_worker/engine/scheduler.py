@@ -323,23 +323,28 @@ class Scheduler:
             self._residency.close(sequence)
         else:
             self._residency.enter(sequence)
+            opening.state.lane = sequence.lane
             for feature in sequence.features:
                 feature.opened(sequence, answer)
         return None
 
-    def schedule(self) -> PublishedPlan | None:
-        """Plans the next step; None if there is no work. A plan without entries only closes sequences."""
-        session, step = self.session, self._planner.plan_step(self._suspects.active())
-        if step is None or not (step.has_entries or session.to_close or session.dead_rows):
+    def schedule(self, lane: int = 0) -> PublishedPlan | None:
+        """Plans the next step of a lane; None if there is no work. A plan without entries only closes sequences."""
+        session, suspect = self.session, self._suspects.active()
+        if suspect is not None and any([step.published.plan.lane != lane for step in session.in_flight]):
+            return None  # no step of another lane runs beside its own
+        step, of_lane = self._planners[lane].plan_step(suspect), session.lanes[lane]
+        if step is None or not (step.has_entries or of_lane.to_close or of_lane.dead_rows):
             return None
         plan = StepPlan(
             self._next_step_id,
             step.all_entries(),
-            (*session.to_close, *session.dead_rows),
+            (*of_lane.to_close, *of_lane.dead_rows),
             session.take_sampled(),
             tuple(step.forks),
             session.take_openings(),
             tuple(step.forced),
+            lane,
             evicts_blocks=step.evicts_blocks,
             extra_rows=tuple(step.extra_rows),
         )
@@ -482,7 +487,7 @@ class Scheduler:
         if advanced.is_done:
             self._finish(sequence)
         else:
-            self.session.dead_rows += advanced.dead_seq_ids
+            self.session.lanes[sequence.lane].dead_rows += advanced.dead_seq_ids
         finish_reason = FinishReason.STOP if advanced.is_done else None
         return SequenceOutput(sequence, (), finish_reason, report=advanced.report)
 
@@ -507,7 +512,8 @@ class Scheduler:
             is_guaranteed=limits.policy == "guaranteed_no_evict",
         )
         self._moves = Moves(session, self._admission, self._residency)
-        self._planner = StepPlanner(session, self._waiting, limits, self._drafting, self._forks, self._residency)
+        parts = (session, self._waiting, limits, self._drafting, self._forks, self._residency)
+        self._planners = [StepPlanner(*parts, lane) for lane in range(len(session.lanes))]
         # Whether plain sequences have rows: not where each is looked at in each step.
         self._has_rows = not self._drafting.looks_at_each and session.ledger.sliding_window.window is None
 

@@ -67,6 +67,7 @@ class Sequence:
     counts: SequenceCounts = field(default_factory=SequenceCounts)  # or those of its row of `DecodeRows`
     cache_id: int = 0  # the KV cache, of several attention workers', in which it is or was, or will be opened
     leaves_cache_id: int | None = None  # the one that it has left, which may have its blocks to copy, until it runs
+    lane: int = 0  # in which it runs, or ran last
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
     num_evicted_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
     num_opened_tokens: int = 0  # that were in the cache when it was opened
@@ -227,6 +228,7 @@ class Sequence:
             num_logprobs=self.spec.num_logprobs if self.policy is None else self.policy.num_logprobs,
             has_forced_tokens=self.policy is not None,
             features=tuple([each.at_opening() for each in self.features]),
+            lane=self.lane,
         )
 
     def _token_ids_before_fork(self) -> list[int]:

@@ -15,6 +15,7 @@ from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
+from services.dense_worker.engine.lanes import Lane, LaneDealer
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.waiting_queue import insert, remove
 from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenColumns
@@ -122,8 +123,7 @@ class Session:
         self.published: dict[int, PublishedPlan] = {}  # by step_id
         self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
         self.num_completed = 0  # number of completed steps
-        self.last_end_s = 0.0  # end of the last completed step, on the monotonic clock
-        self.last_step_s = 0.0  # how long that step took
+        self.last_step_s = 0.0  # how long the last completed step took
         self.is_leaving = False  # ends when no step is in flight; no new step begins
         self.has_ended = False
         self.num_errors = Counter[tuple[int, int]]()  # errors in the answers so far, by lane and cache_id
@@ -134,26 +134,30 @@ class Session:
         self.orphan_caches: dict[int, int] = {}  # the cache_ids of those that are not in the first KV cache
         self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.orphaned_blocks else None
 
-        self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead rows
-        self.dead_rows: list[int] = []  # seq_ids of rows that the next plan closes; their sequence goes on
+        self.lanes = tuple(Lane() for _ in attachment.channels or (0,))
+        self.dealer = LaneDealer(len(self.lanes))
         self.closing: set[int] = set()  # seq_ids that cannot be opened before the attention worker has closed them
         self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out; without dead rows
         self.num_burying_plans = 0  # the same for those that close dead rows
         self.sampled: list[TokenColumns] = []  # tokens for the next plan, in order
         self.draining: set[int] = set()  # cache_ids whose sequences move to others
-        self.short_caches: set[int] = set()  # where a running sequence could not grow: admit nobody
         for cache in attachment.others:
             self.add_cache(cache)
 
     @property
     def awaits_blocks(self) -> bool:
         """Whether blocks are about to come back, so that nobody has to give up any before that."""
-        return bool(self.num_freeing_plans or self.to_close)
+        return bool(self.num_freeing_plans or any([lane.to_close for lane in self.lanes]))
 
     @property
     def awaits_dead_rows(self) -> bool:
         """Whether dead rows are being closed. Their sequences need about as many blocks again, others get none."""
-        return bool(self.num_burying_plans or self.dead_rows)
+        return bool(self.num_burying_plans or any([lane.dead_rows for lane in self.lanes]))
+
+    @property
+    def short_caches(self) -> set[int]:
+        """The cache_ids of those in which a running sequence could not grow: admit nobody."""
+        return set().union(*[lane.short_caches for lane in self.lanes])
 
     def add_cache(self, cache: AttachedCache) -> None:
         """A further attention worker has sequences from now on."""
@@ -169,7 +173,8 @@ class Session:
         """An attention worker is gone, and so is what it had. No sequence is there any more."""
         del self.ledgers[cache_id]
         self.ledger = self._largest_ledger()
-        self.short_caches.discard(cache_id)
+        for lane in self.lanes:
+            lane.short_caches.discard(cache_id)
         self.draining.discard(cache_id)
         for seq_id in [each for each in self.orphaned_blocks if self.cache_of_orphan(each) == cache_id]:
             del self.orphaned_blocks[seq_id]
@@ -209,16 +214,18 @@ class Session:
     def complete(self, step: InFlight, now_s: float) -> None:
         """Notes that the oldest step in flight has ended."""
         assert self.in_flight[0] is step, "steps are completed in the order of their plans"
-        step.begin_s, step.end_s = max(self.last_end_s, step.launch_start_s), now_s
-        step.gap_s = step.begin_s - self.last_end_s
+        lane = self.lanes[step.published.plan.lane]
+        step.begin_s, step.end_s = max(lane.last_end_s, step.launch_start_s), now_s
+        step.gap_s = step.begin_s - lane.last_end_s
         self.in_flight = self.in_flight[1:]
         self.num_completed += 1
-        self.last_end_s = now_s
+        lane.last_end_s = now_s
         self.last_step_s = now_s - step.begin_s
 
     def add(self, sequence: Sequence) -> None:
         """A sequence runs from now on."""
         self.request_ids[sequence.seq_id] = sequence.spec.request_id
+        self.dealer.enter(sequence)
         insert(self.running, sequence)
         insert(self.others, sequence)
         self.num_running_rows += sequence.num_rows
@@ -229,6 +236,7 @@ class Session:
         """A running sequence runs no more."""
         if sequence.slot is not None:
             self.leave_row(sequence)
+        self.dealer.leave(sequence)
         remove(self.running, sequence)
         remove(self.others, sequence)
         self.num_running_rows -= sequence.num_rows
@@ -281,13 +289,14 @@ class Session:
 
     def publish(self, plan: StepPlan, decodes: Decodes, entries: Iterable[PlannedEntry]) -> PublishedPlan:
         """Notes a plan with all that the session had for the next one."""
-        frees_blocks = plan.evicts_blocks or bool(self.to_close)
-        published = PublishedPlan(plan, decodes, tuple(entries), bool(self.dead_rows), frees_blocks)
+        lane = self.lanes[plan.lane]
+        frees_blocks = plan.evicts_blocks or bool(lane.to_close)
+        published = PublishedPlan(plan, decodes, tuple(entries), bool(lane.dead_rows), frees_blocks)
         self.published[plan.step_id] = published
         self.num_freeing_plans += published.frees_blocks
         self.num_burying_plans += published.closes_rows
-        self.to_close.clear()
-        self.dead_rows.clear()
+        lane.to_close.clear()
+        lane.dead_rows.clear()
         return published
 
     def accept(self, answer: PlanAccepted) -> PublishedPlan:
@@ -345,16 +354,16 @@ class Session:
         sequence.num_reserved_blocks = 0
 
     def close(self, sequence: Sequence) -> None:
-        """A running sequence leaves the cache with the next plan, and so do all its rows."""
+        """A running sequence leaves the cache with the next plan of its lane, and so do all its rows."""
         self.release_reservation(sequence)
         self.to_fork.pop(sequence, None)
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
-        self._close_ids({sequence.seq_id, *sequence.open_seq_ids})
+        self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
 
-    def _close_ids(self, seq_ids: Iterable[int]) -> None:
+    def _close_ids(self, seq_ids: Iterable[int], lane: int) -> None:
         for seq_id in seq_ids:
-            self.to_close.append(seq_id)
+            self.lanes[lane].to_close.append(seq_id)
             self.closing.add(seq_id)
 
     def close_orphaned(self, seq_ids: Iterable[int]) -> None:
@@ -362,4 +371,4 @@ class Session:
         seq_ids = list(seq_ids)
         for seq_id in seq_ids:
             del self.orphaned_blocks[seq_id]
-        self._close_ids(seq_ids)
+        self._close_ids(seq_ids, lane=0)

@@ -75,9 +75,13 @@ def make_features(
     )
 
 
-def make_fork_policy(model: ModelConfig) -> ForkPolicy:
-    """Which sequences of a model are forked. With recurrent layers none: prompts have no states before their end."""
-    return NoForks() if model.recurrent_layers else ParallelAnswers()
+def make_fork_policy(model: ModelConfig, num_lanes: int = 1) -> ForkPolicy:
+    """Which sequences of a model are forked.
+
+    With recurrent layers none: prompts have no states before their end. With several lanes neither: answers to one
+    prompt may be in different ones.
+    """
+    return NoForks() if model.recurrent_layers or num_lanes > 1 else ParallelAnswers()
 
 
 def prepare_policy(sequence: Sequence, submit: dense_pb2.Submit, vocab_size: int) -> Awaitable[None] | None:

@@ -97,6 +97,13 @@ class ModelRunner:
         self._batch = None
         self._sequences[sequence.seq_id] = sequence
 
+    def forget(self, seq_id: int) -> None:
+        """A sequence goes on in another lane. No step under way has it."""
+        self._batch = None
+        sequence = self._sequences.pop(seq_id)
+        if sequence.slot is not None:
+            self._release_slot(sequence)
+
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Launches a step on the channel of its lane.
 
@@ -229,6 +236,12 @@ class ModelRunner:
     @torch.inference_mode()
     def run_most(self, step: StepInput, channel: Channel) -> LayerRun:
         """Runs three quarters of the layers. Raises the errors of `Channel.wait`."""
+        layers = self.begin(step, channel)
+        layers.run_most()
+        return layers
+
+    def begin(self, step: StepInput, channel: Channel) -> LayerRun:
+        """Runs a step up to its first wait."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step, channel, len(token_ids), len(step.sampled_rows))
@@ -382,7 +395,7 @@ class LayerRun:
         self._layer = 0  # the attention worker computes it, or will next
 
     def begin(self, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None) -> None:
-        """Runs the first three quarters of the layers; the attention worker computes the next one meanwhile.
+        """Runs the first segment; the attention worker computes the first layer meanwhile.
 
         token_ids: int64 [num_tokens]
         """
@@ -390,9 +403,11 @@ class LayerRun:
         self._channel.begin_layers(self._num_tokens)
         self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], input_embeds))
         self._channel.signal(qkv_flag(self._num_tokens))
+
+    def run_most(self) -> None:
+        """Runs up to three quarters of the layers."""
         while self._layer < self._num_layers * 3 // 4:
-            self._run_layer()
-            self._channel.signal(qkv_flag(self._num_tokens))
+            self.go_on()
 
     def finish(
         self, sampled_rows: torch.Tensor, hidden_out: torch.Tensor | None = None
@@ -404,8 +419,7 @@ class LayerRun:
         states [num_sampled, hidden], if it is given.
         """
         while self._layer + 1 < self._num_layers:
-            self._run_layer()
-            self._channel.signal(qkv_flag(self._num_tokens))
+            self.go_on()
         self._channel.wait(Flag.ATTENTION_READY)
         assert self._residual is not None, "the step has begun"
         if not len(sampled_rows) and not self._backend.always_ends:
@@ -413,7 +427,7 @@ class LayerRun:
         attn_out = self._channel.attn_out[: self._num_tokens]
         return self._backend.last(attn_out, self._residual, sampled_rows, hidden_out), self._residual
 
-    def _run_layer(self) -> None:
+    def go_on(self) -> None:
         """Finishes a layer with its attention, and begins the next one."""
         channel, num_tokens = self._channel, self._num_tokens
         channel.wait(Flag.ATTENTION_READY)
@@ -426,6 +440,7 @@ class LayerRun:
             residual = self._backend.middle(self._layer, attn_out, self._residual, qkv, added)
         self._layer += 1
         self._keep(self._layer, residual)
+        channel.signal(qkv_flag(num_tokens))
 
     def _keep(self, layer: int, residual: torch.Tensor) -> None:
         self._residual = residual

@@ -20,6 +20,7 @@ class RequestState:
     has_forced_tokens: bool = False  # its tokens are those of `StepPlan.forced`, not the sampler's
     slot: int | None = None  # of the sampler, and its row of `BatchRows`; None until it runs
     features: SequenceOf[SequenceFeature] = ()  # what it has that only some sequences have
+    lane: int = 0  # in which its steps run
 
     def fork(self, seq_id: int, position: int) -> RequestState:
         """A sequence with its first tokens, for which the same was asked. It has no slot yet."""

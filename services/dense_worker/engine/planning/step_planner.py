@@ -26,7 +26,7 @@ from services.dense_worker.features.row_policy import RowPolicy
 
 
 class StepPlanner:
-    """Of one attachment.
+    """Of one lane of an attachment.
 
     Sequences that need a single token go first, so that a long prompt cannot stall running streams. Prompts share the
     rest of the step.
@@ -40,8 +40,10 @@ class StepPlanner:
         drafting: Drafting,
         forks: ForkPolicy,
         residency: Residency,
+        lane: int = 0,
     ) -> None:
         self._session = session
+        self._lane = lane
         self._waiting = waiting
         self._limits = limits
         self._drafting = drafting
@@ -55,9 +57,10 @@ class StepPlanner:
         `suspect`: the only sequence that may run now; None: all may
         """
         session = self._session
-        session.short_caches.clear()
+        session.lanes[self._lane].short_caches.clear()
         step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs, session.rows.none)
         rows = session.rows.unfinished() if suspect is None else session.rows.none.positions
+        rows = session.rows.of_lane(rows, self._lane, len(session.lanes))
         decodes, prefills = self._find_others(suspect)
         is_shared = self._waiting.has_several_clients
         if is_shared and session.running:
@@ -89,7 +92,7 @@ class StepPlanner:
         session = self._session
         decodes, prefills = list[Sequence](), list[Prefill]()
         for sequence in session.others:
-            if sequence.num_draft_tokens or sequence in session.to_fork:
+            if sequence.num_draft_tokens or sequence in session.to_fork or sequence.lane != self._lane:
                 continue
             if suspect is not None and sequence is not suspect:
                 continue
@@ -245,7 +248,7 @@ class StepPlanner:
 
     def _give_up_blocks(self, step: PlanBuilder, sequence: Sequence) -> None:
         """A running sequence cannot grow. Unless blocks are about to come back, another one gives up its blocks."""
-        self._session.short_caches.add(sequence.cache_id)
+        self._session.lanes[self._lane].short_caches.add(sequence.cache_id)
         if self._session.awaits_blocks:
             return
         beside = [each for each in self._session.running if each.cache_id == sequence.cache_id]

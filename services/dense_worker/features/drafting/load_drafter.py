@@ -108,9 +108,9 @@ def make_drafting(section: SchedulerSection, config: ModelConfig, drafter: Draft
     """What decides when steps have this drafter's tokens; None: they have only those that grammars force.
 
     config: of the model. With recurrent layers no step has drafts: a death in such a step would need states between
-    them.
+    them. With several lanes neither: a step with drafts cannot be planned before the one before it has ended.
     """
     costs = StepCosts(section.max_num_seqs, section.max_num_batched_tokens)
     if drafter is None:
-        return Drafting() if config.recurrent_layers else ForcedDrafting(costs)
+        return Drafting() if config.recurrent_layers or section.num_lanes > 1 else ForcedDrafting(costs)
     return MeasuredDrafting(drafter, section.num_speculative_tokens, costs)

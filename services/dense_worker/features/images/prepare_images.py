@@ -79,6 +79,8 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (count := getattr(config.dense, key)) > 1:
             return f"dense.{key} is {count}, and only the first of them would have the tower"
+    if config.scheduler.num_lanes > 1:
+        return f"scheduler.num_lanes is {config.scheduler.num_lanes}, and a tower runs on the stream of one lane"
     if config.dense.deterministic:
         return "dense.deterministic is true, and a tower computes pictures of several requests together"
     if model.config.attention.sees_spans and model.device.type != "cpu":

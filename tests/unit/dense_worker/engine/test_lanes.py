@@ -1,4 +1,4 @@
-"""The dense worker uses the channel and the error count of a step's lane. The tests alternate between two lanes."""
+"""The dense worker uses the channel and the error count of a step's lane."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine import engine as engine_module
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.engine import Engine, progress_of
 from services.dense_worker.engine.observer import EngineCounts
-from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason
 from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_report import StepReport
@@ -29,23 +27,12 @@ NUM_LAYERS = 4
 NUM_BLOCKS = 100
 
 
-class AlternatingScheduler(Scheduler):
-    """Plans odd steps for lane 1 and even steps for lane 0."""
-
-    def schedule(self) -> PublishedPlan | None:
-        published = super().schedule()
-        if published is None:
-            return None
-        plan = dataclasses.replace(published.plan, lane=published.plan.step_id % 2)
-        published = self.session.published[plan.step_id] = dataclasses.replace(published, plan=plan)
-        return published
-
-
 class TwoLaneAttention(FakeAttention):
-    """Counts an error in the channel of the step's lane."""
+    """BAD fails in its step number `bad_step`. Counts the error in the channel of the step's lane."""
 
     def __init__(self, bad_step: int) -> None:
-        super().__init__(bad_step)
+        super().__init__(0)
+        self._num_left = bad_step or -1
         self.channels = {
             lane: SimpleNamespace(
                 num_errors=0,
@@ -61,6 +48,9 @@ class TwoLaneAttention(FakeAttention):
 
     def run(self, attachment: Attachment, plan: StepPlan) -> None:
         self.channel = self.channels[plan.lane]
+        self._num_left -= BAD in plan.entries.seq_ids.tolist()
+        if self._num_left == 0 and not self.bad_step:
+            self.bad_step = plan.step_id
         super().run(attachment, plan)
 
 
@@ -70,20 +60,21 @@ class RecordingRunner(FakeRunner):
     def __init__(self) -> None:
         self.attached: list[object] = []
         self.launched: list[tuple[int, object]] = []
+        self.opened: list[tuple[int, int]] = []
 
     def attach(self, channels: Any, ranks: Any) -> None:
         self.attached = list(channels)
+
+    def open(self, new: Any, *more: object) -> None:
+        self.opened.append((new.seq_id, new.lane))
 
     def launch(self, plan: StepPlan, channel: object) -> FakeStep:
         self.launched.append((plan.lane, channel))
         return super().launch(plan, channel)
 
 
-def start_engine(
-    monkeypatch: pytest.MonkeyPatch, attention: TwoLaneAttention, runner: FakeRunner
-) -> tuple[Engine, queue.Queue[StepReport]]:
-    """An engine that is attached to two lanes and plans for them in turn, and the queue of its reports."""
-    monkeypatch.setattr(engine_module, "Scheduler", AlternatingScheduler)
+def start_engine(attention: TwoLaneAttention, runner: FakeRunner) -> tuple[Engine, queue.Queue[StepReport]]:
+    """An engine that is attached to two lanes, and the queue of its reports."""
     reports: queue.Queue[StepReport] = queue.Queue()
     engine = Engine(LIMITS, runner, attention, reports.put, result_timeout_s=TIMEOUT_S)
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
@@ -108,27 +99,25 @@ def run_to_end(engine: Engine, reports: queue.Queue[StepReport], seq_ids: tuple[
     return ends
 
 
-def test_a_step_runs_on_the_channel_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_runs_on_the_channel_of_its_lane() -> None:
     attention, runner = TwoLaneAttention(bad_step=0), RecordingRunner()
-    engine, reports = start_engine(monkeypatch, attention, runner)
-    assert run_to_end(engine, reports, (GOOD,)) == {GOOD: FinishReason.LENGTH}
+    engine, reports = start_engine(attention, runner)
+    assert run_to_end(engine, reports, (GOOD, BAD)) == dict.fromkeys((GOOD, BAD), FinishReason.LENGTH)
     channels = attention.channels
     assert runner.attached == [channels[0], channels[1]]
-    assert [lane for lane, _ in runner.launched[:6]] == [1, 0, 1, 0, 1, 0]
+    assert {lane for lane, _ in runner.launched} == {0, 1}
     assert all(channel is channels[lane] for lane, channel in runner.launched)
+    assert set(runner.opened) == {(GOOD, 0), (BAD, 1)}, "each sequence is in a lane of its own"
 
 
-@pytest.mark.parametrize("bad_step", [1, 2])
-def test_errors_are_counted_for_the_lane_of_their_step(monkeypatch: pytest.MonkeyPatch, bad_step: int) -> None:
+@pytest.mark.parametrize("seq_ids", [(BAD, GOOD), (GOOD, BAD)])
+def test_errors_are_counted_for_the_lane_of_their_step(seq_ids: tuple[int, ...]) -> None:
     """A wrong count would end the attachment: the engine waits until its count equals the channel's."""
-    attention = TwoLaneAttention(bad_step)
-    engine, reports = start_engine(monkeypatch, attention, FakeRunner())
-    ends = run_to_end(engine, reports, (BAD, GOOD))  # the first is in each step, also if the other one comes later
-    assert ends == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
-    assert {lane: channel.num_errors for lane, channel in attention.channels.items()} == {
-        bad_step % 2: 1,
-        1 - bad_step % 2: 0,
-    }
+    attention = TwoLaneAttention(bad_step=3)
+    engine, reports = start_engine(attention, FakeRunner())
+    assert run_to_end(engine, reports, seq_ids) == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
+    bad_lane = seq_ids.index(BAD)
+    assert [attention.channels[lane].num_errors for lane in (0, 1)] == [int(lane == bad_lane) for lane in (0, 1)]
 
 
 def test_progress_comes_from_the_channel_of_the_oldest_steps_lane() -> None:

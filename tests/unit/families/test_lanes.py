@@ -1,0 +1,79 @@
+"""Greedy tokens of two lanes equal Hugging Face's: dense families, experts, windows, shared prefixes, preemption."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.channel.turns import Turns
+from services.common.config import Config
+from tests.support.dense.family_models import make_family_model
+from tests.support.lane_pair import lane_pair
+from tests.support.reference import VOCAB_SIZE, random_prompts, reference_tokens
+
+torch.set_num_threads(1)
+MAX_TOKENS = 24
+
+
+def config_of(path: Path, **scheduler: object) -> Config:
+    attention = {"block_size": 8, "num_blocks": scheduler.pop("num_blocks", 96), "num_threads": 1}
+    sizes = {"num_lanes": 2, "max_num_seqs": 16, "max_num_batched_tokens": 24, **scheduler}
+    sections = {"model": {"path": path}, "dense": {"num_threads": 1}, "attention": attention, "scheduler": sizes}
+    return Config.model_validate(sections)
+
+
+def make(path: Path, variant: str) -> Path:
+    make_family_model(path, variant, vocab_size=VOCAB_SIZE, max_position_embeddings=256)
+    return path
+
+
+@pytest.mark.parametrize("variant", ["smollm3", "mixtral", "gemma2", "deepseek_v2"])
+def test_tokens_of_each_family_equal_hugging_face(tmp_path: Path, variant: str) -> None:
+    path = make(tmp_path, variant)
+    prompts = dict(enumerate(random_prompts(8, longest=60, seed=3), start=1))
+    expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
+    with lane_pair(config_of(path)) as pair:
+        assert pair.generate(prompts, MAX_TOKENS) == expected
+
+
+def test_prompts_that_share_a_prefix_and_sequences_that_are_preempted_keep_their_tokens(tmp_path: Path) -> None:
+    path = make(tmp_path, "smollm3")
+    (prefix,) = random_prompts(1, longest=40, seed=4)
+    tails = random_prompts(12, longest=12, seed=5)
+    prompts = {seq_id: [*prefix, *tail] for seq_id, tail in enumerate(tails, start=1)}
+    expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
+    with lane_pair(config_of(path, policy="max_utilization", num_blocks=36)) as pair:
+        assert pair.generate({1: prompts[1]}, MAX_TOKENS) == {1: expected[1]}
+        del prompts[1], expected[1]
+        assert pair.generate(prompts, MAX_TOKENS) == expected
+        assert pair.engine.counts.num_preemptions > 0
+        assert pair.attention.num_cached_tokens > 0
+
+
+def test_both_workers_compute_a_step_of_one_lane_while_the_other_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread runs layers of one lane between two layers of a step of the other one."""
+    parts: dict[threading.Thread, list[object]] = {}
+    go_on = Turns.go_on
+
+    def recorded(turns: Turns) -> bool:
+        lanes = {channel: lane[0] for channel, lane in turns._lanes.items() if lane}
+        has_run = go_on(turns)
+        if has_run:
+            channel = next(reversed(turns._lanes))  # whose turn was last
+            parts.setdefault(threading.current_thread(), []).append(lanes[channel])
+        return has_run
+
+    monkeypatch.setattr(Turns, "go_on", recorded)
+    path = make(tmp_path, "smollm3")
+    prompts = dict(enumerate(random_prompts(8, longest=20, seed=6), start=1))
+    with lane_pair(config_of(path)) as pair:
+        pair.generate(prompts, MAX_TOKENS)
+    assert len(parts) == 2
+    for turns in parts.values():
+        between = sum(a is c and a is not b for a, b, c in zip(turns, turns[1:], turns[2:], strict=False))
+        assert between > len(turns) / 4, f"{between} of {len(turns)} parts lie between two of another step"
