@@ -96,11 +96,11 @@ def read_recurrences(request: attn_pb2.AttachRequest, config: ModelConfig) -> di
     read = {}
     for weights in request.recurrences:
         sizes, layer = expected[weights.layer], weights.layer
-        for field in ("conv", "conv_bias"):
+        for field in ("conv", "conv_bias", "a_logs"):
             whole, rest = divmod(len(getattr(weights, field)), 4)
             if rest:
                 raise InvalidRequest(f"the dense worker has {whole} weights and {rest} bytes {field} of layer {layer}")
-        for field in ("conv", "conv_bias", "a_log", "dt_bias", "d"):
+        for field in ("conv", "conv_bias", "a_log", "dt_bias", "d", "a_logs"):
             given, number = getattr(weights, field), sizes.num_weights.get(field, 0)
             values = np.frombuffer(given, "<f4") if isinstance(given, bytes) else np.array(given)
             if len(values) != number:
@@ -113,6 +113,11 @@ def read_recurrences(request: attn_pb2.AttachRequest, config: ModelConfig) -> di
                     f"the dense worker's {field} of layer {layer} has {value}, expected finite numbers"
                 )
         read[layer] = RecurrenceWeights(
-            weights.conv, tuple(weights.a_log), tuple(weights.dt_bias), weights.conv_bias, tuple(weights.d)
+            weights.conv,
+            tuple(weights.a_log),
+            tuple(weights.dt_bias),
+            weights.conv_bias,
+            tuple(weights.d),
+            weights.a_logs,
         )
     return read

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from services.common.config import SERVICES, Config
 from services.common.errors import ConfigError
-from services.common.families.shape import ModelConfig
+from services.common.families.shape import ModelConfig, SelectiveScan
 from services.common.rank import Rank
 
 MOST_RANKS = 64
@@ -127,6 +127,8 @@ def _unstaged(model: ModelConfig, count: int) -> str:
             return f"no layer with keys and values in {name} and a KV cache needs one"
         if has_full and all(windows[each] is not None for each in layers):
             return f"no layer without a window in {name} and all stages must keep the same blocks"
+        if isinstance(heads[layers.start].recurrence, SelectiveScan):
+            return f"a layer that begins in the stage before {name} with its convolution"
         for layer in layers:
             if (source := heads[layer].kv_layer) is not None and source not in layers:
                 return f"keys in layer {source} that layer {layer} reads, which is in another stage"

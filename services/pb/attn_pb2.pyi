@@ -41,20 +41,22 @@ class AttachRequest(_message.Message):
     def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., recurrences: _Optional[_Iterable[_Union[RecurrenceWeights, _Mapping]]] = ..., deterministic: _Optional[bool] = ..., relative_bias: _Optional[_Iterable[float]] = ..., num_lanes: _Optional[int] = ...) -> None: ...
 
 class RecurrenceWeights(_message.Message):
-    __slots__ = ("layer", "conv", "a_log", "dt_bias", "conv_bias", "d")
+    __slots__ = ("layer", "conv", "a_log", "dt_bias", "conv_bias", "d", "a_logs")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CONV_FIELD_NUMBER: _ClassVar[int]
     A_LOG_FIELD_NUMBER: _ClassVar[int]
     DT_BIAS_FIELD_NUMBER: _ClassVar[int]
     CONV_BIAS_FIELD_NUMBER: _ClassVar[int]
     D_FIELD_NUMBER: _ClassVar[int]
+    A_LOGS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     conv: bytes
     a_log: _containers.RepeatedScalarFieldContainer[float]
     dt_bias: _containers.RepeatedScalarFieldContainer[float]
     conv_bias: bytes
     d: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, layer: _Optional[int] = ..., conv: _Optional[bytes] = ..., a_log: _Optional[_Iterable[float]] = ..., dt_bias: _Optional[_Iterable[float]] = ..., conv_bias: _Optional[bytes] = ..., d: _Optional[_Iterable[float]] = ...) -> None: ...
+    a_logs: bytes
+    def __init__(self, layer: _Optional[int] = ..., conv: _Optional[bytes] = ..., a_log: _Optional[_Iterable[float]] = ..., dt_bias: _Optional[_Iterable[float]] = ..., conv_bias: _Optional[bytes] = ..., d: _Optional[_Iterable[float]] = ..., a_logs: _Optional[bytes] = ...) -> None: ...
 
 class LaneHandle(_message.Message):
     __slots__ = ("lane", "kind", "handle")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class RecurrenceWeights:
     """Of one layer; its `services.common.families.shape.Recurrence` says what there is, and how many numbers."""
 
-    conv: bytes  # float32, little-endian, [conv_dim, conv_size]; the last column is that of the own token
+    conv: bytes = b""  # float32, little-endian, [conv_dim, conv_size]; the last column is that of the own token
     a_log: tuple[float, ...] = ()  # by head; the decay of a token is exp(-exp(a_log) * softplus(a + dt_bias))
     dt_bias: tuple[float, ...] = ()  # by head
     conv_bias: bytes = b""  # float32, little-endian, [conv_dim]
-    d: tuple[float, ...] = ()  # by head: what the recurrence's input is multiplied by and added to its output
+    d: tuple[float, ...] = ()  # by head or channel: the input times this is added to the recurrence's output
+    a_logs: bytes = b""  # float32, little-endian, [num_channels, state_size]: of a selective scan, in place of `a_log`

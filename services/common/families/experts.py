@@ -260,6 +260,12 @@ def read_granitemoe_swa(fields: ConfigFields) -> ModelConfig:
     return with_granite_experts(fields, config, config.intermediate_size, shared_size or None)
 
 
+def with_experts_in(fields: ConfigFields, config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
+    """Experts as large as an MLP in some layers; their weights do not add up to 1."""
+    size = config.intermediate_size
+    return _with_experts(fields, config, intermediate_size=size, renormalizes=False, layers=layers)
+
+
 def with_granite_experts(
     fields: ConfigFields, config: ModelConfig, intermediate_size: int, shared_intermediate_size: int | None = None
 ) -> ModelConfig:

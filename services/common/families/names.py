@@ -129,6 +129,18 @@ class ShortConvolutionNames:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveScanNames:
+    """Names of the modules and tensors of Mamba 1's recurrence, relative to the layer."""
+
+    mixed: str = "mixer.x_proj"
+    time_steps: str = "mixer.dt_proj"
+    norms: tuple[str, ...] = ()  # of what the time steps are made of, of B and of C, where these have weights
+    a_logs: str = "mixer.A_log"  # a tensor; the next, too
+    d: str = "mixer.D"
+    o: str = "mixer.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """Names of modules. Those of a layer are relative to the layer; the defaults are Llama's."""
 
@@ -157,6 +169,7 @@ class CheckpointNames:
     of_encoder: EncoderNames = EncoderNames()
     of_state_space: StateSpaceNames = StateSpaceNames()
     of_short_convolution: ShortConvolutionNames = ShortConvolutionNames()
+    of_selective_scan: SelectiveScanNames = SelectiveScanNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
     layer_scalar: str = "layer_scalar"  # a tensor
     input_gate: str = "per_layer_input_gate"
@@ -293,6 +306,15 @@ _MIXER = StateSpaceNames(
     o="mixer.out_proj",
 )
 
+_MAMBA = CheckpointNames(
+    base="backbone",
+    embedding="backbone.embeddings",
+    layers="backbone.layers",
+    attention_norm="norm",
+    of_state_space=_MIXER,
+    of_short_convolution=ShortConvolutionNames("mixer.in_proj", "mixer.conv1d.weight", "mixer.conv1d.bias"),
+    final_norm="backbone.norm_f",
+)
 _GRANITE_SHARED = CheckpointNames(
     mlp_in=("shared_mlp.input_linear",),
     down="shared_mlp.output_linear",
@@ -477,13 +499,24 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "hy_v3": CheckpointNames(
         of_experts=ExpertNames(router="mlp.router.gate", router_bias="mlp.expert_bias", shared="mlp.shared_mlp")
     ),
-    "mamba2": CheckpointNames(
-        base="backbone",
-        embedding="backbone.embeddings",
-        layers="backbone.layers",
-        attention_norm="norm",
-        of_state_space=_MIXER,
-        final_norm="backbone.norm_f",
+    "mamba": _MAMBA,
+    "falcon_mamba": _MAMBA,
+    "mamba2": _MAMBA,
+    "jamba": CheckpointNames(
+        mlp_norm="pre_ff_layernorm",
+        mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        of_experts=ExpertNames(router="feed_forward.router", experts="feed_forward.experts"),
+        of_short_convolution=ShortConvolutionNames("mamba.in_proj", "mamba.conv1d.weight", "mamba.conv1d.bias"),
+        of_selective_scan=SelectiveScanNames(
+            mixed="mamba.x_proj",
+            time_steps="mamba.dt_proj",
+            norms=("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm"),
+            a_logs="mamba.A_log",
+            d="mamba.D",
+            o="mamba.out_proj",
+        ),
+        final_norm="model.final_layernorm",
     ),
     "nemotron_h": CheckpointNames(
         base="backbone",

@@ -83,6 +83,7 @@ from services.common.families.llama import (
     read_seed_oss,
     read_smollm3,
 )
+from services.common.families.selective import read_falcon_mamba, read_jamba, read_mamba, translate_mamba
 from services.common.families.shape import ModelConfig
 from services.common.families.without_class import (
     Translate,
@@ -191,6 +192,9 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "cwm": Family("CwmForCausalLM", read_ministral),
     "jais2": Family("Jais2ForCausalLM", read_jais2),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", read_lfm2_moe),
+    "mamba": Family("MambaForCausalLM", read_mamba, translate_mamba),
+    "falcon_mamba": Family("FalconMambaForCausalLM", read_falcon_mamba, translate_mamba),
+    "jamba": Family("JambaForCausalLM", read_jamba),
     "mamba2": Family("Mamba2ForCausalLM", read_mamba2, translate_mamba2),
     "lfm2": Family("Lfm2ForCausalLM", read_lfm2),
     "olmo": Family("OlmoForCausalLM", read_olmo),

@@ -169,6 +169,7 @@ class ShortConvolution:
     conv_dim: int  # channels
     conv_size: int  # tokens that the convolution reads, the own one included
     has_conv_bias: bool
+    is_activated: bool = False  # by SiLU: the first part of a layer of Mamba 1, see `SelectiveScan`
 
     @property
     def value_size(self) -> int:
@@ -191,7 +192,43 @@ class ShortConvolution:
         return {"conv": self.conv_dim * self.conv_size, "conv_bias": self.conv_dim * self.has_conv_bias}
 
 
-Recurrence = GatedDelta | StateSpace | ShortConvolution
+@dataclass(frozen=True, slots=True)
+class SelectiveScan:
+    """A layer without attention: Mamba 1's recurrence with a decaying vector per channel (arXiv:2312.00752, section 3).
+
+    It has no convolution of its own. A layer of Mamba 1 counts as two, the first with a `ShortConvolution`: between
+    them the dense worker makes the time steps, B and C of what the convolution gives.
+    """
+
+    num_channels: int
+    state_size: int  # of B and of C, which all channels share
+    time_step_rank: int  # numbers that a token's time steps are made of, by the dense worker
+    norm_eps: float | None = None  # of norms without weights of these numbers, B and C; None: there are no such norms
+    conv_dim: int = 0  # there are no rows before that it reads
+    conv_size: int = 1
+
+    @property
+    def value_size(self) -> int:
+        """Width of x, and of the recurrence's output."""
+        return self.num_channels
+
+    @property
+    def row_size(self) -> int:
+        """Width of what the attention worker gets: x, B, C, and each channel's time step."""
+        return 2 * (self.num_channels + self.state_size)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The vectors of a sequence."""
+        return self.num_channels, self.state_size
+
+    @property
+    def num_weights(self) -> dict[str, int]:
+        """How many numbers the attention worker gets, by the fields of `RecurrenceWeights`."""
+        return {"a_logs": self.num_channels * self.state_size, "d": self.num_channels}
+
+
+Recurrence = GatedDelta | StateSpace | ShortConvolution | SelectiveScan
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from services.common.families.shape import (
     LayerInputOptions,
     QkNormKind,
     ResidualKind,
+    SelectiveScan,
     ShortConvolution,
     StateSpace,
 )
@@ -50,6 +51,7 @@ from services.dense_worker.model.layer import (
 )
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp, XieluMlp
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.selective.build import build_convolution_stroke
 from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed, UnitRows
 from services.dense_worker.parameters import Conversion, Parameter, Source, StoredLayout, StoredTensor
 
@@ -123,6 +125,8 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     if index in config.parts.key_value_layers:
         names = replace(names, qkv=(*names.qkv[:2], names.qkv[1]))  # the same rows twice
     latent, experts = config.parts.latent, config.parts.experts
+    if isinstance(heads.recurrence, ShortConvolution) and heads.recurrence.is_activated:
+        return build_convolution_stroke(config, allocator, names, layer, heads.recurrence)
     is_gated = config.parts.has_attention_gate or heads.recurrence is not None
     if is_gated:
         norms = build_head_norms(config, allocator, names, layer, heads) if heads.recurrence is None else None
@@ -247,6 +251,8 @@ def build_o(
             name, has_bias = names.of_state_space.o, config.parts.mixer_bias
         case ShortConvolution():
             name, has_bias = names.of_short_convolution.o, config.parts.mixer_bias
+        case SelectiveScan():
+            name, has_bias = names.of_selective_scan.o, config.parts.mixer_bias
     merged = (Projection(f"{layer}.{name}", config.hidden_size, _weight_layout(names)),)
     latent = config.parts.latent
     in_features = heads.attn_size if latent is None else heads.num_heads * latent.value_dim

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.attn_worker.layers.gated_delta.triton_chunks import _run_chunks, _solve_chunks
+from services.attn_worker.layers.state_space.triton_state_space import _run_chunks as _run_state_space_chunks
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -30,27 +31,39 @@ PUBLISHED = {
     "KEY_BLOCK": 128,
     "CHUNK": 64,
 }
+STATE_SPACE = {  # as Codestral Mamba 7B
+    "NUM_HEADS": 128,
+    "HEAD_DIM": 64,
+    "STATE_SIZE": 128,
+    "NUM_GROUPS": 8,
+    "STATE_BLOCK": 128,
+    "HEAD_BLOCK": 32,
+    "CHUNK": 64,
+}
 INTEGERS = ("chunks_ptr", "parts_ptr")
-MODEL_VALUES = ("rows_ptr", "out_ptr")
+MODEL_VALUES = ("rows_ptr", "out_ptr", "qkv_ptr", "convolved_ptr")
+NUMBERS = dict.fromkeys(("least_time_step", "greatest_time_step"), "fp32")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "constants"),
+    ("kernel", "constants", "num_stages"),
     [
-        (_solve_chunks, {"SUBSTITUTED": 16, "NUM_DOUBLINGS": 2}),
-        (_run_chunks, {"VALUE_BLOCK": 32, "PRECISION": "tf32"}),
+        (_solve_chunks, {**PUBLISHED, "SUBSTITUTED": 16, "NUM_DOUBLINGS": 2}, 2),
+        (_run_chunks, {**PUBLISHED, "VALUE_BLOCK": 32, "PRECISION": "tf32"}, 2),
+        (_run_state_space_chunks, {**STATE_SPACE, "PRECISION": "tf32"}, 1),
     ],
-    ids=["systems", "chunks"],
+    ids=["systems", "chunks", "state space"],
 )
-def test_chunks_in_bfloat16_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
-    constants = {**PUBLISHED, **constants}
+def test_chunks_in_bfloat16_stay_in_registers(
+    kernel: Any, constants: dict[str, Any], num_stages: int, tmp_path: Path
+) -> None:
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
     types = {name: "*bf16" if name in MODEL_VALUES else "*i32" if name in INTEGERS else "*fp32" for name in pointers}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    signature = {name: (types | NUMBERS).get(name, "constexpr") for name in kernel.arg_names}
     values = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(kernel, signature, values, aligned)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": num_stages})
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.timeout(400)  # processes start several times, and the 
 MAX_TOKENS = 90
 
 
-# What only they keep or hand over: shared keys and inputs of layers, latent keys, states and their weights. Sinks and
-# windows are in `test_layer_group_survival.py`. In one process all families go on with new weights and with a new cache
-# (`tests/unit/families/test_families.py`); by clusters the others run with --all-families.
-VARIED = ["gemma4-shared", "deepseek_v3", "qwen3_next"]
+# What only they keep or hand over: shared keys and inputs of layers, latent keys, states and their weights, and what is
+# kept between the two parts of a layer of Mamba 1. Sinks and windows are in `test_layer_group_survival.py`. In one
+# process all families go on with new weights and with a new cache (`tests/unit/families/test_families.py`); by clusters
+# the others run with --all-families.
+VARIED = ["gemma4-shared", "deepseek_v3", "qwen3_next", "jamba"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

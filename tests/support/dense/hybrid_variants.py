@@ -47,6 +47,21 @@ HYBRID_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
         },
     ),
+    "mamba": ("mamba", {"state_size": 6, "expand": 2, "use_bias": True}),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 6, "expand": 2, "mixer_rms_eps": 1e-4}),
+    "jamba": (
+        "jamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 0,
+            "mamba_d_state": 6,
+            "mamba_dt_rank": 5,
+        },
+    ),
     "mamba2": (
         "mamba2",
         {"num_heads": 8, "head_dim": 8, "state_size": 12, "n_groups": 2, "tie_word_embeddings": True},

@@ -24,11 +24,12 @@ class StateStorage:
         # All float32, by layer.
         self.matrices: dict[int, torch.Tensor] = {}  # [num_slots, *state_shape]
         self.past_rows: dict[int, torch.Tensor] = {}  # [num_slots, conv_size - 1, conv_dim], before the convolution
-        self.conv: dict[int, torch.Tensor] = {}  # [conv_dim, conv_size]
-        self.conv_bias: dict[int, torch.Tensor] = {}  # [conv_dim], of layers that have it, as the next ones
+        self.conv: dict[int, torch.Tensor] = {}  # [conv_dim, conv_size], of layers that have it, as the next ones
+        self.conv_bias: dict[int, torch.Tensor] = {}  # [conv_dim]
         self.a_log: dict[int, torch.Tensor] = {}  # [num_heads]
         self.dt_bias: dict[int, torch.Tensor] = {}  # [num_heads]
-        self.d: dict[int, torch.Tensor] = {}  # [num_heads]
+        self.d: dict[int, torch.Tensor] = {}  # [num_heads], or [num_channels]
+        self.a_logs: dict[int, torch.Tensor] = {}  # [num_channels, state_size]
         try:
             for layer, sizes in spec.recurrences.items():
                 self.matrices[layer] = torch.zeros(num_slots, *sizes.state_shape, device=device)
@@ -36,15 +37,18 @@ class StateStorage:
                 for name, number in sizes.num_weights.items():
                     if number:
                         getattr(self, name)[layer] = torch.zeros(number, device=device)
-                self.conv[layer] = self.conv[layer].view(sizes.conv_dim, sizes.conv_size)
+                if sizes.conv_dim:
+                    self.conv[layer] = self.conv[layer].view(sizes.conv_dim, sizes.conv_size)
+                if layer in self.a_logs:
+                    self.a_logs[layer] = self.a_logs[layer].view(sizes.state_shape)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
             num_bytes = num_slots * spec.state_bytes
             raise CapacityError(f"{num_slots} states need {num_bytes} bytes on {device}: {error}") from error
 
     def use_weights(self, weights: Mapping[int, RecurrenceWeights]) -> None:
         """Sets the weights of all layers, in place: captured graphs read them."""
-        assert weights.keys() == self.conv.keys(), "`read_recurrences` refuses this"
-        for name in ("conv", "conv_bias"):
+        assert weights.keys() == self.matrices.keys(), "`read_recurrences` refuses this"
+        for name in ("conv", "conv_bias", "a_logs"):
             for layer, place in getattr(self, name).items():
                 values = np.frombuffer(getattr(weights[layer], name), "<f4").astype(np.float32)
                 place.copy_(torch.from_numpy(values).view_as(place))

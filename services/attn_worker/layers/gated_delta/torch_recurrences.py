@@ -12,9 +12,10 @@ from services.attn_worker.cache.step_states import StateWave, StepStates
 from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_inputs, run_chunks, run_token
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.state_space.recurrence import run_state_space
+from services.attn_worker.layers.state_space.selective_scan import run_selective_scan
 from services.channel import rows_of_layer
 from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.families.shape import GatedDelta, ShortConvolution, StateSpace
+from services.common.families.shape import GatedDelta, SelectiveScan, ShortConvolution, StateSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,17 @@ class TorchRecurrences:
         matrices, past_rows = storage.matrices[layer], storage.past_rows[layer]
         for batch in self._batches:
             rows, state = qkv[batch.rows], matrices[batch.sources]
+            if isinstance(sizes, SelectiveScan):
+                output, state = run_selective_scan(rows, state, storage.a_logs[layer], storage.d[layer], sizes)
+                matrices[batch.targets] = state
+                out[batch.rows] = output.to(out.dtype)
+                continue
             convolved, past = convolve(
                 rows[..., : sizes.conv_dim],
                 past_rows[batch.sources],
                 storage.conv[layer],
                 storage.conv_bias.get(layer),
-                is_activated=not isinstance(sizes, ShortConvolution),
+                is_activated=not isinstance(sizes, ShortConvolution) or sizes.is_activated,
             )
             match sizes:
                 case GatedDelta():

@@ -225,12 +225,12 @@ def _run_chunks(
         inverse, scores = tl.load(inverses_ptr + chunk_tile, is_row, 0.0), tl.load(scores_ptr + chunk_tile, is_row, 0.0)
 
         # Norms and decays multiply what products give, so q and k of 16 bits lose nothing.
-        known = (k_norms * decays)[:, None] * _product(k, state, PRECISION)
+        known = (k_norms * decays)[:, None] * narrow_product(k, state, PRECISION)
         change = tl.dot(inverse, v - known, input_precision=PRECISION)
-        values = (q_norms * decays)[:, None] * _product(q, state, PRECISION)
+        values = (q_norms * decays)[:, None] * narrow_product(q, state, PRECISION)
         values += tl.dot(scores, change, input_precision=PRECISION)
         kept = (k_norms * to_end)[:, None] * change
-        state = tl.exp(last) * state + _product(tl.trans(k), kept, PRECISION)
+        state = tl.exp(last) * state + narrow_product(tl.trans(k), kept, PRECISION)
         out_ptrs = out_ptr + rows[:, None] * VALUE_SIZE + head * VALUE_DIM + value_dims[None, :]
         tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), is_row & is_value[None, :])
 
@@ -244,7 +244,7 @@ def _log_decays(decay_ptrs, is_token):
 
 
 @triton.jit
-def _product(narrow, wide, PRECISION: tl.constexpr):
+def narrow_product(narrow, wide, PRECISION: tl.constexpr):
     """narrow @ wide, of which `wide` is float32. For bfloat16 as two products, which keep 16 bits of it."""
     if narrow.dtype == tl.bfloat16:
         high = wide.to(tl.bfloat16)

@@ -1,6 +1,7 @@
 """Recurrent layers on CUDA: prepares each wave of a step for the kernels of the convolution and the recurrence.
 
-In gated delta layers parts of many tokens go through the recurrence in chunks, others token by token.
+In gated delta layers and those of Mamba 2 parts of many tokens go through the recurrence in chunks, others token by
+token.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from services.attn_worker.layers.gated_delta.triton_convolution import (
     convolve_items,
 )
 from services.attn_worker.layers.gated_delta.triton_recurrence import PART_FIELDS, run_parts
-from services.attn_worker.layers.state_space.triton_state_space import convolve_channels, run_state_space_parts
+from services.attn_worker.layers.state_space.triton_selective_scan import run_scan_parts
+from services.attn_worker.layers.state_space.triton_state_space import (
+    convolve_channels,
+    run_chunked_state_space,
+    run_state_space_parts,
+)
 from services.attn_worker.layers.step_upload import StepUpload
 from services.channel import rows_of_layer
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.errors import CapacityError
-from services.common.families.shape import GatedDelta, Recurrence, ShortConvolution, StateSpace
+from services.common.families.shape import GatedDelta, Recurrence, SelectiveScan, ShortConvolution, StateSpace
 
 MIN_CHUNKED_TOKENS = 32  # of a part; from here on chunks are faster on an H200, see bench/results/gated.md
 _MAX_NUM_WAVES = 3  # a step makes at most two checkpoints within a sequence's tokens
@@ -122,12 +128,19 @@ class TritonRecurrences:
             for wave in self._waves:
                 convolve_channels(qkv, out, wave.items, self._storage, layer, sizes)
             return
+        if isinstance(sizes, SelectiveScan):
+            for wave in self._waves:
+                for parts in (wave.short_parts, wave.long_parts):
+                    if len(parts):
+                        run_scan_parts(qkv, out, parts, self._storage, layer, sizes)
+            return
         if isinstance(sizes, StateSpace):
             for wave in self._waves:
                 convolve_channels(qkv, convolved, wave.items, self._storage, layer, sizes)
-                for parts in (wave.short_parts, wave.long_parts):
-                    if len(parts):
-                        run_state_space_parts(qkv, convolved, out, parts, self._storage, layer, sizes)
+                if len(wave.short_parts):
+                    run_state_space_parts(qkv, convolved, out, wave.short_parts, self._storage, layer, sizes)
+                if len(wave.long_parts):
+                    run_chunked_state_space(qkv, convolved, out, wave.long_parts, self._storage, layer, sizes)
             return
         for wave in self._waves:
             convolve_items(qkv, convolved, wave.items, self._storage, layer, sizes)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from services.common.families.names import CheckpointNames, GatedDeltaNames, StateSpaceNames
-from services.common.families.shape import GatedDelta, LayerHeads, NormKind, ShortConvolution, StateSpace
+from services.common.families.shape import (
+    GatedDelta,
+    LayerHeads,
+    NormKind,
+    SelectiveScan,
+    ShortConvolution,
+    StateSpace,
+)
 from services.common.model_config import ModelConfig
 from services.dense_worker.kernels.linear.linear import Cut, Projection
 from services.dense_worker.kernels.norm.norm import HeadNorms, RmsNorm
@@ -17,6 +24,8 @@ from services.dense_worker.model.gated.layer import (
     StateSpaceOutput,
 )
 from services.dense_worker.model.layer import AfterAttention
+from services.dense_worker.model.selective.build import build_scan_rows
+from services.dense_worker.model.selective.layer import ScanOutput, ScanRows
 from services.dense_worker.model.stored_layout import PartsByHead
 
 
@@ -27,9 +36,11 @@ def build_gated_rows(
     layer: str,
     heads: LayerHeads,
     head_norms: HeadNorms | None,
-) -> GatedRows | GatedInput:
+) -> GatedRows | GatedInput | ScanRows:
     """The half of a layer before attention, or before a recurrence, which has no norms of q and k."""
     sizes = heads.recurrence
+    if isinstance(sizes, SelectiveScan):
+        return build_scan_rows(config, allocator, names, layer, sizes)
     norm_name = f"{layer}.{names.attention_norm}"
     norm = allocator.norm("input_norm", norm_name, config.hidden_size, config.norm_eps, config.parts.norm)
     match sizes:
@@ -63,6 +74,8 @@ def build_gated_output(
             return GatedAttention(after)
         case ShortConvolution():
             return ShortConvolutionOutput(after)
+        case SelectiveScan():
+            return ScanOutput(after)
         case GatedDelta():
             name, size = names.of_gated_delta.norm, sizes.value_dim
         case StateSpace():

@@ -13,12 +13,13 @@ from services.common.errors import ModelError
 from services.common.families.names import (
     CheckpointNames,
     GatedDeltaNames,
+    SelectiveScanNames,
     ShortConvolutionNames,
     StateSpaceNames,
     mixer_name,
     names_of,
 )
-from services.common.families.shape import GatedDelta, Recurrence, ShortConvolution, StateSpace
+from services.common.families.shape import GatedDelta, Recurrence, SelectiveScan, ShortConvolution, StateSpace
 from services.common.model_config import ModelConfig
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
@@ -52,8 +53,8 @@ def load_recurrence_weights(path: Path, config: ModelConfig) -> WeightsByLayer:
             read = {}
             for field, name in _tensor_names(page, sizes).items():
                 number, full_name = sizes.num_weights[field], f"{mixer_name(config, page, layer)}.{name}"
-                shape = (sizes.conv_dim, 1, sizes.conv_size) if field == "conv" else (number,)
-                read[field] = _read(checkpoint, full_name, shape)
+                shapes = {"conv": (sizes.conv_dim, 1, sizes.conv_size), "a_logs": sizes.state_shape}
+                read[field] = _read(checkpoint, full_name, shapes.get(field, (number,)))
             found[layer] = _as_values(**read)
     return found
 
@@ -62,11 +63,13 @@ def _tensor_names(page: CheckpointNames, sizes: Recurrence) -> dict[str, str]:
     """The tensors of a layer, relative to it, by the fields of `RecurrenceWeights`."""
     match sizes:
         case GatedDelta():
-            names: GatedDeltaNames | StateSpaceNames | ShortConvolutionNames = page.of_gated_delta
+            names: GatedDeltaNames | StateSpaceNames | SelectiveScanNames | ShortConvolutionNames = page.of_gated_delta
         case StateSpace():
             names = page.of_state_space
         case ShortConvolution():
             names = page.of_short_convolution
+        case SelectiveScan():
+            names = page.of_selective_scan
     return {field: getattr(names, field) for field, number in sizes.num_weights.items() if number}
 
 
@@ -74,6 +77,10 @@ def random_recurrence_weights(config: ModelConfig, seed: int) -> WeightsByLayer:
     """Weights for random models, with which states neither vanish nor grow at once."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for layer, sizes in config.recurrent_layers.items():
+        if isinstance(sizes, SelectiveScan):
+            rates = torch.arange(1.0, sizes.state_size + 1).expand(sizes.state_shape)
+            found[layer] = _as_values(a_logs=rates.log(), d=torch.ones(sizes.num_channels))
+            continue
         weights = {"conv": _CONV_STD * torch.randn(sizes.conv_dim, sizes.conv_size, generator=generator)}
         if "a_log" in sizes.num_weights:
             num_heads = sizes.num_weights["a_log"]
@@ -99,7 +106,7 @@ def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
 
 def _as_values(**weights: torch.Tensor) -> RecurrenceWeights:
     """Matrices as bytes, the numbers of heads as tuples."""
-    in_bytes = {"conv", "conv_bias"}
+    in_bytes = {"conv", "conv_bias", "a_logs"}
     values: dict[str, Any] = {field: tuple(each.tolist()) for field, each in weights.items() if field not in in_bytes}
     for field in weights.keys() & in_bytes:
         values[field] = weights[field].contiguous().numpy().astype("<f4", copy=False).tobytes()

@@ -1,4 +1,4 @@
-"""State spaces and short convolutions in torch against the formulas, whatever the parts a sequence runs in."""
+"""State spaces, scans and short convolutions in torch against the formulas, whatever the parts a sequence runs in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 from services.attn_worker.cache.step_states import StateWave, StepStates, zero_slot
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
-from services.common.families.shape import ShortConvolution, StateSpace
+from services.common.families.shape import SelectiveScan, ShortConvolution, StateSpace
 from tests.support.attention.gated_layers import make_gated_spec, random_rows
-from tests.support.attention.state_spaces import random_state_space_weights, true_outputs
+from tests.support.attention.state_spaces import Sizes, random_state_space_weights, true_outputs
 
 NUM_SLOTS = 4
 ZERO = zero_slot(NUM_SLOTS)
@@ -19,13 +19,15 @@ CASES = {
     "limits": StateSpace(2, 4, 6, 1, 2, has_conv_bias=False, time_step_limits=(0.3, 1.1)),
     "convolution": ShortConvolution(20, 3, has_conv_bias=True),
     "without bias": ShortConvolution(20, 4, has_conv_bias=False),
+    "activated": ShortConvolution(20, 4, has_conv_bias=True, is_activated=True),
+    "scan": SelectiveScan(num_channels=70, state_size=5, time_step_rank=3),
 }
 # float32 against float64, in chunks by another formula: relative to the largest number.
 BOUND = 1e-5
 
 
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
-def test_chunks_and_tokens_give_what_the_formulas_give(sizes: StateSpace | ShortConvolution) -> None:
+def test_chunks_and_tokens_give_what_the_formulas_give(sizes: Sizes) -> None:
     backend, weights = TorchRecurrences(make_gated_spec(sizes, NUM_SLOTS), torch.device("cpu")), {}
     weights[0] = random_state_space_weights(sizes)
     backend.use_weights(weights)

@@ -213,8 +213,9 @@ def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeyp
     drafting.check(drafts, sequences)
 
 
-EXPERTS = ("mixtral", "gpt_oss", "minimax_m2", "dots1", "solar_open")
-OTHERS = (*EXPERTS, "deepseek", "kimi", "youtu", "gemma4", "qwen3_", *RECURRENT)
+EXPERTS = ("mixtral", "gpt_oss", "minimax_m2", "dots1", "solar_open", "flex_olmo", "hy_v3")
+SINKS = ("granite_swa",)
+OTHERS = (*EXPERTS, *SINKS, "deepseek", "kimi", "youtu", "gemma4", "qwen3_", *RECURRENT)
 SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(OTHERS)]
 
 
