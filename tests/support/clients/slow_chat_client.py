@@ -18,7 +18,7 @@ from grpc import _channel
 
 from services.gateway.chat_client import main
 
-MAX_STOP_S = 10.0
+MAX_STOP_S = 2.0
 LONGER_S = 0.05  # than the client takes to free its calls; gRPC's thread stops for twice that
 
 event_handler, handle_event, close = _channel._event_handler, _channel._handle_event, _channel.Channel._close
