@@ -2,9 +2,11 @@
 
     python bench/images.py --shape tiny --size 64 --chats 8 --at-once 4                     # on this CPU
     python bench/images.py --shape qwen2.5-vl-7b --size 1024 --chats 128 --at-once 64
+    python bench/images.py --shape qwen2.5-vl-7b --size 1024 --roof                         # the arithmetic alone
 
 Models have true shapes and random weights. Each chat has a picture of its own, as a JPEG in a data URL, about 100
-tokens of text, and gets 128 tokens; everything goes over HTTP, as clients send it.
+tokens of text, and gets 128 tokens; everything goes over HTTP, as clients send it. At the end stand what was measured,
+what is required on an H200 for the large shape, and what its tensor cores would allow if they did nothing else.
 """
 
 from __future__ import annotations
@@ -66,6 +68,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mrope_section": [16, 24, 24],
     },
 }
+PATCH, SQUARE, WINDOW = 14, 4, 64  # pixels along a side of a patch; patches of a token, and of a window of 112 pixels
+PEAK_TFLOPS = 989.0  # of an H200 or H100 SXM in bfloat16, without sparsity
+REQUIRED = {"first token, ms": 60.0, "tokens/s out": 4000.0, "longest gap, ms": 300.0}
 TEXT = "What is the capital of France? " * 14  # about 100 tokens of the embedded model
 
 
@@ -112,6 +117,41 @@ def picture(size: int, seed: int) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
+@dataclass(frozen=True)
+class Work:
+    """The multiplications and additions of one new picture, in 10^12."""
+
+    tower: float
+    prompt: float
+
+    @classmethod
+    def of(cls, shape: str, size: int, num_text_tokens: int) -> Work:
+        """Of matrices and attention; norms, activations and the language head of one row are left out."""
+        tower, text = SHAPES[shape]["vision"], SHAPES[shape]["text"]
+        patches = (round(size / (2 * PATCH)) * 2) ** 2
+        hidden, full = tower["hidden_size"], len(tower.get("fullatt_block_indexes", (7, 15, 23, 31)))
+        layer = 4 * hidden**2 + 3 * hidden * tower["intermediate_size"]
+        merged = SQUARE * hidden
+        merger = merged**2 + merged * tower["out_hidden_size"]
+        seen = full * patches + max(0, tower["depth"] - full) * min(WINDOW, patches)  # keys of a query, over all layers
+        matrices = patches * (tower["depth"] * layer + 3 * 2 * PATCH**2 * hidden) + patches // SQUARE * merger
+        of_tower = 2 * matrices + 4 * patches * hidden * seen
+        tokens, width = patches // SQUARE + num_text_tokens, text["hidden_size"]
+        kv_width = width * text["num_key_value_heads"] // text["num_attention_heads"]
+        of_layer = 2 * width**2 + 2 * width * kv_width + 3 * width * text["intermediate_size"]
+        of_prompt = text["num_hidden_layers"] * (2 * tokens * of_layer + 2 * tokens**2 * width)  # half is not seen
+        return cls(of_tower / 1e12, of_prompt / 1e12)
+
+    def print_roof(self, num_tokens: int) -> dict[str, float]:
+        """Prints it; returns what a GPU could reach with nothing else to do, where there is such a figure."""
+        total = self.tower + self.prompt
+        print(f"a new picture: {self.tower:.1f} TFLOP of the tower, {self.prompt:.1f} of the prompt")
+        return {
+            "first token, ms": 1e3 * total / PEAK_TFLOPS,
+            "tokens/s out": num_tokens * PEAK_TFLOPS / total,
+        }
+
+
 @dataclass
 class Measured:
     """One answer."""
@@ -155,7 +195,8 @@ async def ask(client: httpx2.AsyncClient, url: str | None, max_tokens: int) -> M
     return measured
 
 
-async def measure(address: str, arguments: argparse.Namespace) -> None:
+async def measure(address: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Prints what it measures; returns what is required."""
     transport = httpx2.AsyncHTTPTransport(uds=address.removeprefix("unix:"))
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=600) as client:
         urls = [picture(arguments.size, seed) for seed in range(arguments.chats + 12)]
@@ -165,6 +206,7 @@ async def measure(address: str, arguments: argparse.Namespace) -> None:
         alone = [await ask(client, url, 2) for url in urls[2:9]]
         again = [await ask(client, url, 2) for url in urls[2:9]]
         text = [await ask(client, None, 2) for _ in range(5)]
+        figures = {"first token, ms": 1e3 * statistics.median(each.first_token_s for each in alone)}
         for name, found in (("picture", alone), ("the same picture", again), ("text alone", text)):
             times = [each.first_token_s for each in found]
             print(
@@ -184,6 +226,7 @@ async def measure(address: str, arguments: argparse.Namespace) -> None:
         took_s = time.perf_counter() - start
         output, prompt = sum(each.num_tokens for each in found), sum(each.num_prompt_tokens for each in found)
         first = sorted(each.first_token_s for each in found)
+        figures["tokens/s out"] = output / took_s
         print(
             f"{arguments.chats} chats, {arguments.at_once} at once: {took_s:.2f} s, {output / took_s:.0f} tokens/s, "
             f"{(prompt + output) / took_s:.0f} with those of prompts, {arguments.chats / took_s:.1f} pictures/s; first "
@@ -196,6 +239,7 @@ async def measure(address: str, arguments: argparse.Namespace) -> None:
         times = (await stream).times
         gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
         print(f"a text stream beside it: longest gap {gaps[-1]:.3f} s, {1e3 * gaps[len(gaps) // 2]:.1f} ms mostly")
+        return figures | {"longest gap, ms": 1e3 * gaps[-1]}
 
 
 def main() -> None:
@@ -207,7 +251,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--stream-tokens", type=int, default=1500, help="of the text stream beside the chats")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the services")
+    parser.add_argument("--roof", action="store_true", help="print the arithmetic, and measure nothing")
     arguments = parser.parse_args()
+    roof = Work.of(arguments.shape, arguments.size, 141).print_roof(arguments.tokens)
+    if arguments.roof:
+        print(", ".join(f"{name}: {value:.1f}" for name, value in roof.items()))
+        return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         settings = {
@@ -221,7 +270,9 @@ def main() -> None:
         }
         overrides = [f"{key}={value}" for key, value in settings.items()]
         with running_cluster(directory, *overrides, *arguments.set) as cluster:
-            asyncio.run(measure(cluster.http_address, arguments))
+            figures = asyncio.run(measure(cluster.http_address, arguments))
+    for name, value in figures.items():
+        print(f"{name:18} {value:10.1f}, required {REQUIRED[name]:.0f} (large shape), roof {roof.get(name, 0):.1f}")
 
 
 if __name__ == "__main__":
