@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from transformers import AutoTokenizer
 from services.pb import triton_pb2_grpc
 from tests.support.clients.inference_messages import int32, message, output, texts
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, children_of, running_cluster
 from tests.support.dense.vision_models import noise
 from tests.support.served_vision import (
     Truth,
@@ -204,3 +206,38 @@ def test_a_beam_search_survives_a_kill_of_both_workers(server: Server) -> None:
         assert [list(each.token_ids) for each in answer.result().completions] == rows
     assert was_running == [True]
     server.cluster.wait_idle()
+
+
+def test_many_clients_get_their_tokens_while_processes_that_decode_are_killed(server: Server) -> None:
+    """Those that are idle, and those that have a picture, which others then decode."""
+
+    def chat(index: int) -> list[Turn]:
+        return [("user", [noise(40 + index, 30, 10 + index), "and", noise(30, 40 + index, 50 + index), f"{index}?"])]
+
+    early, late = [chat(index) for index in range(4)], [chat(index) for index in range(4, 12)]
+    answers: list[list[int]] = []
+
+    def kill_decoders() -> None:
+        children = children_of(server.cluster.pid_of("gateway"))
+        decoders = [each for each in children if "services.gateway.images.decode" in command_of(each)]
+        assert decoders, "pictures were decoded"
+        with ThreadPoolExecutor(len(late)) as threads:
+            generate = server.cluster.gateway.Generate
+            asked = [threads.submit(generate, chat_message(each, 20), timeout=REQUEST_TIMEOUT_S) for each in late]
+            for each in decoders:
+                os.kill(each, signal.SIGKILL)
+            answers.extend(list(each.result().completions[0].token_ids) for each in asked)
+
+    found = collect_all(server.cluster.gateway, [chat_message(each, NUM_LONG_TOKENS) for each in early], kill_decoders)
+    for turns, collected in zip(early, found, strict=True):
+        assert collected.token_ids[0] == server.expected(turns, NUM_LONG_TOKENS)
+    assert answers == [server.expected(turns, 20) for turns in late]
+    server.cluster.wait_idle()
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
