@@ -99,10 +99,17 @@ class GrammarMatcher:
         self._consumed: list[int] = []
         self._credit_s = CREDIT_S
         self._mask_s = 0.0  # that its last mask took
+        self._token_s = 0.0  # that following its last token took
+        self._forced_s = 0.0  # that looking for forced tokens took the last time
         self._is_slow = False  # perhaps: one of a step whose masks took longer than they would have
         self._forced: list[int] | None = None  # see `forced_tokens`; None: not looked up
         self._after_forced = self._matcher  # another one, which has followed these; valid while `_forced` is
         self._finds_forced = True  # until its lexer fails: what is found uses up the states of one
+
+    @property
+    def step_s(self) -> float:
+        """What it took of its last step, for which all sequences of that step waited."""
+        return self._mask_s + self._token_s + self._forced_s
 
     @property
     def is_complete(self) -> bool:
@@ -124,7 +131,8 @@ class GrammarMatcher:
         if self._forced is None:
             begin_s = time.thread_time()
             self._forced = self._find_forced() if self.is_running and self._finds_forced else []
-            self._charge_token(time.thread_time() - begin_s)
+            self._forced_s = time.thread_time() - begin_s
+            self._charge_token(self._forced_s)
         return self._forced
 
     def _find_forced(self) -> list[int]:
@@ -154,7 +162,9 @@ class GrammarMatcher:
     def warm_up(self) -> None:
         """Finds the next tokens once, off the engine thread: the first time takes longest."""
         if self.is_running:
+            begin_s = time.thread_time()
             self._matcher.compute_bitmask()
+            self._mask_s = time.thread_time() - begin_s
             self._note([])
             if self.forced_tokens:
                 self._credit_s, self._is_slow = CREDIT_S, False  # no step has waited
@@ -243,7 +253,8 @@ class GrammarMatcher:
         took_s = time.thread_time() - begin_s
         if took_s > QUICK_S:
             for (matcher, _), start, end in zip(sampled, times, times[1:], strict=False):
-                matcher._charge_token(took_s * (end - start) / (times[-1] - times[0]))
+                matcher._token_s = took_s * (end - start) / (times[-1] - times[0])
+                matcher._charge_token(matcher._token_s)
 
     @staticmethod
     def fill_masks(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> None:

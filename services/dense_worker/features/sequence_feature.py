@@ -46,6 +46,11 @@ class SequenceFeature:
     # Whether its next step does more than compute its tokens. Then it is planned with prompts, not with streams.
     joins_prompts: bool = False
 
+    @property
+    def host_s(self) -> float:
+        """What a step with a token of it takes of the host's time, by the last one. Those that take long take turns."""
+        return 0.0
+
     def prepare(self) -> Awaitable[None] | None:
         """What has to end before it joins the queue, without blocking the event loop; None: nothing.
 

@@ -261,6 +261,21 @@ def test_a_form_whose_tokens_take_too_long_to_follow_ends_alone(forms: Forms, mo
     assert all(each.is_running for each in matchers[1:])
 
 
+def test_it_knows_what_its_last_step_took(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock takes the place of time: 3 ms for its mask, 2 for its token."""
+    matcher = forms.matcher(StructuredOutput(Constraint.REGEX, "a*"))
+    assert matcher.step_s == 0.0
+    matcher.warm_up()
+    assert matcher.step_s > 0.0, "before the first step, by what was found ahead"
+    times = itertools.cycle([0.0, 3e-3, 0.0, 2e-3])
+    clocks = SimpleNamespace(thread_time=lambda: next(times), perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(matcher_module, "time", clocks)
+    GrammarMatcher.fill_masks([matcher], np.zeros((1, matcher.num_words), dtype=np.uint32))
+    matcher._forced_s = 0.0
+    GrammarMatcher.consume([(matcher, forms.tokens("a")[0])])
+    assert matcher.step_s == pytest.approx(5e-3)
+
+
 def test_a_form_that_takes_too_long_for_its_tokens_ends_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock takes the place of a mask's time: 0.1 s for the masks of one matcher, nothing for the other's."""
     slow, fast = forms.matcher(StructuredOutput(Constraint.REGEX, "a*")), forms.matcher(SPELLED)

@@ -15,6 +15,7 @@ from services.dense_worker.engine.fairness.step_shares import (
 )
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.planning.host_turns import HostTurns
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
@@ -49,6 +50,7 @@ class StepPlanner:
         self._drafting = drafting
         self._forks = forks
         self._residency = residency
+        self._host_turns = HostTurns()
         self._has_given_way = False  # whether the last step was only for newcomers
 
     def plan_step(self, suspect: Sequence | None) -> PlanBuilder | None:
@@ -62,6 +64,7 @@ class StepPlanner:
         rows = session.rows.unfinished() if suspect is None else session.rows.none.positions
         rows = session.rows.of_lane(rows, self._lane, len(session.lanes))
         decodes, prefills = self._find_others(suspect)
+        decodes = self._host_turns.choose(decodes)
         is_shared = self._waiting.has_several_clients
         if is_shared and session.running:
             if not self._has_given_way and self._awaits_newcomers():

@@ -28,6 +28,11 @@ class SequenceGrammar(SequenceFeature):
         return self._matcher
 
     @property
+    def host_s(self) -> float:
+        """Of its masks and of following its tokens."""
+        return self.matcher.step_s
+
+    @property
     def forced_token_ids(self) -> SequenceOf[int]:
         """Those that the grammar leaves no choice for, but the last of a text."""
         return self.matcher.forced_tokens
