@@ -91,7 +91,7 @@ def read_sound(
     with open_sound(data) as file:
         _check(file, max_seconds)
         if on_length is not None:
-            on_length(len(data) / MIN_BYTES_PER_S if file.seconds is None else file.seconds)
+            on_length(min(len(data) / MIN_BYTES_PER_S, max_seconds) if file.seconds is None else file.seconds)
         sound = _resample(file, sample_rate, max_seconds)
     if not len(sound):
         raise SoundError("the file has no samples")

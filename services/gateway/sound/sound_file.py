@@ -91,11 +91,17 @@ class _ContainerFile:
 
     def __init__(self, data: bytes, demuxer: str) -> None:
         try:
-            self._container = av.open(io.BytesIO(data), format=demuxer, options=dict(_OPTIONS))
+            # Titles and the like may be of any encoding.
+            self._container = av.open(
+                io.BytesIO(data), format=demuxer, options=dict(_OPTIONS), metadata_errors="replace"
+            )
         except (av.FFmpegError, ValueError) as error:
             raise _not_decoded(error) from error
         streams = self._container.streams.audio
-        codec = streams[0].codec_context.codec.name if streams else "none"
+        codec = "none"
+        if streams:
+            context = streams[0].codec_context
+            codec = "unknown" if context is None else context.codec.name
         if codec not in _CODECS:
             self._container.close()
             raise SoundError(f"the file has sound of the codec {codec}, supported: {', '.join(_CODECS)}")
@@ -106,9 +112,10 @@ class _ContainerFile:
         self.seconds = self._seconds()
 
     def _seconds(self) -> float | None:
+        seconds = None if self._container.duration is None else self._container.duration / av.time_base
         if self._stream.duration is not None and self._stream.time_base is not None:
-            return float(self._stream.duration * self._stream.time_base)
-        return None if self._container.duration is None else self._container.duration / av.time_base
+            seconds = float(self._stream.duration * self._stream.time_base)
+        return None if seconds is None or seconds < 0 else seconds  # less than nothing says as little
 
     def blocks(self) -> Iterator[np.ndarray]:
         to_floats = av.AudioResampler(format="fltp")

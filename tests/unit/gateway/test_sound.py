@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import signal
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -16,7 +17,7 @@ import soundfile
 
 from services.gateway.sound import attempts
 from services.gateway.sound.attempts import TEMPERATURES, Output, best_output
-from services.gateway.sound.decode import read_sound
+from services.gateway.sound.decode import MIN_BYTES_PER_S, read_sound
 from services.gateway.sound.sound_file import BLOCK_FRAMES, SoundError
 from services.gateway.sound.speech_model import Segment, SpeechModel, split_window
 
@@ -100,6 +101,45 @@ def test_other_codecs_and_films_without_sound_are_refused() -> None:
         container.mux([*stream.encode(av.VideoFrame(16, 16, "yuv420p")), *stream.encode(None)])
     with pytest.raises(SoundError, match="codec none, supported"):
         read_sound(film.getvalue(), RATE, 2)
+
+
+def test_a_codec_that_nobody_knows_is_refused() -> None:
+    data = recording("webm", "libopus", np.zeros((2, 4800), np.float32))
+    with pytest.raises(SoundError, match="codec unknown, supported: aac"):
+        read_sound(data.replace(b"A_OPUS", b"A_OPUX"), RATE, 2)
+
+
+def test_titles_in_any_encoding_are_no_obstacle() -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="ipod") as container:
+        container.metadata["title"] = "Uebung"
+        stream = container.add_stream("aac", rate=48_000, layout="stereo")
+        frame = av.AudioFrame.from_ndarray(np.zeros((2, 48_000), np.float32), format="fltp", layout="stereo")
+        frame.sample_rate = 48_000
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    data = file.getvalue()
+    assert b"Uebung" in data
+    assert len(read_sound(data.replace(b"Uebung", b"\xdcbung!"), RATE, 2)) > RATE / 2
+
+
+@pytest.mark.parametrize("milliseconds", [-1000.0, -166_667.0, -1e6, float("nan"), 0.0])
+def test_a_length_below_nothing_gives_no_other_time_than_none(milliseconds: float) -> None:
+    """A negative time would be no timer at all, or end the process."""
+    data = bytearray(recording("webm", "libopus", np.zeros((2, 48_000), np.float32)))
+    place = data.index(b"\x44\x89\x88") + 3  # of the duration, a double
+    data[place : place + 8] = struct.pack(">d", milliseconds)
+    lengths: list[float] = []
+    assert len(read_sound(bytes(data), RATE, 2, lengths.append)) == pytest.approx(RATE, abs=0.03 * RATE)
+    assert lengths == [min(len(data) / MIN_BYTES_PER_S, 2)]
+
+
+def test_no_more_time_than_for_the_longest_sound_where_the_header_names_none() -> None:
+    data = bytearray(recording("webm", "libopus", np.zeros((2, 48_000), np.float32)))
+    place = data.index(b"\x44\x89\x88") + 3
+    data[place : place + 8] = bytes(8)
+    lengths: list[float] = []
+    read_sound(bytes(data) + bytes(10_000), RATE, 2, lengths.append)
+    assert lengths == [2]
 
 
 def test_a_header_that_lies_about_the_length_is_no_way_around_the_limit() -> None:
