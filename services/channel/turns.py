@@ -89,6 +89,7 @@ class Turns:
         if self._idle_since_s is not None:
             self._end_idleness(self._idle_since_s)
         self._lanes[turn.channel] = self._lanes.pop(turn.channel)  # the others have their turn first
+        turn.after = ()  # these hold those before them, and so on: all steps there ever were
         try:
             turn.awaited = next(turn.parts)
         except StopIteration:
