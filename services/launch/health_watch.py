@@ -6,8 +6,8 @@
     which is stalled too, or reports nothing            if that does not help, kill both
 
 A process that has not served yet may be silent while it loads or builds: for several times the slowest start of its
-role so far, and for the first start as long as `launch.start_timeout_s`. The time that it, or the launcher, waits for a
-CPU is no silence: on a busy machine both go on, only later.
+role so far, and, until the server has started, as long as `launch.start_timeout_s`. The time that it, or the launcher,
+waits for a CPU is no silence: on a busy machine both go on, only later.
 """
 
 from __future__ import annotations
@@ -86,6 +86,19 @@ class HealthWatch:
                 log.error("restarting a service that makes no progress", role=child.role, reason=reason)
                 child.kill(reason)
 
+    def note_started(self) -> None:
+        """Notes that all children serve, as somebody else has seen: one may hang before its first check."""
+        for child in self._children():
+            if child.is_running and child.pid is not None:
+                record = self._records.setdefault(child.pid, HealthRecord())
+                record.note_answer()
+                self._note_serving(child.role, record)
+
+    def _note_serving(self, role: str, record: HealthRecord) -> None:
+        if not record.has_served:
+            record.has_served = True
+            self.note_start(role, record.answered_at - record.first_seen_at)
+
     def note_start(self, role: str, start_s: float) -> None:
         """Notes that a process of a role serves, `start_s` seconds after its first check."""
         self._start_s[role] = max(start_s, self._start_s.get(role, 0.0))
@@ -144,9 +157,7 @@ class HealthWatch:
                 return
             record.note_answer()
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                if not record.has_served:
-                    record.has_served = True
-                    self.note_start(child.role, record.answered_at - record.first_seen_at)
+                self._note_serving(child.role, record)
                 return
             try:
                 status = await _read_status(child.role, channel, timeout_s)

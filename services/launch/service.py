@@ -65,6 +65,7 @@ class Launcher:
         self._opened = contextlib.AsyncExitStack()
         self._mps: MpsDaemon | None = None
         self._manager = ServiceManager(service_manager_of_environment())
+        self._health: list[HealthWatch] = []  # of workers and gateways, but not of spares
         self._gpu_faults: GpuFaults | None = None  # without MPS there are none to watch
 
     async def start(self) -> None:
@@ -147,14 +148,15 @@ class Launcher:
         """Runs until the prompt is answered, or all has drained. Raises the error that ends a service for good."""
         config = self._config
         standbys = list(self._standbys.values())
-        watched = (
-            (self._workers, config.watchdog.stall_timeout_s),
-            (lambda: Spares(standbys), config.watchdog.stall_timeout_s),
-            (partial(self._children.of_role, "gateway"), config.watchdog.gateway_timeout_s),
-        )
-        health = [HealthWatch(*each, config.launch.start_timeout_s) for each in watched]
+        stall_timeout_s, start_timeout_s = config.watchdog.stall_timeout_s, config.launch.start_timeout_s
+        gateways = partial(self._children.of_role, "gateway")
+        self._health = [
+            HealthWatch(self._workers, stall_timeout_s, start_timeout_s),
+            HealthWatch(gateways, config.watchdog.gateway_timeout_s, start_timeout_s),
+        ]
+        spares = HealthWatch(lambda: Spares(standbys), stall_timeout_s, start_timeout_s)
         faults = [] if self._gpu_faults is None else [self._gpu_faults]
-        watches = (each.run() for each in (*health, *standbys, *faults))
+        watches = (each.run() for each in (*self._health, spares, *standbys, *faults))
         own = (self._use(), self._drained(), self._children.wait_failure(), self._manager.keep_alive())
         await run_until_first(*own, *watches)
 
@@ -191,6 +193,8 @@ class Launcher:
         await self._wait_started()
         for child in self._children:
             child.may_restart = True
+        for watch in self._health:
+            watch.note_started()
         if self._mps is not None and config.launch.runs_all:  # else the attention worker may have no context yet
             await self._check_mps(self._mps)
         gateways = self._children.of_role("gateway")

@@ -21,6 +21,7 @@ from tests.support.clients.streams import Collected, collect, collect_all
 from tests.support.cluster import Cluster, request, running_cluster
 from tests.support.models import TWO_LAYERS
 from tests.support.plain_services import PlainServices, plain_services
+from tests.support.rank_processes import pid_of
 from tests.support.workers.deaf_dense_worker import LOST
 from tests.support.workers.slow_dense_worker import LAYER_S
 
@@ -53,6 +54,18 @@ def test_a_stopped_worker_is_restarted_and_no_stream_notices(cluster: Cluster, r
     log = cluster.log_file.read_text()[start:].splitlines()
     assert any("makes no progress" in line and f"role={role}" in line and "no answer" in line for line in log), log
     cluster.wait_idle()
+
+
+def test_a_worker_that_hangs_as_soon_as_the_server_serves_is_restarted(tmp_path: Path) -> None:
+    """Most often before its first health check, which comes a fifth of the bound after the start."""
+    message = request("Count", 20, ignore_eos=True)
+    with running_cluster(tmp_path, TWO_LAYERS, "watchdog.stall_timeout_s=12", is_warm=True) as cluster:
+        pid = pid_of(cluster, "attn_worker")
+        os.kill(pid, signal.SIGSTOP)
+        disturbed = collect(cluster.gateway, message)
+        assert pid_of(cluster, "attn_worker") != pid
+        disturbed.assert_equals(collect(cluster.gateway, message))
+        cluster.wait_idle()
 
 
 def test_a_stopped_gateway_is_restarted(cluster: Cluster) -> None:

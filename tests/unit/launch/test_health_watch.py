@@ -166,3 +166,38 @@ def test_missing_tls_files_kill_no_service() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(run())
+
+
+class DeafChild(FakeChild):
+    """A process at whose address nobody answers."""
+
+    pid, address, is_running, tls = os.getpid(), "127.0.0.1:1", True, None
+    reason = ""
+
+    def kill(self, reason: str) -> None:
+        self.reason = reason
+
+
+def test_a_service_that_hangs_before_its_first_check_is_found_once_the_server_has_started() -> None:
+    child = DeafChild(ATTENTION)
+    watch = HealthWatch(lambda: [child], 0.05, START_S)
+
+    async def run() -> None:
+        watching = asyncio.create_task(watch.run())
+        await asyncio.sleep(0.5)
+        assert not child.reason, "it may still start"
+        watch.note_started()
+        async with asyncio.timeout(60.0):
+            while not child.reason:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(run())
+    assert "no answer" in child.reason
+
+
+def test_the_successor_of_a_service_that_hangs_before_its_first_check_has_the_time_of_a_start() -> None:
+    watch = HealthWatch(lambda: [DeafChild(ATTENTION)], BOUND_S, START_S)
+    watch.note_started()
+    assert blame(watch, attn_worker=silent(BOUND_S - 1, has_served=False)) == []
+    assert blame(watch, attn_worker=silent(BOUND_S + 1, has_served=False)) == [ATTENTION]
