@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from services.attn_worker.attachment import Attachment as AttentionSide
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import describe_accepted, describe_opened
 from services.channel.shm import ShmChannel
@@ -34,13 +35,13 @@ EPOCH, TIMEOUT_S = 0x5EA1_ED5E_0000_0018, 120.0
 class LanePair:
     """Implements `AttentionPort`: passes plans to the attention engine, and its answers back."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, kv_events: KVEvents | None) -> None:
         resolved = resolve_dense_model(config)
         self.model = load_model(config, resolved, lambda line: None)
         scheduler, options = config.scheduler, attach_options(config, self.model)
         limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.num_lanes)
         metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
-        self.attention = build_engine(config.attention, resolved, limits, metrics)
+        self.attention = build_engine(config.attention, resolved, limits, metrics, events=kv_events)
         self.reports: queue.Queue[StepReport] = queue.Queue()
         self.failures: list[object] = []
         spec, own = options.spec, dict[int, ShmChannel]()
@@ -111,9 +112,9 @@ class LanePair:
 
 
 @contextlib.contextmanager
-def lane_pair(config: Config) -> Iterator[LanePair]:
+def lane_pair(config: Config, kv_events: KVEvents | None = None) -> Iterator[LanePair]:
     """Two engines, and at the end a check that all blocks are counted."""
-    pair = LanePair(config)
+    pair = LanePair(config, kv_events)
     try:
         yield pair
         pair.attention.submit(pair.attention.cache.check_integrity).result(TIMEOUT_S)

@@ -6,14 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, sampling_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
-from tests.support.cluster import START_TIMEOUT_S, Cluster, request, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Cluster, request, running_cluster
 from tests.support.rank_processes import pid_of
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
@@ -30,7 +31,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def lanes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("lanes"), "scheduler.num_lanes=2", is_warm=True) as cluster:
+    settings = "scheduler.num_lanes=2", "model.runner=pooling"
+    with running_cluster(tmp_path_factory.mktemp("lanes"), *settings, is_warm=True) as cluster:
         yield cluster
 
 
@@ -50,6 +52,32 @@ def test_streams_are_those_of_one_lane(
 ) -> None:
     for collected, expected in zip(collect_all(lanes.gateway, messages), of_one_lane, strict=True):
         collected.assert_equals(expected)
+    lanes.wait_idle()
+
+
+def test_searches_forms_and_vectors_are_those_of_one_lane(lanes: Cluster, cluster: Cluster) -> None:
+    search, form = sampling_pb2.BeamSearch(length_penalty=1.0), sampling_pb2.StructuredOutput(regex="[a-f]{30}[0-9]{9}")
+    messages = [
+        request("San Francisco is a", 12, best_of=3, n=3, beam_search=search),
+        request("A city is", 12, best_of=4, n=2, beam_search=search),
+        request("Name: ", 50, structured_output=form),
+        request("Number: ", 50, temperature=0.9, seed=3, structured_output=form),
+        request(PROMPT, 30, ignore_eos=True),
+    ]
+    inputs = [gateway_pb2.EmbedInput(text=PROMPT[:length]) for length in range(20, 100, 10)]
+    vectors = gateway_pb2.EmbedRequest(inputs=inputs)
+
+    def results(of: Cluster) -> tuple[list[Collected], list[list[float]]]:
+        with ThreadPoolExecutor(1) as threads:  # beside the streams
+            found = threads.submit(of.gateway.Embed, vectors, timeout=REQUEST_TIMEOUT_S)
+            return collect_all(of.gateway, messages), [list(each.values) for each in found.result().vectors]
+
+    (streams, found), (expected_streams, expected) = results(lanes), results(cluster)
+    for collected, of_one_lane in zip(streams, expected_streams, strict=True):
+        collected.assert_equals(of_one_lane)
+    assert len(expected) == len(inputs)
+    for vector, expected_vector in zip(found, expected, strict=True):
+        assert vector == pytest.approx(expected_vector, abs=1e-4)
     lanes.wait_idle()
 
 

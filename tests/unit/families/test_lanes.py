@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.attn_worker.kv_events.kv_events import KVEvents, Removed, Stored
 from services.channel.turns import Turns
 from services.common.config import Config
 from tests.support.dense.family_models import make_family_model
-from tests.support.lane_pair import lane_pair
+from tests.support.lane_pair import TIMEOUT_S, lane_pair
 from tests.support.reference import VOCAB_SIZE, random_prompts, reference_tokens
 
 torch.set_num_threads(1)
 MAX_TOKENS = 24
 
 
-def config_of(path: Path, **scheduler: object) -> Config:
-    attention = {"block_size": 8, "num_blocks": scheduler.pop("num_blocks", 96), "num_threads": 1}
+def config_of(path: Path, *, num_blocks: int = 96, kv_cache_dtype: str = "auto", **scheduler: object) -> Config:
+    cache = {"block_size": 8, "num_blocks": num_blocks, "kv_cache_dtype": kv_cache_dtype}
+    attention = {**cache, "num_threads": 1}
     sizes = {"num_lanes": 2, "max_num_seqs": 16, "max_num_batched_tokens": 24, **scheduler}
     sections = {"model": {"path": path}, "dense": {"num_threads": 1}, "attention": attention, "scheduler": sizes}
     return Config.model_validate(sections)
@@ -51,6 +53,40 @@ def test_prompts_that_share_a_prefix_and_sequences_that_are_preempted_keep_their
         assert pair.generate(prompts, MAX_TOKENS) == expected
         assert pair.engine.counts.num_preemptions > 0
         assert pair.attention.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_cache_of_8_bits_gives_the_tokens_of_one_lane(tmp_path: Path, kv_cache_dtype: str) -> None:
+    path = make(tmp_path, "smollm3")
+    prompts = dict(enumerate(random_prompts(6, longest=40, seed=7), start=1))
+    found = []
+    for num_lanes in (1, 2):
+        with lane_pair(config_of(path, num_lanes=num_lanes, kv_cache_dtype=kv_cache_dtype)) as pair:
+            found.append(pair.generate(prompts, MAX_TOKENS))
+    assert found[0] == found[1]
+
+
+def test_events_name_the_blocks_that_can_be_found(tmp_path: Path) -> None:
+    """Sequences share a prefix, and so few blocks are there that some are overwritten."""
+    path, events = make(tmp_path, "smollm3"), KVEvents()
+    (prefix,) = random_prompts(1, longest=40, seed=4)
+    prompts = {seq_id: [*prefix, *tail] for seq_id, tail in enumerate(random_prompts(12, longest=12, seed=5), start=1)}
+    stored, reported = set[bytes](), set[bytes]()
+    with lane_pair(config_of(path, policy="max_utilization", num_blocks=36), events) as pair:
+        pair.generate(prompts, MAX_TOKENS)
+        pair.engine.stop(TIMEOUT_S)
+        pool = pair.attention.submit(lambda: pair.attention.cache.pools["blocks"]).result(TIMEOUT_S)
+        taken = events.take()
+        for event in taken:
+            if isinstance(event, Stored):
+                assert not reported & set(event.digests)
+                stored |= set(event.digests)
+                reported |= set(event.digests)
+            elif isinstance(event, Removed):
+                reported.remove(event.digest)
+            else:
+                reported.clear()
+        assert reported == {digest for digest in stored if pool.lookup(digest) is not None} != stored
 
 
 def test_both_workers_compute_a_step_of_one_lane_while_the_other_one_waits(
