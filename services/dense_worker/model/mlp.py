@@ -15,8 +15,26 @@ from services.dense_worker.model.operations import MlpInput, Operations, Residua
 from services.dense_worker.parameters import Parameter
 
 
+class Mlp:
+    """What the MLPs below have in common."""
+
+    __slots__ = ()
+    down: Linear
+
+    def add(
+        self,
+        operations: Operations,
+        residual: Residual,
+        activation: MlpInput,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """Adds the product with `down` to the residual, normalised if there is a norm, times multiplier."""
+        return operations.linear_add(residual, self.down, activation, norm, multiplier)
+
+
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
+class GatedMlp(Mlp):
     """down(activation(gate(x)) * up(x)) of the normalised residual x; with SiLU this is SwiGLU, with GELU GeGLU."""
 
     norm: Norm | None  # None: x is the residual itself
@@ -30,20 +48,9 @@ class GatedMlp:
             residual, self.norm, self.gate_up, MlpActivation(self.activation, is_gated=True)
         )
 
-    def add(
-        self,
-        operations: Operations,
-        residual: Residual,
-        activation: MlpInput,
-        norm: Norm | None = None,
-        multiplier: float = 1.0,
-    ) -> Residual:
-        """Adds the product with `down` to the residual, normalised if there is a norm, times multiplier."""
-        return operations.linear_add(residual, self.down, activation, norm, multiplier)
-
 
 @dataclass(frozen=True, slots=True)
-class PlainMlp:
+class PlainMlp(Mlp):
     """down(activation(up(x))) of the normalised residual x."""
 
     norm: Norm | None  # None: x is the residual itself
@@ -55,20 +62,9 @@ class PlainMlp:
         """Returns the residual, and the input of `down`, [n, intermediate]."""
         return operations.norm_activate(residual, self.norm, self.up, MlpActivation(self.activation, is_gated=False))
 
-    def add(
-        self,
-        operations: Operations,
-        residual: Residual,
-        activation: MlpInput,
-        norm: Norm | None = None,
-        multiplier: float = 1.0,
-    ) -> Residual:
-        """Adds the product with `down` to the residual, normalised if there is a norm, times multiplier."""
-        return operations.linear_add(residual, self.down, activation, norm, multiplier)
-
 
 @dataclass(frozen=True, slots=True)
-class XieluMlp:
+class XieluMlp(Mlp):
     """down(xielu(up(x))) of the normalised residual x. The activation (arXiv:2411.13010) has two learned numbers."""
 
     norm: Norm | None  # None: x is the residual itself
@@ -84,14 +80,3 @@ class XieluMlp:
         positive, negative, slope, largest = self.numbers.data
         above, below = F.softplus(positive) * x * x, (slope + F.softplus(negative)) * (x.minimum(largest).expm1() - x)
         return residual, torch.where(x > 0, above, below) + slope * x
-
-    def add(
-        self,
-        operations: Operations,
-        residual: Residual,
-        activation: MlpInput,
-        norm: Norm | None = None,
-        multiplier: float = 1.0,
-    ) -> Residual:
-        """Adds the product with `down` to the residual, normalised if there is a norm, times multiplier."""
-        return operations.linear_add(residual, self.down, activation, norm, multiplier)
