@@ -41,8 +41,7 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
-from services.dense_worker.lanes.lane_runners import LaneRunners
-from services.dense_worker.lanes.turn_model_runner import TurnModelRunner
+from services.dense_worker.lanes.lane_runners import LaneRunners, TurnModelRunner
 from services.dense_worker.model.attention_sinks import load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.gated.recurrence_weights import (

@@ -370,7 +370,7 @@ class Scheduler:
                     self._admission.reserve_again(sequence)
         for seq_id, error in errors.items():
             for sequence, num_taken_blocks in published.taken_blocks(seq_id):
-                if sequence in published.lost:
+                if sequence in published.lost or answer.cache_id not in session.ledgers:  # that worker is lost
                     continue
                 session.ledgers[answer.cache_id].give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:

@@ -4,15 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Hashable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from services.step import SequenceOpened, SequenceSpec
 
 if TYPE_CHECKING:
-    from services.dense_worker.engine.planning.plan_builder import PlanBuilder
-    from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.features.report import TokenReport
-    from services.step import SequenceOpened
 
 ResourceKey = Hashable
+
+
+class PlannedSequence(Protocol):
+    """What a feature reads of the scheduler's sequence."""
+
+    @property
+    def spec(self) -> SequenceSpec: ...
+
+    @property
+    def seq_id(self) -> int: ...
+
+    @property
+    def cache_id(self) -> int: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+class StepInPlanning(Protocol):
+    """What a feature reads of a step that is being planned, and adds to it: `PlanBuilder` has the docstrings."""
+
+    num_tokens: int
+    seq_ids: set[int]
+
+    def room_beside(self, num_extra_rows: int) -> int: ...
+
+    def add_extra_rows(self, seq_id: int, num_rows: int) -> None: ...
 
 
 class SequenceFeature:
@@ -86,16 +112,16 @@ class SequenceFeature:
     def note_reported(self, report: TokenReport) -> None:
         """A report of the sequence, of this feature or another, goes to its client."""
 
-    def opened(self, sequence: Sequence, answer: SequenceOpened) -> None:
+    def opened(self, sequence: PlannedSequence, answer: SequenceOpened) -> None:
         """The sequence is in the KV cache, and steps may run it."""
 
-    def chunk(self, sequence: Sequence, num_tokens: int, step: PlanBuilder) -> int:
+    def chunk(self, sequence: PlannedSequence, num_tokens: int, step: StepInPlanning) -> int:
         """How many of its next tokens a step computes, if it could compute `num_tokens`, and all that are left of its
         budget if need be; 0: none in this step.
         """
         return num_tokens
 
-    def planned(self, sequence: Sequence, step: PlanBuilder) -> None:
+    def planned(self, sequence: PlannedSequence, step: StepInPlanning) -> None:
         """The step has an entry of the sequence: adds what the plan says of the feature. Not called for decode rows,
         nor for rows of a policy.
         """

@@ -256,7 +256,7 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("rwkv", {}, "'rwkv', supported: llama, mistral, qwen2, qwen3"),
     ("llama", {"model_type": None}, "None, supported: llama"),
     ("llama", {"model_type": ["llama"]}, "supported: llama"),
-    ("llama", {"architectures": ["LlamaForTokenClassification"]}, "Classification.*LlamaForCausalLM"),
+    ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "QuestionAnswering.*LlamaForCausalLM"),
     ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which changes the computation"),
     ("llama", {"num_local_experts": 8}, "num_local_experts 8, which changes the computation.*'llama'"),
     ("llama", {"hidden_act": "mish"}, "'mish', supported: silu"),

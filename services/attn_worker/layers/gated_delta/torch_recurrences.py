@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import softplus
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StateWave, StepStates
 from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_inputs, run_chunks, run_token
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.state_space.recurrence import run_state_space
-from services.attn_worker.layers.state_space.selective_scan import run_selective_scan
 from services.channel import rows_of_layer
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.families.shape import GatedDelta, SelectiveScan, ShortConvolution, StateSpace
@@ -97,3 +97,27 @@ class TorchRecurrences:
             rows = first_rows[:, None] + torch.arange(num_tokens, device=self._device)
             batches.append(_Batch(rows, sources, targets))
         return batches
+
+
+def run_selective_scan(
+    rows: torch.Tensor,  # [n, num_tokens, row_size], of the seam
+    state: torch.Tensor,  # float32 [n, num_channels, state_size]; not modified
+    a_logs: torch.Tensor,  # float32 [num_channels, state_size]
+    d: torch.Tensor,  # float32 [num_channels]
+    sizes: SelectiveScan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any number of tokens of each sequence, one by one -> the output, [n, num_tokens, num_channels], and the state.
+
+    The recurrence of Mamba 1 (arXiv:2312.00752, section 3), all in float32. It keeps a vector for each channel. A token
+    with inputs x, time steps t, keys B and queries C makes each of them s = exp(-exp(a_logs) t) s + t x B; then the
+    channel's output is s C + d x.
+    """
+    widths = (sizes.num_channels, sizes.state_size, sizes.state_size, sizes.num_channels)
+    x, keys, queries, time_steps = rows.float().split(widths, dim=-1)
+    time_steps = softplus(time_steps)
+    inputs, rates, outputs = time_steps * x, -a_logs.exp(), []
+    for token in range(rows.shape[1]):
+        decay = (time_steps[:, token, :, None] * rates).exp_()
+        state = decay * state + inputs[:, token, :, None] * keys[:, token, None, :]
+        outputs.append((state @ queries[:, token, :, None]).squeeze(-1))
+    return torch.stack(outputs, dim=1) + d * x, state

@@ -1,4 +1,4 @@
-"""Layers with a selective scan, as a Triton kernel. The reference is `selective_scan.py`.
+"""Layers with a selective scan, as a Triton kernel. The reference is `run_selective_scan`.
 
 A program has some channels of one sequence, whose vectors stay in registers, and goes through the tokens one by one.
 """

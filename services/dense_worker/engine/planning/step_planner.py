@@ -15,7 +15,6 @@ from services.dense_worker.engine.fairness.step_shares import (
 )
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.planning.host_turns import HostTurns
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
@@ -24,6 +23,9 @@ from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.row_policy import RowPolicy
+
+MAX_HOST_S = 0.02  # what slow sequences of a step may take of the host in all; one of them may always run
+SLOW_S = 0.0005  # a sequence that takes less is in each step
 
 
 class StepPlanner:
@@ -274,3 +276,31 @@ def _has_forked(sequence: Sequence) -> bool:
 def _num_to_compute(sequence: Sequence) -> int:
     """How many tokens the next steps may compute of a sequence that needs more than one: those of all its rows."""
     return sequence.num_remaining_tokens if sequence.policy is None else sequence.policy.num_to_compute(sequence.counts)
+
+
+class HostTurns:
+    """All sequences of a step wait for the host. So those that take long take turns, and delay each other alone."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, int] | None = None  # the order of the last slow one that had its turn
+
+    def choose(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those that are in the next step, in their order."""
+        costs = {each: host_s for each in sequences if (host_s := _host_s(each)) > SLOW_S}
+        if sum(costs.values()) <= MAX_HOST_S:
+            return sequences
+        slow = sorted(costs, key=lambda each: each.order)
+        if (last := self._last) is not None:
+            slow.sort(key=lambda each: each.order <= last)  # those behind the last one come first
+        left_s, chosen = MAX_HOST_S, set[Sequence]()
+        for each in slow:
+            if chosen and costs[each] > left_s:
+                break
+            left_s -= costs[each]
+            chosen.add(each)
+            self._last = each.order
+        return [each for each in sequences if each not in costs or each in chosen]
+
+
+def _host_s(sequence: Sequence) -> float:
+    return sum([feature.host_s for feature in sequence.features])

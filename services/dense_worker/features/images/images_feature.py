@@ -15,11 +15,11 @@ from services.dense_worker.encoders.encoder_runs import EncodedSequence, Encoder
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.images.received_pictures import ReceivedPictures
+from services.dense_worker.features.sequence_feature import PlannedSequence, StepInPlanning
 from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
 from services.step.prompt_span import PromptSpan
 
 if TYPE_CHECKING:
-    from services.dense_worker.engine.planning.plan_builder import PlanBuilder
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.pb import dense_pb2
@@ -42,7 +42,7 @@ class SequenceImages(EncodedSequence[Picture]):
         self.spans = spans
         self._are_whole = are_whole
 
-    def chunk(self, sequence: Sequence, num_tokens: int, step: PlanBuilder) -> int:
+    def chunk(self, sequence: PlannedSequence, num_tokens: int, step: StepInPlanning) -> int:
         """Whole pictures, if their tokens see each other: it ends before one that does not fit, or takes all of it."""
         if not self._are_whole:
             return num_tokens

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from services.dense_worker.features.sequence_feature import SequenceFeature
+from services.dense_worker.features.sequence_feature import PlannedSequence, SequenceFeature, StepInPlanning
 
 if TYPE_CHECKING:
     import torch
 
-    from services.dense_worker.engine.planning.plan_builder import PlanBuilder
-    from services.dense_worker.engine.sequence import Sequence
     from services.step import SequenceOpened
 
 _Key = tuple[int, bytes]  # the KV cache, and the content
@@ -65,19 +63,19 @@ class SequenceSource(SequenceFeature):
         """Not in the step that runs the encoder."""
         return not self._is_missing
 
-    def opened(self, sequence: Sequence, answer: SequenceOpened) -> None:
+    def opened(self, sequence: PlannedSequence, answer: SequenceOpened) -> None:
         """The answer says whether the output is in the cache."""
         self._is_missing = not answer.has_extra_rows
         if not self._is_missing:
             self._keep(sequence)
 
-    def chunk(self, sequence: Sequence, num_tokens: int, step: PlanBuilder) -> int:
+    def chunk(self, sequence: PlannedSequence, num_tokens: int, step: StepInPlanning) -> int:
         """As many as fit beside the output, if the step has to write it."""
         if not self._is_missing or self._readers.any_of(_key(sequence)) is not None:
             return num_tokens
         return max(0, min(num_tokens, step.room_beside(self.num_extra_rows)))
 
-    def planned(self, sequence: Sequence, step: PlanBuilder) -> None:
+    def planned(self, sequence: PlannedSequence, step: StepInPlanning) -> None:
         """The step writes the output, or keeps it by keeping another sequence open. A fork has that of its parent."""
         if self._is_missing:
             reader = self._readers.any_of(_key(sequence))
@@ -96,10 +94,10 @@ class SequenceSource(SequenceFeature):
             self._readers.remove(*self._kept)
             self._kept = None
 
-    def _keep(self, sequence: Sequence) -> None:
+    def _keep(self, sequence: PlannedSequence) -> None:
         self._kept = _key(sequence), sequence.seq_id
         self._readers.add(*self._kept)
 
 
-def _key(sequence: Sequence) -> _Key:
+def _key(sequence: PlannedSequence) -> _Key:
     return sequence.cache_id, sequence.spec.prefix_key

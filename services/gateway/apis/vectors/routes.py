@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
+from services.gateway.apis.llama_cpp.errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, number_pieces
 from services.gateway.apis.vectors.schema import (
     EUCLID,
@@ -52,7 +53,9 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         return PooledAnswer(vectors, body.inputs, options, write)
 
     @router.post("/embedding", response_class=Response, include_in_schema=False)
-    @router.post("/embeddings", response_class=Response, responses={200: {"model": list[PlainEmbedding]}})
+    @router.post(
+        "/embeddings", response_class=Response, responses={**LLAMA_CPP_ERRORS, 200: {"model": list[PlainEmbedding]}}
+    )
     async def create_plain_embeddings(body: PlainEmbeddingRequest, request: Request) -> Response:
         """The same in llama.cpp's form: the list of vectors alone."""
         await next_turn(request)
