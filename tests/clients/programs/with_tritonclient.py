@@ -44,7 +44,7 @@ def about(client: Any) -> dict[str, Any]:
     return {
         "live": client.is_server_live(),
         "ready": client.is_server_ready(),
-        "models": [name for name in [*MODELS, "nothing"] if client.is_model_ready(name)],
+        "models": [name for name in [*MODELS, "embedding", "nothing"] if client.is_model_ready(name)],
         "version": client.is_model_ready("ensemble", "1") and not client.is_model_ready("ensemble", "2"),
         "server": server["name"] if is_http else server.name,
         "index": [each["name"] for each in index] if is_http else [each.name for each in index.models],
