@@ -19,7 +19,6 @@ from services.gateway.apis.anthropic.errors import ANTHROPIC
 from services.gateway.apis.anthropic.routes import messages_routes
 from services.gateway.apis.audio.routes import Speech, audio_routes
 from services.gateway.apis.invocations import invocation_routes
-from services.gateway.apis.llama_cpp.errors import LLAMA_CPP
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
 from services.gateway.apis.models import model_routes
 from services.gateway.apis.openai.routes import completion_routes
@@ -32,6 +31,7 @@ from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
+from services.gateway.apis.shared.llama_cpp_errors import LLAMA_CPP
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes

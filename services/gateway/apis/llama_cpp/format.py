@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from services.common.token_logprobs import TokenLogprobs
-from services.gateway.apis.llama_cpp.errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.apis.llama_cpp.schema import (
     ALL,
     SAMPLERS,
@@ -15,6 +14,7 @@ from services.gateway.apis.llama_cpp.schema import (
     LlamaCppObject,
     TokenProbability,
 )
+from services.gateway.apis.shared.llama_cpp_errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
 from services.gateway.apis.shared.timings import TimingsObject, prompt_progress, timings, timings_so_far
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
-from services.gateway.apis.llama_cpp.errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
+from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, number_pieces
 from services.gateway.apis.vectors.schema import (
     EUCLID,

@@ -1,4 +1,4 @@
-"""Errors as llama.cpp has them."""
+"""Errors as llama.cpp has them: of its own routes, and of the one for embeddings."""
 
 from __future__ import annotations
 
