@@ -23,6 +23,13 @@ from tests.support.cluster import NO_STANDBYS, REPOSITORY, START_TIMEOUT_S, STOP
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
 
+@pytest.fixture
+def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers' directories of this test alone: other servers may run on this machine."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("services.launch.run_directory.SHM_DIR", tmp_path)
+
+
 def test_a_killed_launchers_directory_is_removed_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,10 +65,8 @@ def test_a_killed_launchers_shared_memory_is_removed_at_the_next_start() -> None
     assert not own.exists()
 
 
-def test_a_directory_whose_launcher_was_killed_before_it_was_locked_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.mark.usefixtures("own_directories")
+def test_a_directory_whose_launcher_was_killed_before_it_was_locked_is_removed(tmp_path: Path) -> None:
     left = tmp_path / "twostroke-run-left"
     (left / "directory").mkdir(parents=True)
     others = [tmp_path / "twostroke-soak-1", tmp_path / "other"]  # of other programs
@@ -74,8 +79,8 @@ def test_a_directory_whose_launcher_was_killed_before_it_was_locked_is_removed(
     assert not left.exists() and target.is_dir() and all(other.is_dir() for other in others)
 
 
+@pytest.mark.usefixtures("own_directories")
 def test_directories_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "twostroke-run-theirs").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -83,12 +88,11 @@ def test_directories_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.Mon
     assert remove_stale_directories() == ["twostroke-run-theirs"]
 
 
+@pytest.mark.usefixtures("own_directories")
 @pytest.mark.parametrize("name", ["open", "flock"])
 def test_a_launcher_whose_directory_is_removed_before_it_is_locked_makes_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    remove_stale_directories()
     module = {"open": os, "flock": fcntl}[name]
     real = getattr(module, name)
     removed: list[str] = []
@@ -106,8 +110,8 @@ def test_a_launcher_whose_directory_is_removed_before_it_is_locked_makes_another
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("own_directories")
 def test_two_launchers_may_remove_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stale = tmp_path / "twostroke-run-stale"
     stale.mkdir()
     (stale / "lock").touch()
