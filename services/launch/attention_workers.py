@@ -70,6 +70,7 @@ class AttentionWorkers:
                 child.stop()
                 await uninterrupted(child.wait(config.launch.stop_grace_s))
                 await asyncio.gather(watcher, return_exceptions=True)
+                await uninterrupted(self._undo(_remove, child))
                 raise PeerError(f"no attention worker was added: {_describe(error)}") from error
             await uninterrupted(self._keep(child, watcher))  # the dense worker has it now, whatever the caller wants
             return child
@@ -89,8 +90,13 @@ class AttentionWorkers:
                 raise InvalidRequest(f"{name} stays as long as the launcher: drain another one")
             try:
                 await self._ask_dense(_remove, child.address, timeout_s)
-            except grpc.aio.AioRpcError as error:
-                raise PeerError(f"{name} was not drained: {_describe(error)}") from error
+            except BaseException as error:
+                is_answer = isinstance(error, grpc.aio.AioRpcError) and error_of(error) is not None
+                if not is_answer:
+                    await uninterrupted(self._undo(_add, child))
+                if isinstance(error, grpc.aio.AioRpcError):
+                    raise PeerError(f"{name} was not drained: {_describe(error)}") from error
+                raise
             await uninterrupted(self._end(child, timeout_s))  # the dense worker has left it, whatever the caller wants
 
     async def _keep(self, child: Child, watcher: asyncio.Task[None]) -> None:
@@ -154,6 +160,15 @@ class AttentionWorkers:
             await self._ask_dense(ask, child.address, timeout_s)
         except grpc.aio.AioRpcError as error:
             log.warning("the dense worker was not asked again", name=child.name, reason=_describe(error))
+
+    async def _undo(self, ask: _Ask, child: Child) -> None:
+        """Asks for the opposite: the dense worker may have done what it was asked, although nobody got its answer."""
+        limit_s = self._config.peers.rpc_timeout_s
+        try:
+            async with self._dense_stub() as stub:
+                await ask(stub, child.address, limit_s, limit_s)
+        except grpc.aio.AioRpcError as error:
+            log.warning("a change of attention workers was not undone", name=child.name, reason=_describe(error))
 
     async def _tell_successors(self, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
         """A dense worker that is started from now on attaches to the present attention workers."""

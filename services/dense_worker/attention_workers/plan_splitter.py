@@ -33,15 +33,15 @@ class PlanSplitter:
     def split(self, plan: StepPlan) -> SplitPlan:
         """The parts of the next plan."""
         cache_of = self._cache_of
+        self._keep_sampled(plan.sampled)
+        closes = defaultdict[int, list[int]](list)
+        for seq_id in plan.close_seq_ids:  # first, for the id of a beam that has ended may be that of a new one
+            if (cache_id := cache_of.pop(seq_id, None)) is not None:
+                closes[cache_id].append(seq_id)
         for new in plan.new_sequences:
             cache_of[new.seq_id] = new.cache_id
         for fork in plan.forks:
             cache_of[fork.child_seq_id] = cache_of[fork.parent_seq_id]
-        self._keep_sampled(plan.sampled)
-        closes = defaultdict[int, list[int]](list)
-        for seq_id in plan.close_seq_ids:
-            if (cache_id := cache_of.get(seq_id)) is not None:
-                closes[cache_id].append(seq_id)
         of_entries = self._caches_of(plan.entries.seq_ids)
         used = np.unique(of_entries).tolist()
         opens = {new.cache_id for new in plan.new_sequences}
@@ -61,8 +61,6 @@ class PlanSplitter:
                 plan.lane,
                 evicts_blocks=plan.evicts_blocks and len(entries) > 0,
             )
-        for seq_id in plan.close_seq_ids:
-            cache_of.pop(seq_id, None)
         of_rows = of_entries if plan.num_tokens == len(of_entries) else np.repeat(of_entries, plan.entries.num_tokens)
         rows = {cache_id: np.flatnonzero(of_rows == cache_id) for cache_id in used}
         return SplitPlan(plan.step_id, parts, rows, plan.frees_blocks)

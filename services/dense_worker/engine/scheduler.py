@@ -519,7 +519,7 @@ class Scheduler:
 
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
-        return suspect if suspect is None or suspect.is_ready else None
+        return suspect if suspect is not None and suspect.is_ready and self._admission.has_left(suspect) else None
 
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED

@@ -78,8 +78,14 @@ class Launcher:
         async def wait(grace_s: float) -> None:
             note("ended")
 
+        is_stopped = asyncio.Event()
+
+        def stop() -> None:
+            note("stopped")
+            is_stopped.set()
+
         async def watch() -> None:
-            await asyncio.Event().wait()
+            await is_stopped.wait()
 
         async def forget(child: object) -> None:
             note("forgotten")
@@ -91,7 +97,7 @@ class Launcher:
             address=f"unix:{directory}/attn.sock",
             config=config,
             pid=1,
-            stop=lambda: note("stopped"),
+            stop=stop,
             wait=wait,
             watch=watch,
         )
@@ -133,6 +139,35 @@ def test_a_worker_that_was_drained_is_stopped_even_if_the_caller_goes_away(tmp_p
         assert launcher.events == ["asked to remove", "told", "asked to remove", "stopped", "ended", "forgotten"]
 
     run(drain())
+
+
+class Silent(Dense):
+    """Does what it is asked first, but nobody gets the answer."""
+
+    async def _answer(self, event: str) -> None:
+        self._events.append(event)
+        if not self.was_asked.is_set():
+            self.was_asked.set()
+            await asyncio.Event().wait()
+
+
+def test_a_change_whose_caller_goes_away_before_the_answer_is_undone(tmp_path: Path) -> None:
+    async def cancel() -> None:
+        launcher = Launcher(tmp_path)
+        for change, expected in (
+            (lambda: launcher.workers.drain(launcher.child.name, LIMIT_S), ["asked to remove", "asked to add"]),
+            (launcher.workers.add, ["asked to add", "stopped", "ended", "asked to remove"]),
+        ):
+            launcher.events.clear()
+            dense = Silent(launcher.events)
+            async with serving(dense, launcher.address):
+                changing = asyncio.ensure_future(change())
+                await dense.was_asked.wait()
+                changing.cancel()
+                await asyncio.gather(changing, return_exceptions=True)
+            assert launcher.events == expected
+
+    run(cancel())
 
 
 def test_the_successor_of_a_dense_worker_that_dies_meanwhile_is_asked_to_drain(tmp_path: Path) -> None:

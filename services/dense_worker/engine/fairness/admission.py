@@ -54,6 +54,11 @@ class Admission:
             self._entitled = None
         return sequence
 
+    def has_left(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may be opened: not before the last token of one that has just left a KV cache, or
+        the answer to its closing, has arrived."""
+        return not sequence.num_pending_tokens and sequence.seq_id not in self._session.closing
+
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         if sequence is self._entitled:
@@ -148,14 +153,8 @@ class Admission:
         ]
 
     def _ready_heads(self) -> Iterator[Sequence]:
-        """The first sequence of each waiting client, in the order of their turns.
-
-        Without those just preempted, whose last token, or the answer to whose closing, has not arrived yet.
-        """
-        closing = self._session.closing
-        for sequence in self._waiting.heads(self._session.orphaned_blocks):
-            if not sequence.num_pending_tokens and sequence.seq_id not in closing:
-                yield sequence
+        """The first sequence of each waiting client, in the order of their turns; without those that are leaving."""
+        return filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks))
 
     def _make_room(self) -> Sequence | None:
         """Preempts sequences for the first client in turn that has a right to their places or blocks.

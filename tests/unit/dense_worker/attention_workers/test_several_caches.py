@@ -24,6 +24,7 @@ from services.dense_worker.features.parallel.parallel_answers import ParallelAns
 from services.step import PlanAccepted, RaggedTokens, SequenceOpened, StepResult
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
+from tests.support.plans import make_plan
 from tests.unit.dense_worker.engine.test_scheduler import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -124,6 +125,10 @@ class Workers:
         del self.caches[cache_id]
         self.splitter.forget(cache_id)
         self.outputs += self.scheduler.lose_cache(cache_id, is_crash=is_crash)
+
+    def computes(self, seq_id: int) -> bool:
+        """Whether the step under way has a sequence."""
+        return self.in_flight is not None and seq_id in self.in_flight[0].plan.entries.seq_ids.tolist()
 
     def add(self) -> int:
         cache_id, self.next_id = self.next_id, self.next_id + 1
@@ -374,8 +379,7 @@ def test_a_request_that_workers_die_of_ends_alone() -> None:
         workers.scheduler.add(sequence)
     for _ in range(400):
         workers.step()
-        is_computed = workers.in_flight is not None and 1 in workers.in_flight[0].plan.entries.seq_ids.tolist()
-        if is_computed and poison.status is SequenceStatus.RUNNING:
+        if workers.computes(1) and poison.status is SequenceStatus.RUNNING:
             workers.lose(poison.cache_id)
             workers.add()
         if poison.status is SequenceStatus.FINISHED:
@@ -386,6 +390,21 @@ def test_a_request_that_workers_die_of_ends_alone() -> None:
         "3 attention workers died while they computed this request"
     )
     assert other.output_token_ids == expected_output(other)
+
+
+def test_a_request_that_has_seen_two_workers_die_goes_on() -> None:
+    """It goes before all others, but not before the step that still had it has ended, and closed it where it was."""
+    workers = Workers(3)
+    sequences = [make_sequence(seq_id, 6, 20) for seq_id in (1, 2)]
+    for sequence in sequences:
+        workers.scheduler.add(sequence)
+    for _ in range(2):
+        while not (workers.computes(1) and sequences[0].status is SequenceStatus.RUNNING):
+            workers.step()
+        workers.lose(sequences[0].cache_id)
+    assert sequences[0].is_suspect
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
 
 
 def test_an_answer_that_does_not_fit_beside_its_first_one_is_opened_in_another_cache() -> None:
@@ -425,3 +444,12 @@ def test_a_client_takes_blocks_where_its_sequence_has_its_own() -> None:
     scheduler.add(claimed)
     assert scheduler.next_to_open() == [claimed]
     assert claimed.cache_id == 1 and scheduler.num_preemptions == 1
+
+
+def test_the_id_of_a_beam_that_has_ended_is_that_of_a_new_one_in_the_same_plan() -> None:
+    """Attention workers close before they fork."""
+    splitter = PlanSplitter({1: 0, 2: 0, 7: 1})
+    first = splitter.split(make_plan([(1, 1, 8), (2, 1, 8)], close_seq_ids=[2, 7], forks=[(1, 2, 8)]))
+    assert {cache_id: part.close_seq_ids for cache_id, part in first.parts.items()} == {0: (2,), 1: (7,)}
+    second = splitter.split(make_plan([(1, 1, 9), (2, 1, 9)]))
+    assert list(second.parts) == [0] and second.parts[0].entries.seq_ids.tolist() == [1, 2]
