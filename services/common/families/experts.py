@@ -14,6 +14,7 @@ from services.common.families.llama import (
     read_granite_swa,
     read_mistral,
     read_olmo2,
+    read_qwen3_vl,
 )
 from services.common.families.rope import read_rope
 from services.common.families.shape import (
@@ -63,6 +64,12 @@ def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     fields.only("shared_expert_intermediate_size", 0)
     has_bias = fields.flag("attention_bias")
     return with_qwen_experts(fields, replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True))
+
+
+def read_qwen3_vl_moe(fields: ConfigFields) -> ModelConfig:
+    """The text part of Qwen3-VL's mixtures: that of Qwen3-VL with experts."""
+    fields.only("norm_topk_prob", True)  # in some files; the class divides by the sum anyway
+    return with_qwen_experts(fields, read_qwen3_vl(fields), renormalizes=True)
 
 
 def read_olmoe(fields: ConfigFields) -> ModelConfig:
@@ -371,8 +378,13 @@ def with_biased_experts(
     )
 
 
-def with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
-    """Experts in every layer whose number, counted from 1, `decoder_sparse_step` divides."""
+def with_qwen_experts(
+    fields: ConfigFields, config: ModelConfig, *, renormalizes: bool | None = None, **options: Any
+) -> ModelConfig:
+    """Experts in every layer whose number, counted from 1, `decoder_sparse_step` divides.
+
+    renormalizes: None: as `norm_topk_prob` says
+    """
     step, plain = fields.size("decoder_sparse_step"), fields["mlp_only_layers"]
     if not isinstance(plain, list) or any(type(layer) is not int or layer < 0 for layer in plain):
         raise fields.error("mlp_only_layers", plain, "expected a list of numbers of layers")
@@ -380,7 +392,7 @@ def with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any)
         fields,
         config,
         intermediate_size=fields.size("moe_intermediate_size"),
-        renormalizes=fields.flag("norm_topk_prob"),
+        renormalizes=fields.flag("norm_topk_prob") if renormalizes is None else renormalizes,
         layers=tuple(i for i in range(config.num_layers) if i not in plain and (i + 1) % step == 0),
         **options,
     )

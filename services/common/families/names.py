@@ -41,6 +41,7 @@ class ExpertNames:
     gate_up: str = ""  # one tensor of gates and ups of all experts, and `down` one of all experts; empty: one by one
     stacked_gate_up: str = ""  # files may have such tensors or single experts; empty: they have one of both forms only
     stacked_down: str = ""
+    allows_transposed_stack: bool = False  # such tensors may be [num_experts, in_features, rows], which the shape says
     has_plain_stack: bool = False  # of such tensors: [num_experts, rows, in_features], and gates before ups
     shared: str = "mlp.shared_expert"
     shared_gate_up: str = ""  # one tensor of gate and up of the shared expert; empty: `gate` and `up`
@@ -206,6 +207,7 @@ _DEEPSEEK = CheckpointNames(of_experts=ExpertNames(shared="mlp.shared_experts"))
 _MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
+_STACKS = ExpertNames(stacked_gate_up="gate_up_proj", stacked_down="down_proj")
 _GRANITE_EXPERTS = ExpertNames(
     router="block_sparse_moe.router.layer",
     experts="block_sparse_moe",
@@ -347,9 +349,8 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
         of_gated_delta=GatedDeltaNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")
     ),
     "qwen3_5_text": _LLAMA,
-    "qwen3_5_moe_text": CheckpointNames(
-        of_experts=ExpertNames(stacked_gate_up="gate_up_proj", stacked_down="down_proj")
-    ),
+    "qwen3_5_moe_text": CheckpointNames(of_experts=_STACKS),
+    "qwen3_vl_moe_text": CheckpointNames(of_experts=replace(_STACKS, allows_transposed_stack=True)),
     "gpt_oss": CheckpointNames(
         sinks="self_attn.sinks", of_experts=ExpertNames(router="mlp.router", gate_up="gate_up_proj")
     ),

@@ -32,6 +32,7 @@ from services.common.families.experts import (
     read_phimoe,
     read_qwen2_moe,
     read_qwen3_moe,
+    read_qwen3_vl_moe,
     read_solar_open,
 )
 from services.common.families.fields import ConfigFields
@@ -212,6 +213,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "gptj": Family("GPTJForCausalLM", read_gptj),
     "codegen": Family("CodeGenForCausalLM", read_gptj),
     "qwen3_vl_text": Family("Qwen3VLTextModel", read_qwen3_vl),
+    "qwen3_vl_moe_text": Family("Qwen3VLMoeTextModel", read_qwen3_vl_moe),
     "qwen2_5_vl_text": Family("Qwen2_5_VLTextModel", read_qwen2_5_vl),
     "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox),
     "falcon": Family("FalconForCausalLM", read_falcon),
@@ -239,6 +241,7 @@ TEXT_PARTS: dict[str, str] = {
     "gemma4": "Gemma4ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }

@@ -53,6 +53,7 @@ FAMILIES: dict[str, VisionFamily] = {  # by model_type of config.json
     "mistral3": VisionFamily(read_mistral3, CLIP_MEAN, CLIP_STD),
     "qwen2_5_vl": VisionFamily(read_qwen2_5_vl, CLIP_MEAN, CLIP_STD),
     "qwen3_vl": VisionFamily(read_qwen3_vl, CLIP_MEAN, CLIP_STD),
+    "qwen3_vl_moe": VisionFamily(read_qwen3_vl, CLIP_MEAN, CLIP_STD),
 }
 
 

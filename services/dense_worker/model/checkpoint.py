@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,23 @@ _DANGER = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixRows:
+    """Some rows of a matrix in a stack of matrices."""
+
+    matrix: int
+    rows: slice  # with both ends given
+    is_transposed: bool = False  # in the file
+
+    def shape_in(self, stack: tuple[int, ...]) -> tuple[int, int]:
+        """Their shape in a stack of the given shape."""
+        return self.rows.stop - self.rows.start, stack[1 if self.is_transposed else 2]
+
+    def of(self, stack: Any) -> torch.Tensor:
+        """They themselves, of what is indexed like a stack of matrices."""
+        return stack[self.matrix, :, self.rows].t() if self.is_transposed else stack[self.matrix, self.rows]
+
+
 class Checkpoint:
     """Open files. Tensors are mapped, and read when they are used. Every error is a ModelError that names the file.
 
@@ -30,7 +48,7 @@ class Checkpoint:
 
     def __init__(self, files: Sequence[Path], opened: ExitStack, canonical: Callable[[str], str]) -> None:
         self._files: dict[str, tuple[Path, Any, str]] = {}  # file, handle and stored name, by canonical name
-        self._parts: dict[str, tuple[int, slice]] = {}  # of tensors that are rows of a matrix in a stack of matrices
+        self._parts: dict[str, MatrixRows] = {}
         for file in files:
             with _naming(file):
                 handle = opened.enter_context(safe_open(file, framework="pt"))
@@ -49,11 +67,15 @@ class Checkpoint:
         """The file that holds a tensor."""
         return self._files[name][0]
 
-    def split(self, name: str, parts: Mapping[str, tuple[int, slice]]) -> None:
-        """Gives the parts of a stack of matrices, [n, rows, ...], names of their own in place of its name.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        file, handle, stored_name = self._files[name]
+        with _naming(file):
+            stored = tuple(handle.get_slice(stored_name).get_shape())
+        return self._parts[name].shape_in(stored) if name in self._parts else stored
 
-        A part is the number of a matrix and some of its rows, with both ends given.
-        """
+    def split(self, name: str, parts: Mapping[str, MatrixRows]) -> None:
+        """Gives the parts of a stack of matrices, [n, rows, features], names of their own in place of its name."""
         stored = self._files.pop(name)
         self._files |= dict.fromkeys(parts, stored)
         self._parts |= parts
@@ -63,7 +85,7 @@ class Checkpoint:
         file, handle, stored_name = self._files[name]
         with _naming(file):
             if name in self._parts:
-                matrix = handle.get_slice(stored_name)[self._parts[name]]
+                matrix = self._parts[name].of(handle.get_slice(stored_name))
                 return matrix if part is None else part.of(matrix)
             return handle.get_tensor(stored_name) if part is None else part.of(handle.get_slice(stored_name))
 
@@ -84,17 +106,14 @@ class Checkpoint:
     def check(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         """Raises ModelError if a tensor's type or shape is not among those given."""
         file, handle, stored_name = self._files[name]
+        shape = self.shape(name)
+        if shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ModelError(f"{name} in {file} has shape {shape}, config.json calls for {expected}")
         with _naming(file):
-            found = handle.get_slice(stored_name)
-            shape, dtype = tuple(found.get_shape()), found.get_dtype()
-            if name in self._parts:
-                rows = self._parts[name][1]
-                shape = (rows.stop - rows.start, *shape[2:])
-            if shape not in shapes:
-                expected = " or ".join(map(str, shapes))
-                raise ModelError(f"{name} in {file} has shape {shape}, config.json calls for {expected}")
-            if dtype not in dtypes:
-                raise ModelError(f"{name} in {file} has dtype {dtype}, supported: {', '.join(dtypes)}")
+            dtype = handle.get_slice(stored_name).get_dtype()
+        if dtype not in dtypes:
+            raise ModelError(f"{name} in {file} has dtype {dtype}, supported: {', '.join(dtypes)}")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.attention_sinks import sink_names
-from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
+from services.dense_worker.model.checkpoint import Checkpoint, MatrixRows, checkpoint_files, open_checkpoint
 from services.dense_worker.model.families import build_decoder
 from services.dense_worker.model.gated.recurrence_weights import recurrence_names
 from services.dense_worker.model.head import Head
@@ -325,8 +325,9 @@ def places(parameter: Parameter) -> Iterator[tuple[Source, torch.Tensor]]:
 def _unstack_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Gives the parts of stacked experts the names of single ones, in families whose files have either form.
 
-    A stack has gates and ups in one tensor, [num_experts, 2 * size, hidden], and downs in another. Raises ModelError
-    for a stack of another shape, or a quantized one.
+    A stack has gates and ups in one tensor, [num_experts, 2 * size, hidden], and downs in another. Some families may
+    have their matrices transposed; one that could be either is taken as it is. Raises ModelError for a stack of another
+    shape, or a quantized one.
     """
     page, experts = names_of(config), config.parts.experts
     names = page.of_experts
@@ -342,13 +343,15 @@ def _unstack_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
         for stacked, rows_of in stacks.items():
             name = f"{module}.{stacked}"
             if name in checkpoint:
-                shape = (count, 2 * size, hidden) if stacked == names.stacked_gate_up else (count, hidden, size)
-                checkpoint.check(name, FLOATS, (shape,))
+                rows, features = (2 * size, hidden) if stacked == names.stacked_gate_up else (hidden, size)
+                plain, transposed = (count, rows, features), (count, features, rows)
+                checkpoint.check(name, FLOATS, (plain, transposed) if names.allows_transposed_stack else (plain,))
+                is_transposed = checkpoint.shape(name) != plain
                 checkpoint.split(
                     name,
                     {
-                        f"{module}.{expert}.{own}.weight": (expert, rows)
+                        f"{module}.{expert}.{own}.weight": MatrixRows(expert, taken, is_transposed)
                         for expert in range(count)
-                        for own, rows in rows_of.items()
+                        for own, taken in rows_of.items()
                     },
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,20 @@ VARIANTS: dict[str, Variant] = {
         {**_QWEN_PROCESSOR, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
     ),
 }
+VARIANTS["qwen3_vl_moe"] = replace(  # experts in all layers but one
+    VARIANTS["qwen3_vl"],
+    model_class="Qwen3VLMoeForConditionalGeneration",
+    config={
+        **VARIANTS["qwen3_vl"].config,
+        "text_config": {
+            **VARIANTS["qwen3_vl"].config["text_config"],
+            "moe_intermediate_size": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        },
+    },
+)
 
 
 def make_vision_model(

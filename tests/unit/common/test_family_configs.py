@@ -34,7 +34,7 @@ def rewrite(path: Path, **fields: Any) -> Path:
 def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
     older = {"llama", "mistral", "qwen2", "qwen3"}  # compared with transformers elsewhere
     of_encoders = {family for family, _ in ENCODER_DECODERS.values()}
-    seeing = {"qwen2_5_vl_text", "qwen3_vl_text"}  # compared with transformers together with their towers
+    seeing = {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}  # compared together with their towers
     compared = {family for family, _ in VARIANTS.values()} | older | of_encoders | seeing
     assert set(NAMES) == set(FAMILIES) == compared
 

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from services.common.errors import ModelError
+from services.common.model_config import load_model_config
 from services.common.vision.vision_config import VisionConfig, load_vision_config
 from services.dense_worker.encoders.vision.load import StoredTower
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.features.images.images_feature import whole_chunk
+from services.dense_worker.model.weights import load_weights
 from services.step.prompt_span import PromptSpan
 from tests.support.dense.vision_models import (
     IMAGE_TOKEN_ID,
@@ -124,3 +128,23 @@ def test_pictures_in_chunks_decoding_and_prefix_cache(path: Path, variant: str, 
     expected = true_logits(truth, variant, token_ids, first.images)
     assert token_ids[len(first.token_ids) :] == [pick(each) for each in expected[len(first.token_ids) - 1 : -1]]
     check(last, expected[-1:])
+
+
+def test_experts_of_qwen3_vl_may_be_stored_transposed(tmp_path: Path) -> None:
+    """As the published files have them. transformers reads such files as the others, and saves them as they are here.
+    """
+    plain, published = (make_vision_model(tmp_path / name, "qwen3_vl_moe") for name in ("plain", "published"))
+    stored = load_file(published / "model.safetensors")
+    experts = [name for name in stored if ".mlp.experts." in name]
+    assert len(experts) == 4, "gates with ups, and downs, in two layers"
+    transposed = {name: stored[name].transpose(1, 2).contiguous() for name in experts}
+    save_file(stored | transposed, published / "model.safetensors", metadata={"format": "pt"})
+    truth = load_true_model(published, "qwen3_vl_moe").state_dict()
+    assert all(torch.equal(truth[name], stored[name]) for name in experts)
+    config = load_model_config(published)
+    expected = dict(load_weights(plain, config, torch.float32, CPU).named_tensors())
+    for name, tensor in load_weights(published, config, torch.float32, CPU).named_tensors():
+        assert torch.equal(tensor, expected[name]), name
+    save_file(stored | {experts[0]: stored[experts[0]][:, :7].contiguous()}, published / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has shape \(5, 7, \d+\), .* calls for \(5, \d+, \d+\) or \(5"):
+        load_weights(published, config, torch.float32, CPU)

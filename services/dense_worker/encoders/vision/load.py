@@ -49,6 +49,7 @@ BUILDERS: dict[str, Callable[..., Tower]] = {
     "mistral3": build_mistral3_tower,
     "qwen2_5_vl": build_qwen2_5_tower,
     "qwen3_vl": build_qwen3_tower,
+    "qwen3_vl_moe": build_qwen3_tower,
 }
 
 
