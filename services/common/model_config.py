@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from services.common.errors import ModelError
 from services.common.families.fields import MAX_SIZE, ConfigFields
 from services.common.families.registry import FAMILIES, FLAT_TEXT_PARTS, SEES_SPANS, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
+from services.common.families.without_class import WITHOUT_CLASS
 from services.common.json_files.read_json import read_json
 from services.common.pooling.architectures import has_language_head
 from services.common.quantization.read import MODELOPT_FILE, read_quantization
@@ -87,7 +89,9 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
     family = raw.get("model_type")
     by_family = {name: each.architecture for name, each in FAMILIES.items()} | TEXT_PARTS
     if not isinstance(family, str) or family not in by_family:
-        raise ModelError(f"{path} has model_type {family!r}, supported: {', '.join(by_family)}")
+        has_class = not isinstance(family, str) or family in CONFIG_MAPPING_NAMES
+        reason = f"supported: {', '.join(by_family)}" if has_class else WITHOUT_CLASS
+        raise ModelError(f"{path} has model_type {family!r}, {reason}")
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raise ModelError(f"{path} has architectures {architectures!r}, expected a list of names")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from services.common.errors import ModelError
 from services.common.families.alibi import alibi_slopes
 from services.common.families.base import read_base, read_head_dim
 from services.common.families.fields import ConfigFields
@@ -20,6 +21,7 @@ from services.common.json_files.fields import Fields
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]
 
+WITHOUT_CLASS = "of which transformers has no class, and code that comes with a model is never run"
 _BAICHUAN_2_VOCAB_SIZE = 125_696
 
 
@@ -67,6 +69,7 @@ def read_chatglm(fields: ConfigFields) -> ModelConfig:
         ("pre_seq_len", None),
     ):
         fields.only(name, expected)
+    _check_sees_nothing(fields, "vision_config", "GLM-4V")
     has_groups = fields.flag("multi_query_attention")
     num_kv_heads = fields.size("num_key_value_heads" if has_groups else "num_attention_heads")
     config = read_base(fields, num_kv_heads=num_kv_heads, allows_partial_rope=True)
@@ -89,6 +92,7 @@ def read_internlm(fields: ConfigFields) -> ModelConfig:
 
 def read_qwen(fields: ConfigFields) -> ModelConfig:
     """Qwen 1: biases of q, k and v. What changes with the length would begin beyond `seq_length`: the limit then."""
+    _check_sees_nothing(fields, "visual", "Qwen-VL")
     fields.only("no_bias", True)
     fields.only("rotary_pct", 1.0)
     fields.only("scale_attn_weights", True)
@@ -100,3 +104,9 @@ def read_qwen(fields: ConfigFields) -> ModelConfig:
         raise fields.error("intermediate_size", size, "expected an even number: that of gate and up together")
     config = read_base(fields, intermediate_size=size // 2, num_positions=num_positions)
     return replace(config, qkv_bias=True)
+
+
+def _check_sees_nothing(fields: ConfigFields, name: str, model: str) -> None:
+    """Refuses the model of text and images with the same model_type, whose tower is in the field `name`."""
+    if fields.raw.get(name) is not None:
+        raise ModelError(f"{fields.where} has {name}: this is {model}, {WITHOUT_CLASS}")

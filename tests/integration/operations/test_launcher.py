@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -166,6 +167,14 @@ def test_a_missing_device_is_reported_in_one_line(setting: str, message: str) ->
     result = run_warm("services.launch", "--prompt", "a", "--set", "dense.device=cpu", "--set", setting)
     assert result.returncode == 1 and result.stdout == ""
     assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
+
+
+def test_a_model_without_a_class_of_transformers_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "internvl_chat"}))
+    result = run_warm("services.launch", "--prompt", "a", "--set", f"model.path={tmp_path}")
+    assert result.returncode == 1 and result.stdout == ""
+    said = "has model_type 'internvl_chat', of which transformers has no class, and code that comes with a model"
+    assert said in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
 
 
 def test_a_start_that_fails_leaves_no_link_behind(tmp_path: Path) -> None:

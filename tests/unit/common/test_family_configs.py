@@ -70,6 +70,8 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("chatglm", {"rope_ratio": -1}, "rope_ratio -1, expected a number above 0"),
         ("internlm", {"rotary": {"type": "linear", "base": 1e4}}, "type 'linear', supported: origin, dynamic"),
         ("internlm2", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type 'ntk', supported: default"),
+        ("qwen", {"visual": {"width": 1664}}, "has visual: this is Qwen-VL, of which transformers has no class"),
+        ("chatglm", {"vision_config": {"width": 1792}}, "has vision_config: this is GLM-4V, of which"),
         ("qwen", {"no_bias": False}, "no_bias False, supported: True"),
         ("qwen", {"rotary_pct": 0.5}, "rotary_pct 0.5, supported: 1.0"),
         ("qwen", {"intermediate_size": 97}, "intermediate_size 97, expected an even number"),

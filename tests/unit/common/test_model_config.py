@@ -254,6 +254,7 @@ def test_directory_in_place_of_config_json_is_an_error(tmp_path: Path) -> None:
 
 UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("rwkv", {}, "'rwkv', supported: llama, mistral, qwen2, qwen3"),
+    ("cogvlm", {}, "'cogvlm', of which transformers has no class, and code that comes with a model is never run$"),
     ("llama", {"model_type": None}, "None, supported: llama"),
     ("llama", {"model_type": ["llama"]}, "supported: llama"),
     ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "QuestionAnswering.*LlamaForCausalLM"),
