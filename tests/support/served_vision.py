@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from services.pb import gateway_pb2, sampling_pb2
 from tests.support.dense.vision_models import load_true_model, make_vision_model, true_pixels
 
 IMAGE_TOKEN, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+_OTHER_TOKENS = {"internvl": ["<img>", "</img>"]}  # that stand around a picture's, by variant
 PLACE = f"{START}{IMAGE_TOKEN}{END}"
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]"
@@ -30,7 +31,8 @@ TEMPLATE = (
 def make_served_vision_model(path: Path, variant: str = "qwen2_5_vl", **text: Any) -> Path:
     """A random model with the embedded model's tokenizer, which has tokens for pictures, too; `text`: of its config."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN, START, END]})
+    tokens = [IMAGE_TOKEN, START, END, *_OTHER_TOKENS.get(variant, ())]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = TEMPLATE
     ids = tokenizer.convert_tokens_to_ids([IMAGE_TOKEN, START, END])
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -45,13 +47,23 @@ def _truth(path: Path, variant: str) -> PreTrainedModel:
     return load_true_model(path, variant)
 
 
-def prompt_ids(path: Path, text: str, num_tokens: Sequence[int]) -> list[int]:
-    """Token ids of a rendered text, in which each picture's token stands once, with so many for each picture."""
+def prompt_ids(path: Path, text: str, places: Sequence[str]) -> list[int]:
+    """Token ids of a rendered text, in which each picture's token stands once, with these texts in place of them."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     pieces = text.split(IMAGE_TOKEN)
-    assert len(pieces) == len(num_tokens) + 1
-    whole = "".join(piece + IMAGE_TOKEN * count for piece, count in zip(pieces, [*num_tokens, 0], strict=True))
+    whole = "".join(piece + place for piece, place in zip(pieces, [*places, ""], strict=True))
     return tokenizer.encode(whole, add_special_tokens=False)
+
+
+def _places(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> list[str]:
+    """What stands in a prompt for each picture that a processor has `given`."""
+    if "image_grid_thw" in given:
+        square = model.config.vision_config.spatial_merge_size**2
+        return [IMAGE_TOKEN * (int(grid.prod()) // square) for grid in given["image_grid_thw"]]
+    if "num_patches" in given:
+        counts = [model.config.image_seq_length * int(each) for each in given["num_patches"]]
+        return [f"<img>{IMAGE_TOKEN * each}</img>" for each in counts]
+    return [IMAGE_TOKEN * len(rows) for rows in model.get_image_features(**given).pooler_output]
 
 
 @torch.inference_mode()
@@ -61,10 +73,10 @@ def expected_tokens(
     """The tokens that Hugging Face generates greedily after a rendered text with pictures."""
     model = _truth(path, variant)
     given = dict(true_pixels(variant, pictures)) if pictures else {}
-    merge = model.config.vision_config.spatial_merge_size
-    counts = [int(grid.prod()) // merge**2 for grid in given.get("image_grid_thw", ())]
-    ids = torch.tensor([prompt_ids(path, text, counts)])
-    given["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+    ids = torch.tensor([prompt_ids(path, text, _places(model, given) if pictures else [])])
+    if variant.startswith("qwen"):
+        given["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+    given.pop("num_patches", None)
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -141,13 +153,8 @@ class Truth:
         return load_true_model(self._path, self._variant)
 
     def _inputs(self, turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
-        pictures = pictures_of(turns)
-        given = dict(true_pixels(self._variant, pictures))
-        counts = [
-            int(grid.prod()) // self._model.config.vision_config.spatial_merge_size**2
-            for grid in given["image_grid_thw"]
-        ]
-        ids = torch.tensor([prompt_ids(self._path, rendered(turns), counts)])
+        given = dict(true_pixels(self._variant, pictures_of(turns)))
+        ids = torch.tensor([prompt_ids(self._path, rendered(turns), _places(self._model, given))])
         mask = torch.ones_like(ids)
         is_picture = (ids == self._model.config.image_token_id).long()
         return {**given, "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": is_picture}

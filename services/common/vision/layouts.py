@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from services.common.vision.gemma3 import SquareLayout
+from services.common.vision.internvl import GridLayout
 from services.common.vision.layout import Layout
 from services.common.vision.llava import CropLayout, StretchedLayout
 from services.common.vision.llava_next import TiledLayout
@@ -14,7 +15,7 @@ from services.common.vision.qwen_vl import QwenLayout
 
 LAYOUTS: dict[str, type] = {
     each.__name__: each
-    for each in (CropLayout, PixtralLayout, QwenLayout, SquareLayout, StretchedLayout, TiledLayout)
+    for each in (CropLayout, GridLayout, PixtralLayout, QwenLayout, SquareLayout, StretchedLayout, TiledLayout)
 }
 
 

@@ -29,6 +29,7 @@ class LlavaTower:
     activation: Activation  # between the matrices
     has_bias: bool
     resolutions: tuple[Size, ...] = ()  # of grids of tiles, height and width; empty: there is one tile
+    max_tiles: int | None = None  # the rows of a grid are made as few as those of so many tiles; None: all are kept
 
     def tile_grid(self, shape: PictureShape) -> tuple[int, int]:
         """Rows and columns of the tiles of a picture."""

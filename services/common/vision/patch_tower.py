@@ -21,7 +21,7 @@ class PatchTower:
     patch_size: int
     activation: Activation
     norm_eps: float
-    has_class_token: bool  # with it the embedding has no bias, and is normalised before the first layer
+    has_class_token: bool  # with CLIP's the embedding has no bias, and is normalised before the first layer
     has_final_norm: bool  # after the last layer
 
     @property

@@ -14,9 +14,10 @@ from transformers import AutoConfig
 from services.common.errors import ModelError
 from services.common.json_files.read_json import read_json
 from services.common.vision.gemma3 import Gemma3Tower, read_gemma3
+from services.common.vision.internvl import InternVLTower, read_internvl
 from services.common.vision.layout import Layout
 from services.common.vision.llava import LlavaTower, read_llava
-from services.common.vision.llava_next import read_llava_next
+from services.common.vision.llava_next import read_llava_next, read_llava_onevision
 from services.common.vision.pixtral import PixtralTower, read_mistral3
 from services.common.vision.qwen_vl import QwenTower, read_qwen2_5_vl, read_qwen3_vl
 from services.common.vision.vision_fields import VisionFields
@@ -25,7 +26,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of OpenAI's CLIP
 HALF = (0.5, 0.5, 0.5)
 
-TowerConfig = QwenTower | LlavaTower | Gemma3Tower | PixtralTower
+TowerConfig = QwenTower | LlavaTower | Gemma3Tower | PixtralTower | InternVLTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,10 @@ class VisionFamily:
 
 FAMILIES: dict[str, VisionFamily] = {  # by model_type of config.json
     "gemma3": VisionFamily(read_gemma3, HALF, HALF),
+    "internvl": VisionFamily(read_internvl, CLIP_MEAN, CLIP_STD),
     "llava": VisionFamily(read_llava, CLIP_MEAN, CLIP_STD),
     "llava_next": VisionFamily(read_llava_next, CLIP_MEAN, CLIP_STD),
+    "llava_onevision": VisionFamily(read_llava_onevision, CLIP_MEAN, CLIP_STD),
     "mistral3": VisionFamily(read_mistral3, CLIP_MEAN, CLIP_STD),
     "qwen2_5_vl": VisionFamily(read_qwen2_5_vl, CLIP_MEAN, CLIP_STD),
     "qwen3_vl": VisionFamily(read_qwen3_vl, CLIP_MEAN, CLIP_STD),

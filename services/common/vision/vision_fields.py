@@ -36,6 +36,14 @@ class VisionFields:
             raise self.error(name, value, f"expected a whole number from 1 to {MAX_SIZE}")
         return value
 
+    def square(self, name: str) -> int:
+        """A size of both sides in the tower's config, which may be written as a pair of equal numbers."""
+        value = self.tower.get(name)
+        sides = value if isinstance(value, list | tuple) else (value,)
+        if len(set(sides)) != 1 or type(sides[0]) is not int or not 1 <= sides[0] <= MAX_SIZE:
+            raise self.error(name, value, f"expected a whole number from 1 to {MAX_SIZE}, or two equal ones")
+        return sides[0]
+
     def activation(self, fields: Mapping[str, Any], name: str) -> Activation:
         """The function that a field of `fields` names. Raises `ModelError` for one that is not supported."""
         if (value := fields.get(name)) not in _ACTIVATIONS:

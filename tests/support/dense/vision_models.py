@@ -77,9 +77,21 @@ _CLIP = {
     "projection_dim": 16,
 }
 _CLIP_PROCESSOR = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+_GRIDS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
 _SIGLIP = {**_CLIP, "model_type": "siglip_vision_model"}
 del _SIGLIP["projection_dim"]
 _LLAMA = {**_TEXT, "model_type": "llama"}
+_INTERNVL = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": [32, 32],
+    "patch_size": [4, 4],
+    "attention_bias": True,
+    "layer_scale_init_value": 0.7,
+}
+_INTERNVL_PROCESSOR = {"size": {"height": 32, "width": 32}, "max_patches": 6, "crop_to_patches": True}
 
 VARIANTS: dict[str, Variant] = {
     "gemma3": Variant(  # windows in all layers but one, shorter than the text and longer than a picture
@@ -102,6 +114,38 @@ VARIANTS: dict[str, Variant] = {
         "Gemma3ImageProcessorPil",
         "gemma3.image_processing_pil_gemma3",
         {"size": {"height": 32, "width": 32}},
+    ),
+    "internvl": Variant(
+        "InternVLForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "image_seq_length": 16,
+            "tie_word_embeddings": False,
+            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "vision_config": _INTERNVL,
+        },
+        "GotOcr2ImageProcessorPil",
+        "got_ocr2.image_processing_pil_got_ocr2",
+        _INTERNVL_PROCESSOR,
+    ),
+    "internvl_6b": Variant(  # as the tower of 6B has it, with another text part
+        "InternVLForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "image_seq_length": 4,
+            "downsample_ratio": 0.25,
+            "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+            "vision_config": {
+                **_INTERNVL,
+                "attention_bias": False,
+                "use_qk_norm": True,
+                "norm_type": "rms_norm",
+                "use_mean_pooling": False,
+            },
+        },
+        "GotOcr2ImageProcessorPil",
+        "got_ocr2.image_processing_pil_got_ocr2",
+        {**_INTERNVL_PROCESSOR, "min_patches": 2, "max_patches": 3},
     ),
     "llava": Variant(
         "LlavaForConditionalGeneration",
@@ -129,11 +173,24 @@ VARIANTS: dict[str, Variant] = {
             "image_token_id": IMAGE_TOKEN_ID,
             "text_config": _LLAMA,
             "vision_config": _CLIP,
-            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]],
+            "image_grid_pinpoints": _GRIDS,
         },
         "LlavaNextImageProcessorPil",
         "llava_next.image_processing_pil_llava_next",
-        {**_CLIP_PROCESSOR, "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]},
+        {**_CLIP_PROCESSOR, "image_grid_pinpoints": _GRIDS},
+    ),
+    "llava_onevision": Variant(  # of the pictures of the tests one has more rows than it may have
+        "LlavaOnevisionForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "vision_config": _SIGLIP,
+            "vision_aspect_ratio": "anyres_max_1",
+            "image_grid_pinpoints": _GRIDS,
+        },
+        "LlavaOnevisionImageProcessorPil",
+        "llava_onevision.image_processing_pil_llava_onevision",
+        {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": _GRIDS},
     ),
     "mistral3": Variant(
         "Mistral3ForConditionalGeneration",
@@ -226,6 +283,8 @@ def make_vision_model(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.15)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(dict(each.processor)))
     return path
@@ -251,10 +310,11 @@ def true_logits(
     """The logits of all tokens, [num_tokens, vocab]; the picture's tokens stand in `token_ids` as often as needed."""
     ids = torch.tensor([list(token_ids)])
     given = dict(true_pixels(variant, pictures)) if pictures else {}
-    if variant.partition("_")[0] not in ("llava", "mistral3"):
+    if variant.partition("_")[0] not in ("internvl", "llava", "mistral3"):
         name = "token_type_ids" if variant == "gemma3" else "mm_token_type_ids"
         given[name] = (ids == IMAGE_TOKEN_ID).long()
-    given.pop("num_crops", None)
+    for name in ("num_crops", "num_patches"):
+        given.pop(name, None)
     return model(input_ids=ids, use_cache=False, **given).logits[0]
 
 

@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 BOUND = 5e-5
 NUM_DECODED = 5
 CPU = torch.device("cpu")
-TOKEN_IDS = {"picture": IMAGE_TOKEN_ID, "[IMG_BREAK]": 6, "[IMG_END]": 7}
+TOKEN_IDS = {"picture": IMAGE_TOKEN_ID, "[IMG_BREAK]": 6, "[IMG_END]": 7, "<img>": 6, "</img>": 7}
 
 
 class Prompt:

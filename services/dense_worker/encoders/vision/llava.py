@@ -6,9 +6,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from services.common.vision.llava import LlavaTower
-from services.common.vision.llava_next import borders
+from services.common.vision.llava_next import borders, shrunk
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.vision.layer import multiply
 from services.dense_worker.encoders.vision.operations import TowerOperations
@@ -60,7 +61,7 @@ def build_llava_tower(config: LlavaTower, allocator: WeightAllocator) -> LlavaVi
 
 @dataclass(frozen=True, slots=True)
 class LlavaNextVisionTower:
-    """LLaVA-NeXT: the first tile of a picture is all of it, the others are its parts, row by row."""
+    """LLaVA-NeXT and OneVision: the first tile of a picture is all of it, the others are its parts, row by row."""
 
     config: LlavaTower
     tower: LlavaVisionTower
@@ -82,6 +83,9 @@ class LlavaNextVisionTower:
         grid = tiles[1:].view(num_rows, num_columns, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         top, left = borders(size, (num_rows * side, num_columns * side))
         inside = grid[top : len(grid) - top, left : grid.shape[1] - left]
+        kept = shrunk((inside.shape[0], inside.shape[1]), side, self.config.max_tiles)
+        if kept != inside.shape[:2]:
+            inside = F.interpolate(inside.permute(2, 0, 1)[None], kept, mode="bilinear")[0].permute(1, 2, 0)
         lines = torch.cat((inside, self.newline.data.expand(len(inside), 1, -1)), dim=1)
         return torch.cat((tiles[0], lines.flatten(0, 1)))
 

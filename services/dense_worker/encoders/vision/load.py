@@ -14,6 +14,7 @@ from services.common.errors import ModelError
 from services.common.gpu import naming_what_needs_memory
 from services.common.vision.vision_config import PixelScale, TowerConfig, VisionConfig
 from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
+from services.dense_worker.encoders.vision.internvl import build_internvl_tower
 from services.dense_worker.encoders.vision.llava import build_llava_next_tower, build_llava_tower
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
@@ -44,8 +45,10 @@ class Tower(Protocol):
 # Builds the parts of a family; its tensors have the names of transformers' newest files, without a leading "model.".
 BUILDERS: dict[str, Callable[..., Tower]] = {
     "gemma3": build_gemma3_tower,
+    "internvl": build_internvl_tower,
     "llava": build_llava_tower,
     "llava_next": build_llava_next_tower,
+    "llava_onevision": build_llava_next_tower,
     "mistral3": build_mistral3_tower,
     "qwen2_5_vl": build_qwen2_5_tower,
     "qwen3_vl": build_qwen3_tower,

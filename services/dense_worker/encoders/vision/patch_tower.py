@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -25,6 +26,13 @@ from services.dense_worker.parameters import Conversion, Loaded, Parameter, Sour
 _NAME = "vision_tower"
 
 
+class PatchLayer(Protocol):
+    """A layer of such a tower."""
+
+    def forward(self, x: torch.Tensor, sequences: PackedSequences, operations: TowerOperations) -> torch.Tensor:
+        """x [num_tokens, hidden] of sequences that see themselves, which may be overwritten -> the same shape."""
+
+
 @dataclass(frozen=True, slots=True)
 class PatchEncoder:
     """The parts of such a tower."""
@@ -32,10 +40,10 @@ class PatchEncoder:
     config: PatchTower
     patch_embedding: Parameter  # [hidden, 3 * patch_size ** 2]
     patch_bias: Parameter | None  # [hidden]
-    class_token: Parameter | None  # [hidden]
+    class_token: Parameter | None  # [hidden], or with a dimension of 1 before it
     positions: Parameter  # [num_rows, hidden]
     norm_before: Norm | None
-    layers: tuple[VisionLayer, ...]
+    layers: tuple[PatchLayer, ...]
     norm_after: Norm | None
 
     def parts(

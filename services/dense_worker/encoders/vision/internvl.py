@@ -1,0 +1,150 @@
+"""The tower of InternVL: InternViT, and two matrices that make a row of the prompt of each square of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.common.families.shape import NormKind
+from services.common.vision.internvl import InternVLTower
+from services.common.vision.vision_config import PixelScale
+from services.dense_worker.encoders.packed_attention import PackedSequences, attend
+from services.dense_worker.encoders.vision.layer import multiply
+from services.dense_worker.encoders.vision.operations import TowerOperations
+from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, convolution
+from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
+from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
+from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor
+
+_TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
+_QK_NORM_EPS, _PROJECTOR_NORM_EPS = 1e-6, 1e-5  # which transformers' classes have as defaults of their norms
+
+
+@dataclass(frozen=True, slots=True)
+class InternVLLayer:
+    """x + scale * o(attention(norm(x))), then the same with an MLP. Queries and keys may have norms over all heads."""
+
+    attention_norm: Norm
+    qkv: Linear
+    qk_norms: tuple[Norm, ...]  # of q and of k; empty: none
+    o: Linear
+    attention_scale: Parameter  # [hidden]
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+    mlp_scale: Parameter  # [hidden]
+    num_heads: int
+    activation: MlpActivation
+
+    def forward(self, x: torch.Tensor, sequences: PackedSequences, operations: TowerOperations) -> torch.Tensor:
+        """x [num_tokens, hidden] of sequences that see themselves, which may be overwritten -> the same shape."""
+        q, k, v = multiply(self.qkv, operations.norm(x, self.attention_norm)).chunk(3, dim=1)
+        if self.qk_norms:
+            q, k = (norm.normalize(each) for norm, each in zip(self.qk_norms, (q, k), strict=True))
+        heads = (each.unflatten(1, (self.num_heads, -1)) for each in (q, k, v))
+        attended = multiply(self.o, attend(*heads, sequences).flatten(1))
+        x, normed = operations.add_norm(x, attended * self.attention_scale.data, self.mlp_norm)
+        inner = operations.activate(multiply(self.up, normed), self.activation)
+        return x + multiply(self.down, inner) * self.mlp_scale.data
+
+
+@dataclass(frozen=True, slots=True)
+class InternVLVisionTower:
+    """Each tile is a picture of its own to the layers."""
+
+    config: InternVLTower
+    encoder: PatchEncoder
+    norm: Norm
+    first: Linear
+    second: Linear
+
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Rows [num_tiles * rows_of_tile, width] of each picture."""
+        rows = yield from self.encoder.parts(pictures, pixels, operations)
+        size = self.config.square
+        squares = rows[:, 1:].unflatten(1, (-1, size, self.config.patches.num_columns // size, size))
+        merged = self.norm.normalize(squares.transpose(2, 3).flatten(3).flatten(1, 2))
+        outputs = multiply(self.second, ACTIVATIONS[self.config.activation](multiply(self.first, merged)))
+        return [each.flatten(0, 1) for each in outputs.split([each.shape.num_tiles for each in pictures])]
+
+
+def build_internvl_tower(config: InternVLTower, allocator: WeightAllocator) -> InternVLVisionTower:
+    """The tower, uninitialised, with the names of its tensors in checkpoints."""
+    merged, width = config.patches.hidden_size * config.square**2, config.width
+    return InternVLVisionTower(
+        config,
+        _build_encoder(config, allocator),
+        allocator.norm("merged_norm", f"{_PROJECTOR}.layer_norm", merged, _PROJECTOR_NORM_EPS, NormKind.LAYER),
+        allocator.linear("first", merged, (Projection(f"{_PROJECTOR}.linear_1", width),), Cut.OUT, True),
+        allocator.linear("second", width, (Projection(f"{_PROJECTOR}.linear_2", width),), Cut.OUT, True),
+    )
+
+
+def _build_encoder(config: InternVLTower, allocator: WeightAllocator) -> PatchEncoder:
+    patches, embeddings = config.patches, f"{_TOWER}.embeddings"
+    hidden, inner = patches.hidden_size, patches.intermediate_size
+
+    def linear(name: str, in_features: int, *merged_from: Projection, has_bias: bool = True) -> Linear:
+        return allocator.linear(name, in_features, merged_from, Cut.OUT, has_bias)
+
+    def vector(name: str, stored: str) -> Parameter:
+        return allocator.parameter(name, hidden, sources=(Source(stored, hidden),))
+
+    def layer(index: int) -> InternVLLayer:
+        block = f"{_TOWER}.encoder.layer.{index}"
+
+        def norm(name: str, stored: str, eps: float, kind: NormKind) -> Norm:
+            return allocator.norm(name, f"{block}.{stored}", hidden, eps, kind)
+
+        of_qk = [norm(f"{each}_norm", f"attention.{each}_norm", _QK_NORM_EPS, NormKind.RMS) for each in "qk"]
+        return InternVLLayer(
+            norm("norm1", "layernorm_before", patches.norm_eps, config.norm),
+            linear(
+                "qkv",
+                hidden,
+                *(Projection(f"{block}.attention.{each}_proj", hidden) for each in "qkv"),
+                has_bias=config.has_qkv_bias,
+            ),
+            tuple(of_qk) if config.has_qk_norms else (),
+            linear("o", hidden, Projection(f"{block}.attention.projection_layer", hidden)),
+            vector("attention_scale", f"{block}.lambda_1"),
+            norm("norm2", "layernorm_after", patches.norm_eps, config.norm),
+            linear("up", hidden, Projection(f"{block}.mlp.fc1", inner)),
+            linear("down", inner, Projection(f"{block}.mlp.fc2", hidden)),
+            vector("mlp_scale", f"{block}.lambda_2"),
+            patches.num_heads,
+            MlpActivation(patches.activation, is_gated=False),
+        )
+
+    norm_after = None
+    if patches.has_final_norm:
+        norm_after = allocator.norm("after_norm", f"{_TOWER}.layernorm", hidden, patches.norm_eps, NormKind.LAYER)
+    return PatchEncoder(
+        patches,
+        convolution(f"{embeddings}.patch_embeddings.projection.weight", hidden, patches.patch_size, allocator),
+        vector("patch_bias", f"{embeddings}.patch_embeddings.projection.bias"),
+        _table("class_token", f"{embeddings}.cls_token", 1, hidden, allocator),
+        _table("positions", f"{embeddings}.position_embeddings", patches.num_rows, hidden, allocator),
+        None,
+        tuple(map(layer, range(patches.num_layers))),
+        norm_after,
+    )
+
+
+def _table(name: str, stored: str, num_rows: int, hidden: int, allocator: WeightAllocator) -> Parameter:
+    """[num_rows, hidden], which files have with one dimension more."""
+    tensor = StoredTensor((stored,), FLOATS, ((1, num_rows, hidden),))
+
+    def unpack(given: Loaded) -> torch.Tensor:
+        return given.tensor[0]
+
+    source = Source(stored, num_rows, Conversion((tensor,), unpack))
+    return allocator.parameter(name, num_rows, hidden, sources=(source,))
