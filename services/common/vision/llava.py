@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from services.common.families.shape import Activation
 from services.common.vision.layout import PictureShape
 from services.common.vision.patch_tower import CLIP, SIGLIP, PatchTower, read_patch_tower
+from services.common.vision.pixtral import PIXTRAL, PixtralLayout, PixtralTower, read_pixtral
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
@@ -102,8 +103,13 @@ class StretchedLayout:
         return [token] * shape.num_tokens
 
 
-def read_llava(fields: VisionFields) -> tuple[LlavaTower, CropLayout | StretchedLayout]:
+def read_llava(
+    fields: VisionFields,
+) -> tuple[LlavaTower, CropLayout | StretchedLayout] | tuple[PixtralTower, PixtralLayout]:
     """The tower and the layout of a model's files."""
+    if fields.tower.get("model_type") == PIXTRAL:
+        fields.only("vision_feature_select_strategy", fields.outer["vision_feature_select_strategy"], "full")
+        return read_pixtral(fields, merge=1)
     tower = read_llava_tower(fields)
     side, size = tower.patches.image_size, fields.processor.get("size") or {}
     if "height" in size:  # as SigLIP's processor has it, which cuts nothing off

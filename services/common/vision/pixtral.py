@@ -1,4 +1,5 @@
-"""Mistral Small 3.1 with Pixtral's tower (arXiv:2410.07073): pictures of any size, whose rows end with a token."""
+"""Pixtral, and Mistral Small 3.1 with its tower (arXiv:2410.07073): pictures of any size, whose rows end with a token.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from services.common.vision.vision_fields import VisionFields
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+PIXTRAL = "pixtral"  # as a vision_config names it
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 LOW_DETAIL_SIDE = 512
 
@@ -28,10 +30,10 @@ class PixtralTower:
     intermediate_size: int
     num_heads: int
     patch_size: int
-    merge_size: int  # of the squares of patches that become a token
+    merge_size: int  # of the squares of patches that become a token; in LLaVA's form each patch does
     rope_theta: float
     activation: Activation
-    text_norm_eps: float
+    text_norm_eps: float  # which the norm of squares has, too
     width: int  # numbers in a row of the output
     projector_activation: Activation
     has_projector_bias: bool
@@ -78,11 +80,16 @@ class PixtralLayout:
 
 def read_mistral3(fields: VisionFields) -> tuple[PixtralTower, PixtralLayout]:
     """The tower and the layout of a model's files."""
-    fields.only("model_type", fields.tower.get("model_type"), "pixtral")
+    fields.only("model_type", fields.tower.get("model_type"), PIXTRAL)
+    return read_pixtral(fields, fields.outer["spatial_merge_size"])
+
+
+def read_pixtral(fields: VisionFields, merge: int) -> tuple[PixtralTower, PixtralLayout]:
+    """The same for squares of so many patches along a side."""
     layer, num_layers = fields.outer["vision_feature_layer"], fields.size("num_hidden_layers")
     if type(layer) is not int or not -num_layers <= layer <= num_layers:
         raise fields.error("vision_feature_layer", layer, f"expected one layer from {-num_layers} to {num_layers}")
-    patch, merge, text = fields.size("patch_size"), fields.outer["spatial_merge_size"], fields.outer["text_config"]
+    patch, text = fields.size("patch_size"), fields.outer["text_config"]
     longest = (fields.processor.get("size") or {}).get("longest_edge", 1024)
     if type(longest) is not int or longest < patch * merge:
         raise fields.error("longest_edge", longest, f"expected a whole number of at least {patch * merge}")

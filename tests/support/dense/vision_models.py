@@ -81,6 +81,16 @@ _GRIDS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
 _SIGLIP = {**_CLIP, "model_type": "siglip_vision_model"}
 del _SIGLIP["projection_dim"]
 _LLAMA = {**_TEXT, "model_type": "llama"}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 64,
+    "patch_size": 4,
+}
 _INTERNVL = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -154,6 +164,19 @@ VARIANTS: dict[str, Variant] = {
         "clip.image_processing_pil_clip",
         _CLIP_PROCESSOR,
     ),
+    "llava_pixtral": Variant(
+        "LlavaForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
+            "vision_config": _PIXTRAL,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        "PixtralImageProcessorPil",
+        "pixtral.image_processing_pil_pixtral",
+        {"size": {"longest_edge": 50}, "patch_size": {"height": 4, "width": 4}},
+    ),
     "llava_siglip": Variant(
         "LlavaForConditionalGeneration",
         {
@@ -199,16 +222,7 @@ VARIANTS: dict[str, Variant] = {
             "spatial_merge_size": 2,
             "tie_word_embeddings": False,
             "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": 32,
-                "intermediate_size": 40,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 2,
-                "head_dim": 16,
-                "image_size": 64,
-                "patch_size": 4,
-            },
+            "vision_config": _PIXTRAL,
         },
         "PixtralImageProcessorPil",
         "pixtral.image_processing_pil_pixtral",

@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from services.common.vision.llava import LlavaTower
 from services.common.vision.llava_next import borders, shrunk
+from services.common.vision.pixtral import PixtralTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.vision.layer import multiply
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.encoders.vision.pixtral import PixtralVisionTower, build_pixtral_tower
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.model.allocator import WeightAllocator
@@ -46,6 +48,15 @@ class LlavaVisionTower:
         if self.config.drops_class_token:
             rows = rows[:, 1:]
         return multiply(self.second, ACTIVATIONS[self.config.activation](multiply(self.first, rows)))
+
+
+def build_any_llava_tower(
+    config: LlavaTower | PixtralTower, allocator: WeightAllocator
+) -> LlavaVisionTower | PixtralVisionTower:
+    """The tower, uninitialised: Pixtral's, or CLIP's or SigLIP's."""
+    if isinstance(config, PixtralTower):
+        return build_pixtral_tower(config, allocator)
+    return build_llava_tower(config, allocator)
 
 
 def build_llava_tower(config: LlavaTower, allocator: WeightAllocator) -> LlavaVisionTower:

@@ -15,7 +15,7 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.vision.vision_config import PixelScale, TowerConfig, VisionConfig
 from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
 from services.dense_worker.encoders.vision.internvl import build_internvl_tower
-from services.dense_worker.encoders.vision.llava import build_llava_next_tower, build_llava_tower
+from services.dense_worker.encoders.vision.llava import build_any_llava_tower, build_llava_next_tower
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.pixtral import build_mistral3_tower
@@ -46,7 +46,7 @@ class Tower(Protocol):
 BUILDERS: dict[str, Callable[..., Tower]] = {
     "gemma3": build_gemma3_tower,
     "internvl": build_internvl_tower,
-    "llava": build_llava_tower,
+    "llava": build_any_llava_tower,
     "llava_next": build_llava_next_tower,
     "llava_onevision": build_llava_next_tower,
     "mistral3": build_mistral3_tower,

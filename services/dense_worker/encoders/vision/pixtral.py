@@ -1,4 +1,4 @@
-"""The tower of Mistral Small 3.1: Pixtral's (arXiv:2410.07073), whose squares of patches are merged by a matrix."""
+"""The tower of Pixtral (arXiv:2410.07073). In Mistral Small 3.1, squares of its rows are merged by a matrix."""
 
 from __future__ import annotations
 
@@ -27,22 +27,18 @@ _NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class PixtralVisionTower:
+class PixtralEncoder:
     """Pictures of any size, each of which sees itself alone."""
 
     config: PixtralTower
     patch_embedding: Parameter  # [hidden, 3 * patch_size ** 2]
     norm_before: Norm
     layers: tuple[VisionLayer, ...]
-    norm_after: Norm
-    merge: Linear  # of a square: all numbers of its first channel, then of the second, ...
-    first: Linear
-    second: Linear
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
-    ) -> Generator[None, None, list[torch.Tensor]]:
-        """Rows [num_outputs, width] of each picture; yields after each layer."""
+    ) -> Generator[None, None, torch.Tensor]:
+        """The rows of all patches of all pictures, [num_patches, hidden]; yields after each layer."""
         config, table = self.config, self.patch_embedding.data
         patches, positions = [], []
         for picture in pictures:
@@ -52,22 +48,11 @@ class PixtralVisionTower:
             positions.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)))
         x = self.norm_before.normalize(F.linear(torch.cat(patches), table))
         rotation = Rotation.of(self._angles(torch.cat(positions)).to(table.device))
-        lengths = [config.num_patches(each.shape) for each in pictures]
-        sequences = PackedSequences(lengths, table.device)
+        sequences = PackedSequences([config.num_patches(each.shape) for each in pictures], table.device)
         for layer in self.layers:
             x = layer.forward(x, sequences, operations, rotation)
             yield
-        grids = zip(self.norm_after.normalize(x).split(lengths), pictures, strict=True)
-        merged = multiply(self.merge, torch.cat([self._squares(own, picture) for own, picture in grids]))
-        activate = ACTIVATIONS[config.projector_activation]
-        found = multiply(self.second, activate(multiply(self.first, merged)))
-        return list(found.split([config.num_outputs(each.shape) for each in pictures]))
-
-    def _squares(self, x: torch.Tensor, picture: Picture) -> torch.Tensor:
-        """x [num_patches, hidden] -> [num_squares, hidden * merge_size ** 2]"""
-        (rows, columns), size = self.config.grid(picture.shape), self.config.merge_size
-        squares = x.view(rows // size, size, columns // size, size, -1).permute(0, 2, 4, 1, 3)
-        return squares.flatten(0, 1).flatten(1)
+        return x
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
         """int64 [n, 2] -> float32 [n, head_dim / 2]: frequencies turn by row and by column in turns."""
@@ -78,15 +63,86 @@ class PixtralVisionTower:
         return torch.cat((rows * frequencies[0::2], columns * frequencies[1::2]), dim=-1)
 
 
-def build_mistral3_tower(config: PixtralTower, allocator: WeightAllocator) -> PixtralVisionTower:
+@dataclass(frozen=True, slots=True)
+class PixtralVisionTower:
+    """Pixtral in LLaVA's form: each patch becomes a row of the prompt, by two matrices."""
+
+    config: PixtralTower
+    encoder: PixtralEncoder
+    first: Linear
+    second: Linear
+
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Rows [num_outputs, width] of each picture."""
+        rows = yield from self.encoder.parts(pictures, pixels, operations)
+        return self.project(rows, pictures)
+
+    def project(self, rows: torch.Tensor, pictures: Sequence[Picture]) -> list[torch.Tensor]:
+        """rows [n, hidden] of all pictures -> [num_outputs, width] of each"""
+        activate = ACTIVATIONS[self.config.projector_activation]
+        found = multiply(self.second, activate(multiply(self.first, rows)))
+        return list(found.split([self.config.num_outputs(each.shape) for each in pictures]))
+
+
+@dataclass(frozen=True, slots=True)
+class Mistral3VisionTower:
+    """Mistral Small 3.1: before that, squares of patches are normalised and merged."""
+
+    config: PixtralTower
+    tower: PixtralVisionTower
+    norm: Norm
+    merge: Linear  # of a square: all numbers of its first channel, then of the second, ...
+
+    def parts(
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Rows [num_outputs, width] of each picture."""
+        rows = yield from self.tower.encoder.parts(pictures, pixels, operations)
+        lengths = [self.config.num_patches(each.shape) for each in pictures]
+        grids = zip(self.norm.normalize(rows).split(lengths), pictures, strict=True)
+        merged = multiply(self.merge, torch.cat([self._squares(own, picture) for own, picture in grids]))
+        return self.tower.project(merged, pictures)
+
+    def _squares(self, x: torch.Tensor, picture: Picture) -> torch.Tensor:
+        """x [num_patches, hidden] -> [num_squares, hidden * merge_size ** 2]"""
+        (rows, columns), size = self.config.grid(picture.shape), self.config.merge_size
+        squares = x.view(rows // size, size, columns // size, size, -1).permute(0, 2, 4, 1, 3)
+        return squares.flatten(0, 1).flatten(1)
+
+
+def build_mistral3_tower(config: PixtralTower, allocator: WeightAllocator) -> Mistral3VisionTower:
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.width
+    hidden = config.hidden_size
+    merging = (Projection(f"{_PROJECTOR}.patch_merger.merging_layer", hidden),)
+    return Mistral3VisionTower(
+        config,
+        build_pixtral_tower(config, allocator),
+        allocator.norm("after_norm", f"{_PROJECTOR}.norm", hidden, config.text_norm_eps, NormKind.RMS),
+        allocator.linear("merge", hidden * config.merge_size**2, merging, Cut.OUT, has_bias=False),
+    )
 
-    def norm(name: str, stored: str, eps: float = _NORM_EPS) -> Norm:
-        return allocator.norm(name, stored, hidden, eps, NormKind.RMS)
 
-    def linear(name: str, in_features: int, *merged_from: Projection, has_bias: bool = False) -> Linear:
-        return allocator.linear(name, in_features, merged_from, Cut.OUT, has_bias)
+def build_pixtral_tower(config: PixtralTower, allocator: WeightAllocator) -> PixtralVisionTower:
+    """The tower, uninitialised, with the names of its tensors in checkpoints."""
+    hidden, width, bias = config.hidden_size, config.width, config.has_projector_bias
+    return PixtralVisionTower(
+        config,
+        _build_encoder(config, allocator),
+        allocator.linear("first", hidden, (Projection(f"{_PROJECTOR}.linear_1", width),), Cut.OUT, bias),
+        allocator.linear("second", width, (Projection(f"{_PROJECTOR}.linear_2", width),), Cut.OUT, bias),
+    )
+
+
+def _build_encoder(config: PixtralTower, allocator: WeightAllocator) -> PixtralEncoder:
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def norm(name: str, stored: str) -> Norm:
+        return allocator.norm(name, stored, hidden, _NORM_EPS, NormKind.RMS)
+
+    def linear(name: str, in_features: int, *merged_from: Projection) -> Linear:
+        return allocator.linear(name, in_features, merged_from, Cut.OUT, has_bias=False)
 
     def layer(index: int) -> VisionLayer:
         block = f"{_TOWER}.transformer.layers.{index}"
@@ -101,15 +157,9 @@ def build_mistral3_tower(config: PixtralTower, allocator: WeightAllocator) -> Pi
             MlpActivation(config.activation, is_gated=True),
         )
 
-    bias = config.has_projector_bias
-    merging = Projection(f"{_PROJECTOR}.patch_merger.merging_layer", hidden)
-    return PixtralVisionTower(
+    return PixtralEncoder(
         config,
         convolution(f"{_TOWER}.patch_conv.weight", hidden, config.patch_size, allocator),
         norm("before_norm", f"{_TOWER}.ln_pre"),
         tuple(map(layer, range(config.num_layers))),
-        norm("after_norm", f"{_PROJECTOR}.norm", config.text_norm_eps),
-        linear("merge", hidden * config.merge_size**2, merging),
-        linear("first", hidden, Projection(f"{_PROJECTOR}.linear_1", width), has_bias=bias),
-        linear("second", width, Projection(f"{_PROJECTOR}.linear_2", width), has_bias=bias),
     )
