@@ -11,22 +11,30 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
+from services.common.errors import CapacityError
+
 Client = tuple[int, int]  # numbers of the tenant, which is an API key, and of the client's address
 
 
 class ClientTurns:
     """Used in one event loop."""
 
-    def __init__(self, num_places: int) -> None:
-        """`num_places`: how many may have a turn at once."""
+    def __init__(self, num_places: int, max_wait_s: float | None = None, what: str = "") -> None:
+        """`num_places`: how many may have a turn at once. `max_wait_s`: how long `what` may wait for one."""
         self._num_free = num_places  # above 0 only while nobody waits
         # Tenants, and the clients of each, in the order of their turns. None of these containers is empty.
         self._waiting: dict[int, dict[int, deque[asyncio.Future[None]]]] = {}
+        self._max_wait_s = max_wait_s
+        self._what = what
 
     @contextlib.asynccontextmanager
     async def turn(self, client: Client) -> AsyncIterator[None]:
-        """Waits for a turn of this client, which lasts as long as the context."""
-        await self._wait(client)
+        """Waits for a turn of this client, which lasts as long as the context. Raises `CapacityError`."""
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                await self._wait(client)
+        except TimeoutError:
+            raise CapacityError(f"{self._what} has waited {self._max_wait_s:g} s for its turn, the limit") from None
         try:
             yield
         finally:

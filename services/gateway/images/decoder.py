@@ -26,11 +26,13 @@ from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.layouts import describe
 from services.gateway.images.decode import MAX_CPU_S, shape_from
 from services.gateway.images.picture import Picture
+from services.gateway.resources.memory_budget import HeldMemory
 
 log = structlog.get_logger()
 
 MOST_PROCESSES = 8
 TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine; with it a process starts
+MAX_WAIT_S = 60.0  # for a turn
 MAX_HEAD_BYTES = 2**16
 # Signals from outside, at any moment. A picture ends the process by others.
 _KILLED_BY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
@@ -59,22 +61,32 @@ class Decoder:
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._layout = describe(layout)
         self._max_pixels = max_pixels
-        self._turns = ClientTurns(num_processes)
+        self._turns = ClientTurns(num_processes, MAX_WAIT_S, "a picture")
         self._idle: list[subprocess.Popen[bytes]] = []
         self._busy: set[subprocess.Popen[bytes]] = set()
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="pictures")
 
-    async def decode(self, encoded: Encoding, client: Client) -> Picture:
-        """The pixels for the tower.
+    async def decode(self, encoded: Encoding, client: Client, held: HeldMemory) -> Picture:
+        """The pixels for the tower, whose memory `held` counts.
 
-        Raises `InvalidRequest` for what is no picture, or too large, and `CapacityError` if it takes too long here.
+        Raises `InvalidRequest` for what is no picture, or too large, and `CapacityError` if it takes too long here, or
+        if there is no memory for too long.
         """
         key = await asyncio.to_thread(_hash_of, encoded)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
+            await _reserve(held, len(kept.tiles))
             return kept
         async with self._turns.turn(client):
             picture = await self._decode(encoded, key)
+            num_bytes = len(picture.tiles)
+            # Within the turn: no more pictures than there are processes are ever in memory without being counted.
+            is_held = held.try_reserve(num_bytes, "pictures") is None
+        if not is_held:  # it comes again when there is room
+            del picture
+            await _reserve(held, num_bytes)
+            async with self._turns.turn(client):
+                picture = await self._decode(encoded, key)
         self._keep(key, picture)
         return picture
 
@@ -165,6 +177,10 @@ class Decoder:
         # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then.
         command = [sys.executable, "-m", _MODULE, json.dumps(self._layout)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT)
+
+
+async def _reserve(held: HeldMemory, num_bytes: int) -> None:
+    await held.reserve(num_bytes, "pictures", "messages", "send fewer or smaller ones")
 
 
 def _hash_of(encoded: Encoding) -> bytes:

@@ -51,9 +51,7 @@ class PictureReader:
             data = await self._sources.read(each)
             each.ClearField("data")
             each.ClearField("url")
-            picture = await self._decoder.decode(Encoding(data, each.detail == "low"), client)
-            await held.reserve(len(picture.tiles), "pictures", "messages", "send fewer or smaller ones")
-            found.append(picture)
+            found.append(await self._decoder.decode(Encoding(data, each.detail == "low"), client, held))
         return found
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[PromptSpan, ...]]:

@@ -61,7 +61,7 @@ class SoundReader:
         self.max_seconds = max_seconds
         self._options = json.dumps({"path": str(path.resolve()), "max_seconds": max_seconds})
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
-        self._turns = ClientTurns(num_processes)
+        self._turns = ClientTurns(num_processes, MAX_WAIT_S, "the file")
         self._num_waiting_of = Counter[Client]()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._work = set[asyncio.Task[Sound]]()  # one for each file that is being decoded
@@ -81,11 +81,7 @@ class SoundReader:
         async with contextlib.AsyncExitStack() as place:
             self._num_waiting_of[client] += 1
             place.callback(self._count_out, client)
-            try:
-                async with asyncio.timeout(MAX_WAIT_S):
-                    await place.enter_async_context(self._turns.turn(client))
-            except TimeoutError:
-                raise CapacityError(f"the file has waited {MAX_WAIT_S:g} s to be decoded, the limit") from None
+            await place.enter_async_context(self._turns.turn(client))
             work = asyncio.create_task(self._read_and_leave(data, place.pop_all()))
         self._work.add(work)
         work.add_done_callback(self._work_done)

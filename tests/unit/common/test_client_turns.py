@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.common.errors import CapacityError
 from services.common.fairness.client_turns import Client, ClientTurns
 
 BUSY, OTHER, THIRD = (0, 1), (0, 2), (0, 3)
@@ -97,5 +98,19 @@ def test_an_error_in_a_turn_ends_only_this_turn() -> None:
                 raise ValueError("mine")
         async with asyncio.timeout(5), turns.turn(OTHER):
             pass
+
+    asyncio.run(body())
+
+
+def test_who_has_waited_too_long_is_refused_and_others_go_on() -> None:
+    async def body() -> None:
+        turns = ClientTurns(1, 0.01, "a file")
+        async with turns.turn(BUSY):
+            with pytest.raises(CapacityError, match=r"a file has waited 0\.01 s for its turn"):
+                async with turns.turn(OTHER):
+                    pass
+        async with turns.turn(OTHER):
+            pass
+        assert turns._num_free == 1 and not turns._waiting
 
     asyncio.run(body())

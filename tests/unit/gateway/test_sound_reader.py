@@ -66,7 +66,7 @@ def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: p
 
         for each in reader._idle:
             os.kill(each.pid, signal.SIGSTOP)
-        monkeypatch.setattr(sound_reader, "MAX_WAIT_S", 0.1)
+        monkeypatch.setattr(reader._turns, "_max_wait_s", 0.1)
         busy = [asyncio.create_task(reader.read(FILE, CLIENT)) for _ in range(2)]
         stopped = list(reader._idle)
         await asyncio.sleep(0)

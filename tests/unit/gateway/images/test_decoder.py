@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import signal
@@ -19,10 +20,14 @@ from services.common.vision.qwen_vl import QwenLayout
 from services.gateway.images import decoder
 from services.gateway.images.decoder import Decoder, Encoding
 from services.gateway.images.picture import Picture
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from tests.support.dense.vision_models import noise
+from tests.support.running_gateway import until
 
 LAYOUT = QwenLayout(unit=8, min_pixels=64, max_pixels=4096, resample=3)
 CLIENT = (0, 1)
+NOBODY = (0, 0)  # is never refused because of what it holds itself
+HELD = HeldMemory(MemoryBudget(2**30), CLIENT)
 
 
 def encode(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -38,12 +43,12 @@ class Runner:
 
     def decode_together(self, files: list[bytes]) -> list[Picture]:
         async def main() -> list[Picture]:
-            return await asyncio.gather(*(self.decoder.decode(Encoding(data, False), CLIENT) for data in files))
+            return await asyncio.gather(*(self.decoder.decode(Encoding(data, False), CLIENT, HELD) for data in files))
 
         return self.loop.run_until_complete(main())
 
     def decode(self, data: bytes, *, is_low: bool = False) -> Picture:
-        return self.loop.run_until_complete(self.decoder.decode(Encoding(data, is_low), CLIENT))
+        return self.loop.run_until_complete(self.decoder.decode(Encoding(data, is_low), CLIENT, HELD))
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +226,34 @@ def test_a_picture_that_takes_too_long_is_given_up(runner: Runner, monkeypatch: 
         if process.poll() is None:
             os.kill(process.pid, signal.SIGCONT)
     check(runner.decode(PNG), noise(40, 40, 4))
+
+
+def test_pictures_for_which_there_is_no_memory_are_not_kept(runner: Runner) -> None:
+    files = [encode(noise(24, 24, 10 + seed)) for seed in range(6)]
+    budget = MemoryBudget(3 * 24 * 24, max_wait_s=60.0, max_waiting=len(files))  # for one of them
+    others = HeldMemory(budget, NOBODY)
+    others.add(budget.max_bytes)
+
+    async def decode(data: bytes) -> Picture:
+        held = HeldMemory(budget, NOBODY)
+        picture = await runner.decoder.decode(Encoding(data, False), NOBODY, held)
+        assert held.num_bytes == len(picture.tiles)
+        held.release()
+        return picture
+
+    async def main() -> list[Picture]:
+        num_before = num_pictures()
+        tasks = [asyncio.create_task(decode(data)) for data in files]
+        async with asyncio.timeout(60):
+            await until(lambda: budget.num_waiting == len(files))
+        assert num_pictures() == num_before
+        others.release()
+        return await asyncio.gather(*tasks)
+
+    for seed, picture in enumerate(runner.loop.run_until_complete(main())):
+        check(picture, noise(24, 24, 10 + seed))
+    assert budget.num_held == 0
+
+
+def num_pictures() -> int:
+    return sum(isinstance(each, Picture) for each in gc.get_objects())
