@@ -109,7 +109,9 @@ def cohere_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         )
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            found = [shaped(each.values, body.output_dimension, embeds.normalizes) for each in pooled]
+            def values_of(each: PooledInput) -> np.ndarray:
+                return shaped(each.values, body.output_dimension, embeds.normalizes)
+
             num_tokens = sum(each.num_tokens for each in pooled)
             meta = {
                 "api_version": {"version": "2"},
@@ -120,7 +122,7 @@ def cohere_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             yield to_json(head)[:-1] + b',"embeddings":'
             for index, kind in enumerate(dict.fromkeys(body.embedding_types or ("float",))):
                 yield (b"," if index else b"{") + to_json(kind) + b":"
-                yield from list_pieces(_pieces(values, kind) for values in found)
+                yield from list_pieces(_pieces(values_of(each), kind) for each in pooled)
             yield b"}}"
 
         return PooledAnswer(vectors, inputs, options, write, "texts")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -24,6 +24,8 @@ from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
 
+ROWS = 48  # of an input with a vector for each token that are shaped at once; their bytes are whole groups of base64
+
 
 def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     """The routes for embeddings of one gateway."""
@@ -42,10 +44,12 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         vectors.check_dimensions(body.dimensions)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            vectors_of = (shaped(each.values, body.dimensions, normalizes) for each in pooled)
+            def shape(values: np.ndarray) -> np.ndarray:
+                return shaped(values, body.dimensions, normalizes)
+
             objects = (
-                vector_pieces("embedding", "embedding", index, values, body.encoding_format)
-                for index, values in enumerate(vectors_of)
+                vector_pieces("embedding", "embedding", index, each.values, shape, body.encoding_format)
+                for index, each in enumerate(pooled)
             )
             return list_answer(request_id, body.model or service.names.first, objects, pooled)
 
@@ -81,18 +85,28 @@ def _plain_pieces(index: int, values: np.ndarray) -> Iterator[bytes]:
 
 
 def vector_pieces(
-    kind: str, field: str, index: int, values: np.ndarray, encoding_format: str | None
+    kind: str,
+    field: str,
+    index: int,
+    values: np.ndarray,
+    shape: Callable[[np.ndarray], np.ndarray],
+    encoding_format: str | None,
 ) -> Iterator[bytes]:
     """The JSON of one input's object, in which the numbers, or their bytes in base64, are `field`.
 
-    values: float32 [size], or [num_tokens, size], which becomes a list of lists
+    values: float32 [size], or [num_tokens, size], which becomes a list of lists. shape: makes of rows what is shown
     """
+    is_list = values.ndim > 1
+    parts = map(shape, (values[i : i + ROWS] for i in range(0, len(values), ROWS)) if is_list else [values])
     yield b'{"object":"%b","index":%d,"%b":' % (kind.encode(), index, field.encode())
     if encoding_format == "base64":
-        yield b'"' + base64.b64encode(values.astype("<f4").tobytes()) + b'"}'
-    elif values.ndim == 1:
-        yield from number_pieces(values.tolist())
+        yield b'"'
+        for part in parts:
+            yield base64.b64encode(part.astype("<f4").tobytes())
+        yield b'"}'
+    elif is_list:
+        yield from list_pieces(number_pieces(row.tolist()) for part in parts for row in part)
         yield b"}"
     else:
-        yield from list_pieces(number_pieces(row.tolist()) for row in values)
+        yield from number_pieces(next(parts).tolist())
         yield b"}"

@@ -32,6 +32,8 @@ from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors, shaped
 
+MAX_INLINE_PAIRS = 64
+
 
 def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     """The routes for scores, ranks and classes of one gateway."""
@@ -66,7 +68,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             objects = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores.of(pooled)))
             return answer(request_id, body, map(_whole, objects), pooled)
 
-        prepare = scores.find if vectors.pooling.has_each_token else None
+        prepare = scores.beforehand(len(pairs), vectors)
         return PooledAnswer(vectors, inputs, options, write, "text_2", len(pairs), prepare)
 
     @router.post("/v2/rerank", response_class=Response, include_in_schema=False)
@@ -107,7 +109,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             yield from list_pieces(map(ranked, order))
             yield b"}"
 
-        prepare = found_scores.find if vectors.pooling.has_each_token else None
+        prepare = found_scores.beforehand(len(texts), vectors)
         return PooledAnswer(vectors, inputs, options, write, "documents", len(texts), prepare)
 
     @router.post("/v1/classify", response_class=Response, include_in_schema=False)
@@ -144,14 +146,13 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         normalizes = pooling.normalizes if body.normalize is None else body.normalize
         is_plain = _shows_raw(body, vectors) or not pooling.is_classifier
 
-        def values_of(each: PooledInput) -> np.ndarray:
-            values = each.values if is_plain else probabilities(each.values, pooling)
-            return shaped(values, body.dimensions, normalizes)
+        def shape(values: np.ndarray) -> np.ndarray:
+            return shaped(values if is_plain else probabilities(values, pooling), body.dimensions, normalizes)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (
-                vector_pieces("pooling", "data", index, values, body.encoding_format)
-                for index, values in enumerate(map(values_of, pooled))
+                vector_pieces("pooling", "data", index, each.values, shape, body.encoding_format)
+                for index, each in enumerate(pooled)
             )
             return answer(request_id, body, objects, pooled)
 
@@ -173,6 +174,10 @@ class _Scores:
     def __init__(self, scores_of: Callable[[Sequence[PooledInput]], list[float]]) -> None:
         self._scores_of = scores_of
         self._found: list[float] | None = None
+
+    def beforehand(self, num_pairs: int, vectors: Vectors) -> Callable[[Sequence[PooledInput]], None] | None:
+        """What finds them in a thread. None: that takes about a millisecond."""
+        return self.find if num_pairs > MAX_INLINE_PAIRS or vectors.pooling.has_each_token else None
 
     def find(self, pooled: Sequence[PooledInput]) -> None:
         """Computes them."""
