@@ -66,7 +66,7 @@ class StepPlanner:
         rows = session.rows.unfinished() if suspect is None else session.rows.none.positions
         rows = session.rows.of_lane(rows, self._lane, len(session.lanes))
         decodes, prefills = self._find_others(suspect)
-        decodes = self._host_turns.choose(decodes)
+        decodes, prefills = self._take_host_turns(decodes, prefills)
         is_shared = self._waiting.has_several_clients
         if is_shared and session.running:
             if not self._has_given_way and self._awaits_newcomers():
@@ -109,6 +109,21 @@ class StepPlanner:
             elif num_remaining == 1:
                 decodes.append(sequence)
         return decodes, prefills
+
+    def _take_host_turns(
+        self, decodes: list[Sequence], prefills: list[Prefill]
+    ) -> tuple[list[Sequence], list[Prefill]]:
+        """Without those that would take too long of the host; among them prompts that the step may end, and sample."""
+        most = self._limits.max_num_batched_tokens
+        ending = [sequence for sequence, num_tokens in prefills if sequence.features and num_tokens <= most]
+        if not ending:
+            return self._host_turns.choose(decodes), prefills
+        candidates = [*decodes, *ending]
+        waiting = set(candidates).difference(self._host_turns.choose(candidates))
+        return (
+            [each for each in decodes if each not in waiting],
+            [each for each in prefills if each[0] not in waiting],
+        )
 
     def _awaits_newcomers(self) -> bool:
         """Whether sequences are being opened for which the streams give way."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 NUM_THREADS = 2
+NICENESS = 5  # of the threads that compile: with few cores, many new grammars would make steps several times as long
 MAX_KEPT = 64  # compiled grammars, of up to 4 MB each by what was measured
 MAX_KEPT_BYTES = 16 * 2**20  # of their texts
 # Threads that find masks that take long, at most half of the cores: attention worker and gateway run beside them.
@@ -58,8 +59,9 @@ class _Compiled:
 class Grammars:
     """Compiled grammars by their values. Begins at once to read the vocabulary; `close` ends the threads.
 
-    A thread has the priority of the one that starts it. A standby makes this object at low priority, at which only the
-    vocabulary is read: all other threads start when a sequence first needs them.
+    A thread begins with the priority of the one that starts it. A standby makes this object at low priority, at which
+    only the vocabulary is read: all other threads start when a sequence first needs them. Those that find masks have
+    the event loop's priority, since steps wait for them.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int | None = None) -> None:
@@ -69,10 +71,10 @@ class Grammars:
         reading = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._loaded = reading.submit(_load, read_vocabulary)
         reading.shutdown(wait=False)  # it ends when it has read
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", os.nice, (NICENESS,))
         self._turns = ClientTurns(NUM_THREADS)
+        self._mask_threads: MaskThreads | None = None  # event loop
         self._lock = threading.Lock()  # of all below
-        self._mask_threads: MaskThreads | None = None
         self._kept: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
 
@@ -82,19 +84,20 @@ class Grammars:
         Raises `InvalidRequest` if the grammar cannot be compiled.
         """
         async with self._turns.turn((spec.tenant, spec.client)):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._make, spec, output_token_ids)
+            loop, mask_threads = asyncio.get_running_loop(), self._find_mask_threads()
+            return await loop.run_in_executor(self._threads, self._make, spec, output_token_ids, mask_threads)
 
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, spec: SequenceSpec, output_token_ids: SequenceOf[int]) -> GrammarMatcher:
+    def _make(
+        self, spec: SequenceSpec, output_token_ids: SequenceOf[int], mask_threads: MaskThreads | None
+    ) -> GrammarMatcher:
         structure = spec.sampling.structured_output
         assert structure is not None, "only a sequence with structured output has a grammar"
         try:
             vocabulary, tokenizer = self._loaded.result()
-            mask_threads = self._find_mask_threads()
             kept = self._find(structure) or self._compile(structure, tokenizer, vocabulary)
             lexer = self._choose_lexer(kept, tokenizer)
             grammar = self._follow(spec, output_token_ids, lexer, vocabulary, mask_threads)
@@ -143,10 +146,9 @@ class Grammars:
     def _find_mask_threads(self) -> MaskThreads | None:
         from llguidance import LLExecutor
 
-        with self._lock:
-            if self._mask_threads is None and self._num_mask_threads > 1:
-                self._mask_threads = MaskThreads(LLExecutor(self._num_mask_threads), self._num_mask_threads)
-            return self._mask_threads
+        if self._mask_threads is None and self._num_mask_threads > 1:
+            self._mask_threads = MaskThreads(LLExecutor(self._num_mask_threads), self._num_mask_threads)
+        return self._mask_threads
 
     def _find(self, structure: StructuredOutput) -> _Compiled | None:
         with self._lock:

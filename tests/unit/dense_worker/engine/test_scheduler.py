@@ -17,11 +17,13 @@ from services.common.errors import CapacityError, InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
+from services.dense_worker.engine.planning.step_planner import MAX_HOST_S
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
+from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.runner.step_hook import FollowUp
 from services.step import PlanAccepted, RaggedTokens, StepPlan, StepResult
 from tests.support.dense.sequences import new_sequence
@@ -413,3 +415,29 @@ def test_a_full_queue_refuses_with_its_length_and_limit() -> None:
     cluster.scheduler.add(make_sequence(2, 4, 4))
     with pytest.raises(CapacityError, match="2 sequences are waiting, the limit is 2"):
         cluster.scheduler.add(make_sequence(3, 4, 4))
+
+
+class Costly(SequenceFeature):
+    """As a grammar whose masks take long."""
+
+    forces_tokens = True  # though it knows none
+
+    @property
+    def host_s(self) -> float:
+        return 2 * MAX_HOST_S
+
+
+def test_prompts_that_end_together_take_turns_if_their_first_tokens_take_long_of_the_host() -> None:
+    cluster = Cluster(max_num_seqs=12, max_num_batched_tokens=64, num_blocks=64)
+    costly = range(8)
+    for seq_id in range(12):
+        sequence = make_sequence(seq_id, 3, 2)
+        if seq_id in costly:
+            sequence.features = (Costly(),)
+        cluster.scheduler.add(sequence)
+    while cluster.scheduler.num_running or cluster.scheduler.num_waiting or cluster.in_flight is not None:
+        cluster.step()
+    counts = [sum(each.seq_id in costly for each in plan.entries) for plan in cluster.plans]
+    assert max(counts) == 1 and sum(counts) == 2 * len(costly)
+    assert {8, 9, 10, 11} <= {each.seq_id for each in cluster.plans[1].entries}, "the others wait for none of them"
+    assert {each.sequence.seq_id for each in cluster.outputs if each.finish_reason is not None} == set(range(12))
