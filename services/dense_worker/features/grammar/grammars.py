@@ -108,8 +108,13 @@ class Grammars:
         except GrammarError as error:
             raise InvalidRequest(f"{structure.field_name} cannot be used: {error}", structure.field_name) from error
         if kept.compile_s <= CREDIT_S:  # the engine waits for it
-            grammar.remake = partial(compile_grammar, tokenizer, kept.grammar)
+            grammar.remake = partial(self._make_again, structure, kept, tokenizer)
         return grammar
+
+    def _make_again(self, structure: StructuredOutput, used_up: _Compiled, tokenizer: LLTokenizer) -> LLMatcher:
+        """For a sequence whose lexer has too many states: 10 to 25 MB, which go with the sequences that share it."""
+        self._forget(structure, used_up)
+        return compile_grammar(tokenizer, used_up.grammar)
 
     def _follow(
         self,

@@ -105,6 +105,7 @@ def test_a_form_that_explodes_ends_one_sequence_and_no_other_of_the_same_form(
     GrammarMatcher.consume([(second, x), (third, x)] * 3)
     expected = allowed(second)
     explode(first, x)
+    assert not grammars._kept and grammars._num_bytes == 0, "the states go when the sequences end"
     assert (allowed(second) == expected).all(), "it finds its mask with a lexer of its own"
     GrammarMatcher.consume([(third, x)] * 4)
     for matcher in (second, third):
