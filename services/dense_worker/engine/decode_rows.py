@@ -155,6 +155,12 @@ class DecodeRows:
         """How many of these rows have no block reserved."""
         return len(slots) - np.count_nonzero(self.num_reserved[slots])
 
+    def count_clients(self, slots: np.ndarray) -> Counter[tuple[int, int]]:
+        """How many of these rows are of each tenant and client. Whoever calls this changes nothing in it."""
+        if len(slots) == len(self):
+            return self.num_of_client
+        return Counter([(each.spec.tenant, each.spec.client) for each in self.sequences[slots]])
+
     def by_cache(self, slots: np.ndarray, cache_ids: Collection[int]) -> list[tuple[int, np.ndarray]]:
         """These rows by the KV cache that they are in: int64 [num_rows] for each of `cache_ids`."""
         if len(cache_ids) == 1:

@@ -71,7 +71,7 @@ class StepPlanner:
         if is_shared and session.running:
             if not self._has_given_way and self._awaits_newcomers():
                 return None  # they may come into this plan; the answer to their opening is on its way
-            new = set() if self._has_given_way else self._find_newcomers(decodes, prefills)
+            new = set() if self._has_given_way else self._find_newcomers(rows, decodes, prefills)
             if new:
                 rows, decodes, prefills = rows[:0], [], [each for each in prefills if each[0] in new]
             self._has_given_way = bool(new)  # then the next step is for all
@@ -130,11 +130,13 @@ class StepPlanner:
         opening = [each.sequence for each in self._session.openings.values()]
         return bool(opening and newcomers(self._session.rows_of_client, opening))
 
-    def _find_newcomers(self, decodes: list[Sequence], prefills: list[Prefill]) -> set[Sequence]:
+    def _find_newcomers(
+        self, rows: np.ndarray, decodes: list[Sequence], prefills: list[Prefill]
+    ) -> set[Sequence]:
         """The sequences with prompts for which the streams give way."""
         if not prefills:
             return set()
-        streams = self._session.rows.num_of_client + count_rows(decodes)
+        streams = self._session.rows.count_clients(rows) + count_rows(decodes)
         return newcomers(streams, (sequence for sequence, _ in prefills))
 
     def _has_too_many(
@@ -144,7 +146,7 @@ class StepPlanner:
         num_rows = len(rows) + _num_rows(decodes)
         if num_rows <= num_tokens - num_tokens // 2:
             return False
-        streams = self._session.rows.num_of_client + count_rows(decodes)
+        streams = self._session.rows.count_clients(rows) + count_rows(decodes)
         return num_rows > most_decodes(streams, prefills, num_tokens)
 
     def _limit_decodes(
@@ -167,9 +169,13 @@ class StepPlanner:
         growing = rows[lacks_block]
         step.num_tokens -= len(rows)
         step.num_logits -= len(rows)
-        growing_by_cache = session.rows.by_cache(growing, session.ledgers) if len(growing) else []
+        takes_blocks = len(growing) or (len(rows) and decodes)
+        growing_by_cache = session.rows.by_cache(growing, session.ledgers) if takes_blocks else []
         if self._may_be_short(growing_by_cache, decodes):
             self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
+            num_left_out = len(rows) - len(step.decodes.positions)
+            step.num_tokens += num_left_out
+            step.num_logits += num_left_out
             decodes = []
         else:
             session.rows.grow(growing_by_cache, session.ledgers)
@@ -224,8 +230,7 @@ class StepPlanner:
         shares = None  # how many tokens each prompt gets; None: as many as are left
         if is_shared:
             num_planned = count_rows(entry.sequence for entry in step.planned)
-            if len(step.decodes.positions):
-                num_planned.update(self._session.rows.num_of_client)
+            num_planned.update(self._session.rows.count_clients(step.decodes.rows.slots))
             shares = divide_prefills(prefills, num_planned, step.num_tokens)
             # A share may be less than one token for each row of a sequence: it needs the rest from those behind it.
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.common.kv_cache.sliding_window import SlidingWindow
@@ -32,6 +32,28 @@ requests = st.lists(
     min_size=1,
     max_size=12,
 )
+
+# While two prompts of other clients share steps with two streams, the last token of one stream is under way.
+ONE_ENDS = [
+    (1, 3, False, 0, 0, None),
+    (1, 12, False, 2, 1, None),
+    (12, 1, False, 0, 0, None),
+    (12, 1, False, 1, 0, None),
+]
+# A row finds no block, and the last prompt gives up its own: the prompt before it gets the row's token.
+ONE_GIVES_WAY = [
+    (1, 30, False, 0, 0, None),
+    (1, 30, False, 0, 0, None),
+    (30, 2, False, 0, 0, None),
+    (20, 2, False, 0, 0, None),
+]
+# No row needs a block, but a sequence that has no row yet does, and gets that of the last row.
+ONE_WITHOUT_ROW_GROWS = [
+    (30, 10, False, 0, 0, None),
+    (18, 10, False, 0, 0, None),
+    (8, 10, False, 0, 0, None),
+    (1, 10, False, 0, 0, None),
+]
 
 
 class RecordedCluster(SharedCluster):
@@ -74,6 +96,9 @@ def describe(plan: StepPlan) -> tuple[object, ...]:
     st.integers(6, 40),
     st.one_of(st.none(), st.integers(1, 20)),
 )
+@example(ONE_ENDS, "guaranteed_no_evict", 16, 5, 6, None)
+@example(ONE_GIVES_WAY, "max_utilization", 16, 6, 6, None)
+@example(ONE_WITHOUT_ROW_GROWS, "max_utilization", 16, 6, 40, None)
 def test_rows_get_the_steps_of_single_sequences(
     arrivals: list[tuple[int, int, bool, int, int, int | None]],
     policy: Policy,
