@@ -360,7 +360,8 @@ class Scheduler:
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
         """Handles the attention worker's answer to a plan: freed blocks, and sequences that could not take part."""
         session, errors = self.session, answer.errors or {}
-        published = session.accept(answer)
+        if (published := session.accept(answer)) is None:
+            return []
         if session.num_running_rows > len(session.running):
             self._admission.reserve_for_rows()
         outputs = []

@@ -299,16 +299,22 @@ class Session:
         lane.dead_rows.clear()
         return published
 
-    def accept(self, answer: PlanAccepted) -> PublishedPlan:
-        """Counts what the answer to a plan says. Raises `PeerError` for a plan that does not wait for one."""
+    def accept(self, answer: PlanAccepted) -> PublishedPlan | None:
+        """Counts what the answer to a plan says; None: it is of a lost worker, and the step has ended without it.
+
+        Raises `PeerError` for a plan that does not wait for an answer.
+        """
         published = self.published.get(answer.step_id)
         if published is None and not answer.is_last:  # another attention worker has given the last answer already
             steps = (step.published for step in self.in_flight)
             published = next((each for each in steps if each.plan.step_id == answer.step_id), None)
+        is_lost = answer.cache_id not in self.ledgers
+        if published is None and is_lost and not answer.is_last:
+            return None
         if published is None:
             raise PeerError(f"step {answer.step_id} was not published, or has been answered")
         plan = published.plan
-        if answer.cache_id in self.ledgers:
+        if not is_lost:
             if answer.errors:
                 self.num_errors[plan.lane, answer.cache_id] += len(answer.errors)
             self.ledgers[answer.cache_id].give_back(answer.num_freed_blocks)

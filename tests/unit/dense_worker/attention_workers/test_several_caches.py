@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.servicer import describe_opened
-from services.common.errors import RequestAborted
+from services.common.errors import PeerError, RequestAborted
 from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
 from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
@@ -343,6 +344,34 @@ def test_a_token_of_a_step_that_dies_after_its_sequence_has_left_is_not_believed
     workers.lose(0)
     workers.run_until_idle()
     assert sequence.output_token_ids == expected_output(sequence)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_errors_of_a_lost_worker_that_come_late_end_nobody(has_ended: bool) -> None:
+    """A step has found that it is gone, while its answer to this step was on its way."""
+    workers = Workers(3)
+    sequences = [make_sequence(seq_id, 5 + seq_id, 20) for seq_id in range(1, 6)]
+    for sequence in sequences:
+        workers.scheduler.add(sequence)
+    for _ in range(4):
+        workers.step()
+    assert workers.in_flight is not None
+    plan = workers.in_flight[0].plan
+    [errors, *_] = [
+        {each.seq_id: "no room"}
+        for each in sequences
+        if each.cache_id == 1 and each.seq_id in plan.entries.seq_ids.tolist()
+    ]
+    assert not plan.frees_blocks, "nobody awaits the answers to this step, but for errors"
+    workers.lose(1)
+    if has_ended:
+        workers.step()
+    late = PlanAccepted(plan.step_id, errors=errors, cache_id=1, is_last=False)
+    assert workers.scheduler.accepted(late) == []
+    with pytest.raises(PeerError, match="was not published, or has been answered"):
+        workers.scheduler.accepted(replace(late, step_id=plan.step_id + 100, cache_id=0))
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
 
 
 def test_nothing_is_remembered_of_a_worker_that_has_gone() -> None:
