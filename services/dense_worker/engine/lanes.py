@@ -84,6 +84,7 @@ class LaneDealer:
         if self._moving is None or self._moving[0].num_pending_tokens:
             return None
         (sequence, target), self._moving = self._moving, None
+        assert sequence.slot is not None, "a sequence that leaves its row leaves the dealer, too"
         source, load = sequence.lane, self._loads[sequence]
         self._discount(sequence)
         sequence.lane = target
