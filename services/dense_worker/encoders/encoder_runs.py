@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
@@ -84,10 +84,10 @@ class EncoderRuns(Generic[Input]):
 
         Returns the sequences that are newly parked, because what they wait for has made room.
         """
-        if oldest_step_id is not None and oldest_step_id == self._last_part_before:
-            return []
         missing = [(key, sequence) for key, sequence in waiting.missing() if self._is_own(key)]
-        if not missing:
+        if self._under_way is not None and not any(each in self._under_way.inputs for each in _hashes_of(missing)):
+            self._under_way = None  # everybody who waited for it has gone: so does its memory
+        if not missing or (oldest_step_id is not None and oldest_step_id == self._last_part_before):
             return []
         self._last_part_before = oldest_step_id
         parked: list[Sequence] = []
@@ -198,6 +198,10 @@ class EncoderRuns(Generic[Input]):
             return [(each, error) for each in lacking]
 
         self._post(failed)
+
+
+def _hashes_of(missing: Iterable[tuple[EncodedKey, Sequence]]) -> Iterator[str]:
+    return itertools.chain.from_iterable(key.hashes for key, _ in missing)
 
 
 class Pin(Generic[Input]):

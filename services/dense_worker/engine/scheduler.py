@@ -64,6 +64,7 @@ class Scheduler:
         self._forks = forks or NoForks()
         self._placement = placement or OnlyPlacement()
         self._next_step_id = 1
+        self._had_parked = False  # when features were last asked to provide what sequences lack
         self._num_past_preemptions = 0  # in earlier attachments
         self._begin_parts()
 
@@ -262,7 +263,8 @@ class Scheduler:
         session, chosen = self.session, list[Sequence]()
         if session.draining:
             self._moves.go_on()
-        if self._waiting.has_parked:
+        if self._waiting.has_parked or self._had_parked:  # once more, so that nothing goes on for those that have gone
+            self._had_parked = self._waiting.has_parked
             oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
             for feature in self._features:
                 for sequence in feature.provide(self._waiting, oldest_step_id):

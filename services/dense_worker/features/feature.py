@@ -62,7 +62,8 @@ class Feature:
         """A gateway's stream has ended."""
 
     def provide(self, waiting: WaitingQueue, oldest_step_id: int | None) -> Iterable[Sequence]:
-        """Begins to load what parked sequences lack. Called before sequences are opened, while any is parked.
+        """Begins to load what parked sequences lack. Called before sequences are opened, while any is parked, and once
+        when none is any more.
 
         oldest_step_id: of the steps under way. Returns the sequences that are newly parked.
         """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class EncodeNames:
 
     def __init__(self, num_parts: int, lag: int | None) -> None:
         self.runs: list[list[str]] = []
+        self.last: Callable[[], NamesRun | None] = lambda: None  # run, as long as it is kept
         self.num_parts = 0  # that were computed
         self.error: Exception | None = None
         self._parts_of_run, self._lag = num_parts, lag
@@ -47,7 +49,9 @@ class EncodeNames:
 
     def begin(self, inputs: Iterable[Picture]) -> NamesRun:
         self.runs.append([each.hash for each in inputs])
-        return NamesRun(self, list(inputs), self._parts_of_run, self._lag)
+        run = NamesRun(self, list(inputs), self._parts_of_run, self._lag)
+        self.last = weakref.ref(run)
+        return run
 
 
 class NamesRun:
@@ -263,3 +267,25 @@ def test_a_device_without_memory_ends_only_those_that_need_it() -> None:
     [error] = [output.error for output in cluster.outputs if output.sequence is failed]
     assert isinstance(error, CapacityError) and "no room" in str(error)
     assert other.output_token_ids == expected_output(other)
+
+
+def test_a_run_whose_sequences_are_all_cancelled_is_given_up_at_once() -> None:
+    """It has much memory, and the next picture may come late."""
+    cluster = EncoderCluster(max_rows=10, max_rows_kept=100, num_parts=5, max_num_seqs=8)
+    stream = cluster.add(1, [], max_tokens=30)
+    for _ in range(3):
+        cluster.step()
+    cluster.add(2, PICTURES[:2])
+    cluster.add(3, PICTURES[1:2])
+    cluster.step()
+    run = cluster.encoder.last
+    cluster.scheduler.cancel(2)
+    cluster.step()
+    assert run() is not None and cluster.encoder.num_parts == 2, "the other one waits for it"
+    cluster.scheduler.cancel(3)
+    cluster.step()
+    assert run() is None and cluster.encoder.num_parts == 2
+    late = cluster.add(4, PICTURES[:1])
+    cluster.run_until_idle()
+    assert cluster.encoder.runs == [["a", "b"], ["a"]] and cluster.runs.counts.num_encoded == 1
+    assert [each.output_token_ids for each in (stream, late)] == [expected_output(each) for each in (stream, late)]
