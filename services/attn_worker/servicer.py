@@ -238,12 +238,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     async def ReadBlocks(
         self, request: attn_pb2.ReadBlocksRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[attn_pb2.BlockPart]:
+    ) -> None:
         moved_blocks = self._require_engine().moved_blocks
         if moved_blocks is None:
             raise InvalidRequest("this KV cache has more of a sequence than blocks that are found by their digests")
-        async for part in moved_blocks.sender.send(moved_blocks.digests_of(request.identity, request.digests)):
-            yield part
+        await moved_blocks.sender.send(moved_blocks.digests_of(request.identity, request.digests), context.write)
 
     async def GetStatus(
         self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext

@@ -35,7 +35,7 @@ class MovedBlocks:
         """
         make_staging = partial(BlockStaging, storage, device)
         self._identity = identity
-        self.sender = BlockSender(make_staging, findable)
+        self.sender = BlockSender(make_staging, findable, longest_s)
         self.receiver = BlockReceiver(make_staging, identity, open_peer, longest_s)
 
     def digests_of(self, identity: str, digests: bytes) -> Sequence[bytes]:

@@ -11,9 +11,11 @@ STAGING_BYTES = 4 * 2**20  # or those of one block
 
 
 class BlockStaging:
-    """For one thread. Made when the first sequence moves, since most workers never move any."""
+    """For one thread, which makes it when the first sequence moves, since most workers never move any."""
 
     def __init__(self, storage: BlockStorage, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
+        if device.type != "cpu":
+            torch.cuda.set_device(device)  # for its thread, which would otherwise use the first GPU
         self.num_blocks = max_blocks(storage, staging_bytes)
         self.block_bytes = 8 * storage.block_words
         is_on_gpu = device.type != "cpu"

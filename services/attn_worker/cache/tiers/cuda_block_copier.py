@@ -54,6 +54,7 @@ class CudaBlockCopier:
 
     @torch.inference_mode()
     def load_kernels(self) -> None:
+        torch.cuda.set_device(self._device)  # for its thread, which would otherwise use the first GPU
         staging = self._take_staging()
         with torch.cuda.stream(self._stream):
             null_block = staging.put_ids([len(self._storage.layers[0]) - 1])  # nobody needs what it holds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from services.attn_worker.moved_blocks import sender as sender_module
 from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
 from services.attn_worker.moved_blocks.staging import BlockStaging
 from services.attn_worker.openings import Openings
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, PeerError
 from services.pb import attn_pb2, attn_pb2_grpc
 from services.rpc.client import open_blocking_channel
 from services.step import NewSequence
@@ -57,11 +57,13 @@ class Worker(attn_pb2_grpc.AttentionWorkerServicer):
 
     async def ReadBlocks(
         self, request: attn_pb2.ReadBlocksRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[attn_pb2.BlockPart]:
-        async for part in self.moved.sender.send(self.moved.digests_of(request.identity, request.digests)):
+    ) -> None:
+        async def write(part: attn_pb2.BlockPart) -> None:
             if asyncio.iscoroutine(waiting := self.on_part(part)):
                 await waiting
-            yield part
+            await context.write(part)
+
+        await self.moved.sender.send(self.moved.digests_of(request.identity, request.digests), write)
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> Any:
         self.calls.append(lambda: function(*arguments))
@@ -299,3 +301,26 @@ def test_a_cache_with_more_than_blocks_computes_again(left: Served) -> None:
     other.openings._receiver = None
     assert other.open(7, left.address).num_cached_tokens == 0
     other.moved.close()
+
+
+def test_a_receiver_that_hangs_ends_in_time_and_lets_the_next_one_have_its_turn(left: Served) -> None:
+    expected_blocks(left)
+    sender, digests, parts = left.worker.moved.sender, [digest_of(left, 0)], list[attn_pb2.BlockPart]()
+
+    async def hang(part: attn_pb2.BlockPart) -> None:
+        await asyncio.Event().wait()
+
+    async def collect(part: attn_pb2.BlockPart) -> None:
+        parts.append(part)
+
+    async def send_both() -> None:
+        sender._longest_s = 0.05
+        hanging = asyncio.create_task(sender.send(digests, hang))
+        await asyncio.sleep(0)  # it has its turn
+        sender._longest_s = LIMIT_S
+        await sender.send(digests, collect)
+        with pytest.raises(PeerError, match="1 blocks have not been sent within"):
+            await hanging
+
+    asyncio.run(send_both())
+    assert [len(each.content) for each in parts] == [BLOCK_BYTES]
