@@ -14,13 +14,13 @@ def causal_buckets(bias: RelativeBias, num_distances: int, device: torch.device 
     return _buckets(torch.arange(num_distances), bias.num_buckets, bias.max_distance).to(device)
 
 
-def two_sided_buckets(bias: RelativeBias, length: int, device: torch.device | None = None) -> torch.Tensor:
+def two_sided_buckets(bias: RelativeBias, length: int) -> torch.Tensor:
     """The bucket of a key that lies 1 - length to length - 1 tokens behind the query: int64 [2 * length - 1].
 
     The first half of the buckets is for keys before the query and for the query itself.
     """
     behind, num_own = torch.arange(1 - length, length), bias.num_buckets // 2
-    return (_buckets(behind.abs(), num_own, bias.max_distance) + num_own * (behind > 0)).to(device)
+    return _buckets(behind.abs(), num_own, bias.max_distance) + num_own * (behind > 0)
 
 
 def _buckets(distances: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:

@@ -60,8 +60,8 @@ class PackedSequences:
         self.max_length = max(lengths, default=0)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         # int32 [num_sequences + 1]: the first row of each, and of what follows
-        self.cu_seqlens = upload(ends.numpy(), torch.device(device))
-        self._lengths, self._device = lengths, device
+        self._lengths, self._device = lengths, torch.device(device)
+        self.cu_seqlens = upload(ends.numpy(), self._device)
 
     @cached_property
     def buckets(self) -> tuple[_Bucket, ...]:
@@ -154,15 +154,17 @@ def _group_by_size(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
     return list(groups.values())
 
 
-def _lay_out(spans: Sequence[tuple[int, int]], num_tokens: int, device: torch.device | str) -> _Bucket:
+def _lay_out(spans: Sequence[tuple[int, int]], num_tokens: int, device: torch.device) -> _Bucket:
     """The bucket of sequences with these first rows and lengths."""
     starts, lengths = torch.tensor(spans).unbind(1)
     places = torch.arange(int(lengths.max()))
     rows = starts[:, None] + places.clamp(max=lengths[:, None] - 1)
     is_token = places < lengths[:, None]
+    on_device = upload(rows.numpy(), device)
     if is_token.all():
-        return _Bucket(rows.to(device), None, rows.to(device))
-    return _Bucket(rows.to(device), is_token.to(device), torch.where(is_token, rows, num_tokens).to(device))
+        return _Bucket(on_device, None, on_device)
+    targets = torch.where(is_token, rows, num_tokens)
+    return _Bucket(on_device, upload(is_token.numpy(), device), upload(targets.numpy(), device))
 
 
 def _split(bucket: _Bucket, num_heads: int, window: int | None, num_position_rows: int) -> Iterator[_Bucket]:

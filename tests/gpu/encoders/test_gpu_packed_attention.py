@@ -32,6 +32,18 @@ def test_equals_the_formula(options: dict[str, Any], dtype: torch.dtype) -> None
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_the_host_waits_for_nothing(options: dict[str, Any]) -> None:
+    qkv = [each.cuda() for each in random_qkv(sum(LENGTHS))]
+    on_gpu = {name: to_gpu(value, torch.float32) for name, value in options.items()}
+    attend(*qkv, PackedSequences(LENGTHS, "cuda"), **on_gpu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend(*qkv, PackedSequences(LENGTHS, "cuda"), **on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_heads_of_queries_share_keys_and_values(num_kv_heads: int) -> None:
     qkv = [each.to("cuda", torch.float16) for each in random_qkv(sum(LENGTHS), num_kv_heads)]

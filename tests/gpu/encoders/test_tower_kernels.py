@@ -72,6 +72,13 @@ def test_towers(variant: str, tmp_path: Path, kernel_device: torch.device) -> No
         shape = vision.layout.shape_of(image.height, image.width, is_low=False)
         tiles = np.stack([np.asarray(tile) for tile in vision.layout.tiles_of(image, shape)])
         pictures.append(Picture(name, shape, torch.from_numpy(tiles)))
-    found = run_tower(tower, pictures, vision.pixels, TritonTowerOperations(kernel_device))
+    operations = TritonTowerOperations(kernel_device)
+    found = run_tower(tower, pictures, vision.pixels, operations)
+    if kernel_device.type == "cuda":  # streams wait for the host
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run_tower(tower, pictures, vision.pixels, operations)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     for each, expected in zip(found, run_tower(tower, pictures, vision.pixels), strict=True):
         check(each, expected)

@@ -16,6 +16,7 @@ from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.layer import DecoderLayer
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.parameters import Parameter, parameters
+from services.dense_worker.sampling.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class EncoderAttention:
         """What is added to scores by distance, [num_heads, 2 * max_length - 1]; None: nothing."""
         if self.relative_bias is None or self.biases is None:
             return None
-        buckets = two_sided_buckets(self.relative_bias, max_length, self.biases.data.device)
-        return self.biases.data[buckets].T
+        buckets = two_sided_buckets(self.relative_bias, max_length)
+        return self.biases.data[upload(buckets.numpy(), self.biases.data.device)].T
 
     def forward(
         self, qkv: torch.Tensor, sequences: PackedSequences, distance_bias: torch.Tensor | None

@@ -29,6 +29,7 @@ from services.dense_worker.engine.step_report import StepReport, record_started
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.token_rows import to_host
+from services.dense_worker.sampling.upload import upload
 from services.rpc.watchdog import Progress
 
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
@@ -253,7 +254,8 @@ class EncoderEngine:
         of_tokens, parts = [i for i, each in enumerate(step.sequences) if self._has_each_token(each)], []
         if len(of_tokens) < len(step.sequences):
             pooled = step.run.pool(self._method)
-            parts.append(pooled if not of_tokens else pooled[_others(of_tokens, len(pooled))])
+            others = np.delete(np.arange(len(pooled)), of_tokens)
+            parts.append(pooled if not of_tokens else pooled[upload(others, pooled.device)])
         if of_tokens:
             parts.append(step.run.tokens(of_tokens))
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -324,12 +326,6 @@ class EncoderEngine:
         )
         for observer in self._observers:
             observer.on_step(stats, started, outputs)
-
-
-def _others(indexes: list[int], count: int) -> list[int]:
-    """Those below `count` that are not among these."""
-    found = set(indexes)
-    return [index for index in range(count) if index not in found]
 
 
 def _pooled_text(sequence: Sequence) -> PooledText:

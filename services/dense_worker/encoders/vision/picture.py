@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.common.vision.layout import PictureShape
 from services.common.vision.vision_config import PixelScale
+from services.dense_worker.sampling.upload import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -21,10 +23,8 @@ class Picture:
 
 def scale_pixels(tiles: torch.Tensor, pixels: PixelScale, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """uint8 [num_tiles, height, width, 3] -> [num_tiles, 3, height, width] in `dtype`, computed in float32."""
-    if device.type != "cpu":
-        tiles = tiles.pin_memory().to(device, non_blocking=True)
-    mean, std = (torch.tensor(each, device=device) for each in (pixels.mean, pixels.std))
-    return ((tiles.float() * pixels.factor - mean) / std).permute(0, 3, 1, 2).to(dtype)
+    mean, std = (upload(np.array(each, np.float32), device) for each in (pixels.mean, pixels.std))
+    return ((upload(tiles.numpy(), device).float() * pixels.factor - mean) / std).permute(0, 3, 1, 2).to(dtype)
 
 
 def patches_of(image: torch.Tensor, size: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Parameter
+from services.dense_worker.sampling.upload import upload
 
 _TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
 _NORM_EPS = 1e-5
@@ -47,7 +48,7 @@ class PixtralEncoder:
             rows, columns = config.grid(picture.shape)
             positions.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)))
         x = self.norm_before.normalize(F.linear(torch.cat(patches), table))
-        rotation = Rotation.of(self._angles(torch.cat(positions)).to(table.device))
+        rotation = Rotation.of(upload(self._angles(torch.cat(positions)).numpy(), table.device))
         sequences = PackedSequences([config.num_patches(each.shape) for each in pictures], table.device)
         for layer in self.layers:
             x = layer.forward(x, sequences, operations, rotation)

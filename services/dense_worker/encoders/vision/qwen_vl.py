@@ -27,6 +27,7 @@ from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Conversion, Parameter, Source, StoredTensor
+from services.dense_worker.sampling.upload import upload
 
 _ROPE_THETA = 1e4
 _ALL = 2**30  # as the side of a window
@@ -136,9 +137,12 @@ class QwenVisionTower:
             positions.append(torch.stack((row.flatten(), column.flatten()), -1)[:, None] * merge + inner)
             first += rows * columns
         order = torch.cat(orders)
-        rotation = Rotation.of(axial_angles(torch.cat(positions)[order].flatten(0, 1), self._head_dim).to(device))
+        angles = axial_angles(torch.cat(positions)[order].flatten(0, 1), self._head_dim)
         return _Grids(
-            order.to(device), PackedSequences(windows, device), PackedSequences(lengths, device), rotation
+            upload(order.numpy(), device),
+            PackedSequences(windows, device),
+            PackedSequences(lengths, device),
+            Rotation.of(upload(angles.numpy(), device)),
         )
 
     @property
