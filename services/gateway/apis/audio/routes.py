@@ -23,6 +23,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.envelope import FORM_BYTES, FORM_TYPE, media_type_of
 from services.gateway.http.errors import ERROR_RESPONSES, describe
+from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.sound.sound_reader import SoundReader
 from services.gateway.sound.speech_model import SpeechModel, Task
 from services.gateway.sound.transcription import SpokenSegment, Transcription, TranscriptionOptions
@@ -88,7 +89,9 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         service.count_requests(1, caller)
         sound = await speech.reader.read(data, caller.number)
         del data
-        await request.state.held.reserve(sound.features.nbytes, "features of sound", "file", "send a shorter one")
+        held: HeldMemory = request.state.held
+        held.release()  # of the file, which is gone; a transcription may last for minutes
+        await held.reserve(sound.features.nbytes, "features of sound", "file", "send a shorter one")
         transcription = Transcription(service, speech.model, sound, options, caller.for_parts())
         return _TranscriptionAnswer(transcription, caller, response_format, streaming)
 

@@ -1,0 +1,63 @@
+"""What a transcription counts of the memory of open requests while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from services.common.config import GatewaySection
+from services.gateway.access.access import Access
+from services.gateway.apis.audio import routes
+from services.gateway.apis.audio.routes import Speech, audio_routes
+from services.gateway.http.authorize import Authorize
+from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, MemoryBudget
+from services.gateway.sound.sound_reader import Sound
+
+FEATURES = np.zeros((8, 100), np.float32)
+BODY = (
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + bytes(50_000) + b"\r\n--x--\r\n"
+)
+
+
+def test_a_file_that_has_been_decoded_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, counts = MemoryBudget(2**20), list[int]()
+
+    class Reader:
+        async def read(self, data: bytes, client: object) -> Sound:
+            counts.append(budget.num_held)
+            return Sound(FEATURES, 1.0)
+
+    class Answer(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            counts.append(budget.num_held)
+            await super().__call__(scope, receive, send)
+
+    monkeypatch.setattr(routes, "_TranscriptionAnswer", lambda *_: Answer())
+    app = FastAPI()
+    app.include_router(audio_routes(MagicMock(), GatewaySection(), Speech(MagicMock(languages={}), Reader())))  # type: ignore[arg-type]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/audio/transcriptions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"multipart/form-data; boundary=x")],
+        "state": {"request_id": "r"},
+    }
+    sent = list[Message]()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": BODY}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(Authorize(app, Access(None, ""), budget)(scope, receive, send))
+    assert sent[0]["status"] == 200, sent
+    assert counts == [BYTES_PER_BODY_BYTE * len(BODY), FEATURES.nbytes]
+    assert budget.num_held == 0
