@@ -1,11 +1,14 @@
-"""One lane against two: output tokens/s, and how the strokes of both workers lie in time.
+"""One lane against several: output tokens/s, and how the strokes of both workers lie in time.
 
     python bench/lanes.py                                # on this CPU: each worker on a core of its own
     python bench/lanes.py --gpus --load 1024x1024:128/128         # one GPU; two GPUs, one lane; two GPUs, two lanes
+    python bench/lanes.py --stages 2                     # on this CPU: one step at a time, and one for each stage
+    python bench/lanes.py --stages 2 --gpus --load 1024x1024:128/128        # the same, each stage on a GPU
 
 On two GPUs, two lanes must give 1.6 times the tokens/s of one GPU; 1.85 is the goal. `bench/ratio.py` predicts them.
 Load goes straight to the dense worker (`bench/core.py`). The workers of a CPU write down when each lane's parts run:
-what is printed is the share of each worker's time in which the other one computes, too.
+what is printed is the share of each worker's time in which the other one computes, too. With stages it is the ratio of
+tokens/s.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.gpu.models import FORMATS, SHAPES, Load, parse_load, run_core, write_model
+from tests.support.cluster import running_cluster
 
 _CPU = ("model.dtype=float32", "dense.device=cpu", "attention.device=cpu")
 _CPU += ("dense.num_threads=1", "attention.num_threads=1")
@@ -34,12 +39,16 @@ _ROLES = ("attn_worker", "dense_worker")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", action="store_true")
+    parser.add_argument("--stages", type=int, metavar="N", help="of a pipeline, instead of two workers")
     parser.add_argument("--shape", choices=SHAPES, help="by default tiny-llama, or llama-2-7b with --gpus")
     parser.add_argument("--format", choices=FORMATS, default="stored")
     parser.add_argument("--load", type=parse_load, default=Load(64, 32, 64, 64), metavar="RxC:P/O")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a server's setting")
     args = parser.parse_args(argv)
     shape = args.shape or ("llama-2-7b" if args.gpus else "tiny-llama")
+    if args.stages:
+        run_stages(args, shape)
+        return
     cores = sorted(os.sched_getaffinity(0))[:2]
     if args.gpus:
         near, far = (("dense.device=cuda:0", f"attention.device=cuda:{gpu}") for gpu in (0, 1))
@@ -57,6 +66,24 @@ def main(argv: Sequence[str] | None = None) -> None:
                 run_core(f"unix:{directory}/dense.sock", args.load)
             if num_lanes > 1 and not args.gpus:
                 print_overlap(directory)
+
+
+def run_stages(args: argparse.Namespace, shape: str) -> None:
+    """Stages of a pipeline with one lane, and with as many as there are stages."""
+    found: list[float] = []
+    for num_lanes in (1, args.stages):
+        print(f"\n{args.stages} stages, lanes: {num_lanes}", flush=True)
+        with tempfile.TemporaryDirectory() as text:
+            directory = Path(text)
+            model, figures = write_model(directory / "model", shape, args.format), directory / "figures.json"
+            settings = [f"model.path={model}", "model.load_format=dummy", *FORMATS[args.format]]
+            settings += [f"dense.pipeline_parallel_size={args.stages}", f"scheduler.num_lanes={num_lanes}"]
+            settings += [f"scheduler.max_num_seqs={args.load.concurrency}", *(() if args.gpus else _CPU), *args.set]
+            with running_cluster(directory, *settings):
+                run_core(f"unix:{directory}/dense.sock", args.load, figures)
+            found.append(json.loads(figures.read_text())["figures"]["output_throughput"])
+    one, several = found
+    print(f"\n{several / one:.2f} times the tokens/s of one lane")
 
 
 @contextlib.contextmanager

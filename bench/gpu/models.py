@@ -233,10 +233,11 @@ def write_model(directory: Path, shape: str, number_format: str) -> Path:
     return directory
 
 
-def run_core(address: str, load: Load) -> None:
-    """Sends the load; prints what bench/core.py prints."""
+def run_core(address: str, load: Load, figures: Path | None = None) -> None:
+    """Sends the load; prints what bench/core.py prints, and writes it to a file of JSON."""
     command = [sys.executable, str(Path(__file__).parents[1] / "core.py"), "--address", address]
     command += ["--max-concurrency", str(load.concurrency), "--warmup", str(min(load.concurrency, MAX_WARMUP))]
+    command += [] if figures is None else ["--json", str(figures)]
     command += ["token-norm-dist", "--num-requests", str(load.num_requests)]
     for side, tokens in (("input", load.input_tokens), ("output", load.output_tokens)):
         command += [f"--{side}-mean", str(tokens), f"--{side}-stdev", "0"]

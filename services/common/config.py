@@ -27,7 +27,7 @@ MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as ex
 MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
 MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
 MAX_ATTENTION_WORKERS = 32  # of one dense worker: on a GPU a thread of one warp handles each one's flag
-MAX_LANES = 2  # of a dense worker and its attention worker: one for each of the two strokes
+MAX_LANES = 8  # of a pipeline: one for each stage. Otherwise 2, one for each of the two strokes
 MAX_INPUTS = 16_384  # the same of inputs for vectors
 SPECULATION_WITH_HEADS = ("medusa", "eagle3")
 SERVICES = ("attn_worker", "dense_worker", "gateway")
@@ -235,7 +235,8 @@ class SchedulerSection(Section):
     max_num_seqs: Count = 64  # maximum number of sequences in one step
     max_num_batched_tokens: Count = 512  # maximum number of tokens in one step
     # micro-batches in flight. 2: while one half of the sequences is in its attention stroke, the other half is in its
-    # dense stroke; for workers on different GPUs or different CPU cores (docs/several-gpus.md)
+    # dense stroke; for workers on different GPUs or different CPU cores. With dense.pipeline_parallel_size, as many as
+    # there are stages: then all of them work at the same time (docs/several-gpus.md)
     num_lanes: Annotated[int, Field(ge=1, le=MAX_LANES)] = 1
     # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get, or for those that it
     # keeps at a time if all layers have windows. max_utilization: a sequence starts when there are blocks for the

@@ -12,6 +12,8 @@ from services.common.errors import ConfigError
 from services.common.families.shape import ModelConfig
 from services.common.several_attention_workers import has_several
 
+_NUM_STROKES = 2
+
 
 def check_lanes(config: Config, model: ModelConfig) -> None:
     """Raises `ConfigError`, which names what is in the way and what to do, if several lanes cannot run this."""
@@ -25,8 +27,11 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     dense, attention, scheduler = config.dense, config.attention, config.scheduler
     if scheduler.max_num_seqs < scheduler.num_lanes:
         yield f"scheduler.max_num_seqs is {scheduler.max_num_seqs}", "each lane needs a sequence"
-    if dense.num_ranks > 1:
-        yield f"there are {dense.num_ranks} ranks or stages, which run one step at a time", "set one of both to 1"
+    if (most := max(_NUM_STROKES, dense.pipeline_parallel_size)) < scheduler.num_lanes:
+        what = "two strokes of a step" if most == _NUM_STROKES else f"{most} stages"
+        yield f"there are {what}, of which each runs one lane at a time", f"set it to {most} or less"
+    if dense.tensor_parallel_size > 1:
+        yield f"there are {dense.tensor_parallel_size} ranks, whose sums have one order", "set one of both to 1"
     if has_several(config):
         yield "there may be several attention workers, whose rows cross the seam together", "leave one of both out"
     if dense.backend == "tensorrt":

@@ -42,6 +42,7 @@ from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.lanes.lane_runners import LaneRunners, TurnModelRunner
+from services.dense_worker.lanes.stage_runner import StageModelRunner, StageSteps
 from services.dense_worker.model.attention_sinks import load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.gated.recurrence_weights import (
@@ -356,13 +357,14 @@ def _build_lanes(
     parts = [(each, _make_sampler(config, model, each, features)) for each in backends]
     if model.device.type != "cpu":
         return LaneRunners([_build_runner(config, model, *each, features, None, takes_over) for each in parts])
-    num_layers, turns = len(model.rank.layers(model.config.num_layers)), Turns()
-    return LaneRunners(
-        [
-            TurnModelRunner(turns, each.backend, sampler, num_layers, config.scheduler.max_num_seqs, features)
-            for each, sampler in parts
-        ]
-    )
+    sizes = len(model.rank.layers(model.config.num_layers)), config.scheduler.max_num_seqs
+    if model.rank.is_stage:
+        steps = StageSteps()
+        return LaneRunners(
+            [StageModelRunner(steps, each.backend, sampler, *sizes, features) for each, sampler in parts]
+        )
+    turns = Turns()
+    return LaneRunners([TurnModelRunner(turns, each.backend, sampler, *sizes, features) for each, sampler in parts])
 
 
 def _build_runner(

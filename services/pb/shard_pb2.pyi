@@ -47,10 +47,12 @@ class ShardStep(_message.Message):
     def __init__(self, plan: _Optional[_Union[_step_pb2.StepPlan, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_sampled: _Optional[int] = ...) -> None: ...
 
 class FurtherRows(_message.Message):
-    __slots__ = ("rows",)
+    __slots__ = ("rows", "lane")
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    lane: int
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ...) -> None: ...
 
 class ShardAnswer(_message.Message):
     __slots__ = ()

@@ -3,89 +3,132 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.attachment import Attachment as AttentionSide
+from services.attn_worker.attachment import Attachment as AttentionAttachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.engine import Accepted
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import describe_accepted, describe_opened
 from services.channel.shm import ShmChannel
 from services.common.config import Config
 from services.common.kv_cache.scales import KVScales
+from services.common.rank import Rank, seam_config
+from services.common.resolve import ResolvedModel
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.build import load_model, resolve_dense_model
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
+from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.service import attach_options, scheduler_limits
-from services.step import NewSequence, StepPlan
+from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
 from tests.support.dense.sequences import new_sequence
 
 EPOCH, TIMEOUT_S = 0x5EA1_ED5E_0000_0018, 120.0
+_attachment_ids = itertools.count(1)
+
+
+class AttentionSide:
+    """An attention worker's engine, attached, with both ends of its lanes."""
+
+    def __init__(
+        self, config: Config, model: ResolvedModel, options: AttachOptions, kv_events: KVEvents | None = None
+    ) -> None:
+        """`model`: with the layers of one rank"""
+        scheduler, spec = config.scheduler, options.spec
+        limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.num_lanes)
+        metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
+        self.engine = build_engine(config.attention, model, limits, metrics, events=kv_events)
+        self.failures: list[object] = []
+        own, number = dict[int, ShmChannel](), next(_attachment_ids)
+        for lane in range(scheduler.num_lanes):
+            own[lane] = ShmChannel.create(spec, EPOCH, number, lane, TIMEOUT_S)
+        shared = EPOCH, number, TIMEOUT_S
+        self.channels = {lane: ShmChannel.map(each.handle, spec, *shared) for lane, each in own.items()}
+        self.attachment = AttentionAttachment(number, own, spec.max_tokens)
+        self.attachment.fail = self.failures.append
+        learned = replace(options.learned, scales=KVScales.ones(model.config.num_layers))
+        self.engine.submit(self.engine.attach, self.attachment, "00", learned).result(TIMEOUT_S)
+
+    def describe(self) -> Attachment:
+        """The dense worker's end."""
+        cache = self.engine.cache
+        counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks, {}, cache.max_model_len)
+        kept = (cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window)
+        return Attachment(EPOCH, self.attachment.attachment_id, self.channels, *counts, *kept)
+
+    def open(self, new: NewSequence, answer: Callable[[SequenceOpened], None]) -> None:
+        """Opens a sequence; `answer` is called on some thread."""
+        opened: Future[OpenResult] = Future()
+        opened.add_done_callback(lambda call: answer(describe_opened(new.seq_id, call.result())))
+        self.engine.submit(self.engine.open_sequence, self.attachment, new, opened)
+
+    def run(self, plan: StepPlan, answer: Callable[[PlanAccepted], None]) -> None:
+        """Runs a step; `answer` is called on some thread if the dense worker waits for it."""
+
+        def accept(accepted: Accepted) -> None:
+            if accepted.plan.frees_blocks or accepted.step.errors:
+                answer(describe_accepted(accepted))
+
+        self.engine.submit(self.engine.run_step, self.attachment, plan, 0.0, accept)
+
+    def check(self) -> None:
+        """All blocks are counted."""
+        self.engine.submit(self.engine.cache.check_integrity).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.attachment.abort()
+        self.engine.stop(TIMEOUT_S)
 
 
 class LanePair:
     """Implements `AttentionPort`: passes plans to the attention engine, and its answers back."""
 
-    def __init__(self, config: Config, kv_events: KVEvents | None) -> None:
-        resolved = resolve_dense_model(config)
+    def __init__(self, config: Config, kv_events: KVEvents | None = None) -> None:
+        resolved = resolve_dense_model(config, Rank.of(config.dense, 0))
         self.model = load_model(config, resolved, lambda line: None)
-        scheduler, options = config.scheduler, attach_options(config, self.model)
-        limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.num_lanes)
-        metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
-        self.attention = build_engine(config.attention, resolved, limits, metrics, events=kv_events)
+        self.side = self.make_side(config, 0, kv_events)
+        self.attention = self.side.engine
         self.reports: queue.Queue[StepReport] = queue.Queue()
-        self.failures: list[object] = []
-        spec, own = options.spec, dict[int, ShmChannel]()
-        for lane in range(scheduler.num_lanes):
-            own[lane] = ShmChannel.create(spec, EPOCH, 1, lane, TIMEOUT_S)
-        channels = {lane: ShmChannel.map(each.handle, spec, EPOCH, 1, TIMEOUT_S) for lane, each in own.items()}
-        self.side = AttentionSide(1, own, spec.max_tokens)
-        self.side.fail = self.failures.append
-        learned = replace(options.learned, scales=KVScales.ones(resolved.config.num_layers))
-        self.attention.submit(self.attention.attach, self.side, "00", learned).result(TIMEOUT_S)
         self.engine = Engine(
             scheduler_limits(config, resolved), self.model.runner, self, self.reports.put, TIMEOUT_S,
             features=self.model.features,
         )
         self.engine.failure.add_done_callback(lambda failure: self.reports.put(StepReport(-1)))
         self.engine.start()
-        cache = self.attention.cache
-        counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks, {}, cache.max_model_len)
-        kept = (cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window)
-        self.engine.on_attached(Attachment(EPOCH, 1, channels, *counts, *kept))
+
+    def make_side(self, config: Config, rank: int, kv_events: KVEvents | None = None) -> AttentionSide:
+        """The attention worker of a rank."""
+        resolved = resolve_dense_model(config, Rank.of(config.dense, rank))
+        own = replace(resolved, config=seam_config(resolved.config, resolved.rank))
+        return AttentionSide(config, own, attach_options(config, self.model, rank), kv_events)
+
+    def attach(self) -> None:
+        """The dense worker begins."""
+        self.engine.on_attached(self.side.describe())
 
     def ready(self, attachment: Attachment) -> None: ...
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+        answer = partial(self.engine.on_answer, attachment)
         for new in plan.new_sequences:
-            self._open(attachment, new)
-        if not plan.is_step:
-            return
-
-        def accept(accepted: Any) -> None:
-            if accepted.plan.frees_blocks or accepted.step.errors:
-                self.engine.on_answer(attachment, describe_accepted(accepted))
-
-        self.attention.submit(self.attention.run_step, self.side, plan, 0.0, accept)
-
-    def _open(self, attachment: Attachment, new: NewSequence) -> None:
-        opened: Future[OpenResult] = Future()
-        opened.add_done_callback(
-            lambda call: self.engine.on_answer(attachment, describe_opened(new.seq_id, call.result()))
-        )
-        self.attention.submit(self.attention.open_sequence, self.side, new, opened)
+            self.side.open(new, answer)
+        if plan.is_step:
+            self.side.run(plan, answer)
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
-        self.failures.append(end)
+        self.side.failures.append(end)
         self.reports.put(StepReport(-1))
 
     def generate(self, prompts: Mapping[int, list[int]], max_tokens: int) -> dict[int, list[int]]:
@@ -95,18 +138,22 @@ class LanePair:
             self.engine.submit(new_sequence(seq_id, f"r{seq_id}", prompt, sampling, max_tokens=max_tokens))
         found: dict[int, list[int]] = {seq_id: [] for seq_id in prompts}
         while any(len(tokens) < max_tokens for tokens in found.values()):
-            report = self.reports.get(timeout=TIMEOUT_S)
-            assert report.step_id >= 0 and not self.failures, self.failures
-            for output in report.outputs:
+            for output in self.next_report().outputs:
                 assert output.error is None, output.error
-                found[output.sequence.seq_id] += output.token_ids
+                if output.sequence.seq_id in found:  # others may have been cancelled
+                    found[output.sequence.seq_id] += output.token_ids
         return found
+
+    def next_report(self) -> StepReport:
+        """Waits for it. Nothing has failed."""
+        report = self.reports.get(timeout=TIMEOUT_S)
+        assert report.step_id >= 0 and not self.side.failures, self.side.failures
+        return report
 
     def close(self) -> None:
         """Ends both engines."""
         self.engine.stop(TIMEOUT_S)
-        self.side.abort()
-        self.attention.stop(TIMEOUT_S)
+        self.side.close()
         for feature in self.model.features:
             feature.close()
 
@@ -115,8 +162,9 @@ class LanePair:
 def lane_pair(config: Config, kv_events: KVEvents | None = None) -> Iterator[LanePair]:
     """Two engines, and at the end a check that all blocks are counted."""
     pair = LanePair(config, kv_events)
+    pair.attach()
     try:
         yield pair
-        pair.attention.submit(pair.attention.cache.check_integrity).result(TIMEOUT_S)
+        pair.side.check()
     finally:
         pair.close()

@@ -1,5 +1,6 @@
 """The runners of several lanes. `LaneRunners` has a `ModelRunner` for each, with slots, sampler and buffers of its own;
-they share the weights. On a CPU each is a `TurnModelRunner`, and their steps run by turns on one thread."""
+they share the weights. On a CPU each is a `TurnModelRunner`, and their steps run by turns on one thread; with stages
+it is a `StageModelRunner`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class LaneRunners:
 
     def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:
         """Makes later steps run on the channels of their lanes only; forgets all sequences."""
-        for runner, channel in zip(self._runners, channels, strict=True):
-            runner.attach([channel], ranks)
+        for lane, (runner, channel) in enumerate(zip(self._runners, channels, strict=True)):
+            runner.attach([channel], ranks and ranks.of_lane(lane))
 
     def open(self, sequence: RequestState) -> None:
         """Adds a sequence to its lane, which later plans of the lane may name until one closes it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,50 +41,51 @@ class CudaShardRunner(ShardRunner):
         self._stream = torch.cuda.Stream(device)
         self._rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # sampled ones, for all graphs
         self._graphs: dict[int, StepGraphs[_Size]] = {}  # by lane
-        self._warmed: set[_Size] = set()
-        self._residuals: dict[_Size, torch.Tensor] = {}  # of the graphs
+        self._warmed: set[tuple[int, _Size]] = set()  # with lanes
+        self._residuals: dict[tuple[int, _Size], torch.Tensor] = {}  # of the graphs, with lanes
 
-    def attach(self, channels: Mapping[int, Channel], group: RankGroup) -> None:
+    def attach(self, channels: Mapping[int, Channel], groups: Sequence[RankGroup]) -> None:
         """Forgets all graphs, which hold addresses of the attachment before."""
         torch.cuda.set_device(self._device)  # for the engine thread, which would otherwise use the first GPU
-        super().attach(channels, group)
+        super().attach(channels, groups)
         self._warmed.clear()
         self._residuals.clear()
-        self._graphs = {lane: self._make_graphs(channel) for lane, channel in channels.items()}
+        self._graphs = {lane: self._make_graphs(lane, channel) for lane, channel in channels.items()}
 
     @torch.inference_mode()
     def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int) -> None:
         """Enqueues all layers; waits for the device only to capture a graph."""
         size = _Size(num_rows, num_sampled)
-        channel = self._channels[plan.lane]
+        lane, channel = plan.lane, self._channels[plan.lane]
+        self._operations.use_group(self._groups[lane])
         with torch.cuda.stream(self._stream):
             self._backend.begin_step(plan, num_rows, num_sampled)
             if not len(plan.entries):
                 self._run_segments(channel, size)
-                self._warmed.add(size)
-                self._graphs[plan.lane].capture(size)  # now, as the first rank: a step would wait for it
+                self._warmed.add((lane, size))
+                self._graphs[lane].capture(size)  # now, as the first rank: a step would wait for it
                 return
             self._rows[:num_sampled].copy_(upload(sampled_rows(plan, num_sampled).numpy(), self._device))
-            if size in self._warmed:
-                graph = self._graphs[plan.lane].find(size)
+            if (lane, size) in self._warmed:
+                graph = self._graphs[lane].find(size)
                 graph.replay()
-                self._residual = self._residuals[size]
+                residual = self._residuals[lane, size]
             else:
-                self._residual = self._run_rows(channel, size)
-        self._attn_out = channel.attn_out[:num_rows]
+                residual = self._run_rows(channel, size)
+        self._rows_of[lane] = channel.attn_out[:num_rows], residual
 
     @torch.inference_mode()
-    def compute_rows(self, rows: list[int]) -> None:
+    def compute_rows(self, lane: int, rows: list[int]) -> None:
         """Enqueues it."""
-        assert self._attn_out is not None and self._residual is not None, "a step has run"
         if self._backend.always_ends:
             return
+        self._operations.use_group(self._groups[lane])
         with torch.cuda.stream(self._stream):
-            self._backend.last(self._attn_out, self._residual, torch.tensor(rows, device=self._device))
+            self._backend.last(*self._rows_of[lane], torch.tensor(rows, device=self._device))
 
-    def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
+    def _make_graphs(self, lane: int, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:
-            self._residuals[size] = self._run_rows(channel, size)
+            self._residuals[lane, size] = self._run_rows(channel, size)
 
         return StepGraphs(self._stream, lambda size: None, run)
 

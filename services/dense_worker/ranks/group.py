@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
@@ -45,6 +45,9 @@ class RankGroup(Protocol):
 
     def receive(self, tensor: torch.Tensor, sender: int) -> None:
         """Fills a tensor with what the rank with this number sends, in the order in which it does."""
+
+    def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
+        """As `receive`, which ends when what is returned has been called: until then it waits for nothing."""
 
     def abort(self) -> None:
         """Releases whoever waits in it, here and on other ranks. May be called from any thread, also twice."""
@@ -98,8 +101,18 @@ class GlooGroup:
 
     def receive(self, tensor: torch.Tensor, sender: int) -> None:
         """The engine thread waits for it."""
+        self.begin_receive(tensor, sender)()
+
+    def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
+        """The rank that sends it does not wait for the end."""
         with self._operation() as group:
-            group.recv([tensor], sender, _TAG).wait()
+            work = group.recv([tensor], sender, _TAG)
+
+        def end() -> None:
+            with self._operation():
+                work.wait()
+
+        return end
 
     def abort(self) -> None:
         """Closes the connections, now or at the end of the present operation."""

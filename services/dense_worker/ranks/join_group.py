@@ -1,9 +1,10 @@
-"""How the ranks of an attachment meet: `RankStore`, where they find one another and meet, and `join_group`."""
+"""How the ranks of an attachment meet: `RankStore`, where they find one another and meet, and `join_groups`."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -87,17 +88,36 @@ def _here(index: int) -> str:
     return f"here-{index}"
 
 
-def join_group(device: torch.device, store: RankStore, rank: Rank, timeout_s: float) -> RankGroup:
+def join_groups(
+    device: torch.device, store: RankStore, rank: Rank, num_lanes: int, timeout_s: float
+) -> Sequence[RankGroup]:
     """Meets the other ranks, which do the same. Raises `PeerError` if they do not come within the bound."""
     store.meet(rank, timeout_s)
-    return connect_group(device, store, rank, timeout_s)
+    return connect_groups(device, store, rank, num_lanes, timeout_s)
 
 
-def connect_group(device: torch.device, store: RankStore, rank: Rank, timeout_s: float) -> RankGroup:
-    """Connects this rank with the others, which it has met. Raises `PeerError` if one of them goes."""
+def connect_groups(
+    device: torch.device, store: RankStore, rank: Rank, num_lanes: int, timeout_s: float
+) -> Sequence[RankGroup]:
+    """Connects this rank with the others, which it has met, once for each lane: what lanes exchange has no order.
+
+    Raises `PeerError` if one of them goes.
+    """
+    groups: list[RankGroup] = []
+    try:
+        for lane in range(num_lanes):
+            groups.append(_connect_group(device, dist.PrefixStore(f"lane-{lane}", store.store), rank, timeout_s))
+    except BaseException:
+        for each in groups:
+            each.abort()
+        raise
+    return groups
+
+
+def _connect_group(device: torch.device, store: dist.Store, rank: Rank, timeout_s: float) -> RankGroup:
     if device.type == "cpu":
-        return GlooGroup(store.store, rank, timeout_s)
+        return GlooGroup(store, rank, timeout_s)
     from services.dense_worker.ranks.nccl_group import NcclGroup
 
     torch.cuda.set_device(device)  # of the calling thread
-    return NcclGroup(store.store, rank, device, timeout_s)
+    return NcclGroup(store, rank, device, timeout_s)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 
@@ -19,14 +19,25 @@ _HIDDEN_AT_A_TIME = 256  # rows, so that their logits take limited memory
 
 @dataclass(frozen=True, slots=True)
 class LeadingRanks:
-    """The other ranks of an attachment, as the first one meets them. `send` gives all of them a command."""
+    """The other ranks of an attachment, as a lane of the first one meets them. `send` gives all of them a command."""
 
-    group: RankGroup
+    groups: Sequence[RankGroup]  # by lane
     send: Callable[[shard_pb2.ShardCommand], None]
+    lane: int = 0
+
+    @property
+    def group(self) -> RankGroup:
+        """That of the lane."""
+        return self.groups[self.lane]
+
+    def of_lane(self, lane: int) -> Self:
+        """The same ranks, as another lane meets them."""
+        return replace(self, lane=lane)
 
     def abort(self) -> None:
-        """Releases whoever waits for another rank. May be called from any thread."""
-        self.group.abort()
+        """Releases whoever waits for another rank, in all lanes. May be called from any thread."""
+        for each in self.groups:
+            each.abort()
 
 
 class ShardOperations(Protocol):
@@ -68,7 +79,8 @@ class LeadingBackend:
         self._operations.use_group(ranks.group)
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
-        """Lets all ranks begin the step."""
+        """Lets all ranks begin the step. A plan without entries, which warms up, may be of any lane."""
+        plan = plan if plan.lane == self.ranks.lane else replace(plan, lane=self.ranks.lane)
         step = shard_pb2.ShardStep(plan=encode_plan(plan), num_rows=num_tokens, num_sampled=num_sampled)
         self.ranks.send(shard_pb2.ShardCommand(step=step))
         self._backend.begin_step(plan, num_tokens, num_sampled)
@@ -95,7 +107,7 @@ class LeadingBackend:
     ) -> torch.Tensor:
         """The shard's part. The other ranks know the step's sampled rows, and are told of further ones."""
         if self._has_logits:
-            further = shard_pb2.FurtherRows(rows=rows.tolist())
+            further = shard_pb2.FurtherRows(rows=rows.tolist(), lane=self.ranks.lane)
             self.ranks.send(shard_pb2.ShardCommand(further_rows=further))
         self._has_logits = True
         return self._backend.last(attn_out, residual, rows, hidden_out)

@@ -22,6 +22,15 @@ class LeadingStage(LeadingBackend):
         super().__init__(backend, operations)
         self.gives_hidden_states = False  # the last stage has them
         self._links, self._vocab_size = links, vocab_size
+        self._defers_logits = False
+
+    def defer_logits(self) -> None:
+        """From now on, the logits that a step's first call of `last` returns are not there before `await_logits`."""
+        self._defers_logits = True
+
+    def await_logits(self) -> None:
+        """Waits for the logits of the last stage. Raises as `RankGroup.receive`."""
+        self._links.await_logits()
 
     def last(
         self,
@@ -33,9 +42,14 @@ class LeadingStage(LeadingBackend):
         """Passes the rows on once, and gets logits; those of further rows the last stage computes alone."""
         if not self._has_logits:
             self._has_logits = True
-            return self._backend.last(attn_out, residual, rows, hidden_out)
-        further = shard_pb2.FurtherRows(rows=rows.tolist())
+            logits = self._backend.last(attn_out, residual, rows, hidden_out)
+            if not self._defers_logits:
+                self.await_logits()
+            return logits
+        further = shard_pb2.FurtherRows(rows=rows.tolist(), lane=self.ranks.lane)
         self.ranks.send(shard_pb2.ShardCommand(further_rows=further))
         self._links.num_sampled = len(rows)
         is_float32 = self.logits_dtype == torch.float32
-        return self._links.receive_logits(residual, self._vocab_size, in_float32=is_float32)
+        logits = self._links.receive_logits(residual, self._vocab_size, in_float32=is_float32)
+        self.await_logits()
+        return logits

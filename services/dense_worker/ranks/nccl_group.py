@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import structlog
@@ -83,6 +84,11 @@ class NcclGroup:
         with naming_ranks():
             _finish(self._group.recv([tensor], sender, 0))
 
+    def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
+        """Enqueues all of it: later kernels of the stream come after it."""
+        self.receive(tensor, sender)
+        return _nothing
+
     def _meet_neighbours(self, tensor: torch.Tensor) -> None:
         """Makes the communicators of two, around the ring of stages."""
         index, count = self.rank.index, self.rank.count
@@ -106,6 +112,10 @@ def _warn_of_slow_links(rank: Rank, device: torch.device) -> None:
     slow = [index for index in others if not torch.cuda.can_device_access_peer(device, index)]
     if slow:
         log.warning("GPUs have no direct link: what ranks exchange takes the way through host memory", ranks=slow)
+
+
+def _nothing() -> None:
+    """The host does not wait."""
 
 
 def _finish(work: dist.Work | None) -> None:

@@ -33,7 +33,7 @@ from services.dense_worker.engine.attention_client import (
     receive_answers,
 )
 from services.dense_worker.ranks.group import RankGroup
-from services.dense_worker.ranks.join_group import RankStore, join_group
+from services.dense_worker.ranks.join_group import RankStore, join_groups
 from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.ranks.rank_answers import RankAnswers, Reopening
 from services.pb import attn_pb2, attn_pb2_grpc, shard_pb2, shard_pb2_grpc
@@ -112,12 +112,12 @@ class RankedAttentionClient(AttentionClient):
         try:
             _tie(attachment, replies)
             attachment_id = secrets.randbits(64)
-            group = await self._meet(attachment_id, replies)
+            groups = await self._meet(attachment_id, replies)
             try:
                 for channel in attachment.channels.values():
                     channel.check()  # what has died before the seams were tied is found here
             except PeerError:
-                group.abort()
+                _abort(groups)
                 raise
         except BaseException:
             attachment.abort()
@@ -133,7 +133,7 @@ class RankedAttentionClient(AttentionClient):
             orphaned_blocks=orphaned,
             max_model_len=min(each.max_model_len for each in replies),
             layer_window=min((each.layer_window for each in replies if each.HasField("layer_window")), default=None),
-            ranks=self._lead(group),
+            ranks=self._lead(groups),
         )
 
     async def _check_health(self) -> None:
@@ -145,21 +145,22 @@ class RankedAttentionClient(AttentionClient):
             if reply.status != health_pb2.HealthCheckResponse.SERVING:
                 raise PeerError(f"{who} is not ready")
 
-    async def _meet(self, attachment_id: int, replies: Sequence[attn_pb2.AttachReply]) -> RankGroup:
+    async def _meet(self, attachment_id: int, replies: Sequence[attn_pb2.AttachReply]) -> Sequence[RankGroup]:
         """Lets all shards join, and meets them. Raises `PeerError`, or `ConfigError` if one refuses."""
         store = RankStore.create()
-        device, timeout_s = self._options.device, self._options.wait_timeout_s
-        meeting = asyncio.ensure_future(asyncio.to_thread(join_group, device, store, self._rank, timeout_s))
+        options = self._options
+        arguments = options.device, store, self._rank, options.num_lanes, options.wait_timeout_s
+        meeting = asyncio.ensure_future(asyncio.to_thread(join_groups, *arguments))
         joins = [
             self._join(rank, attachment_id, replies[rank], store.port) for rank in range(1, len(self._shard_stubs) + 1)
         ]
         try:
-            group, *_ = await _all_or_none([asyncio.shield(meeting), *joins])
+            groups, *_ = await _all_or_none([asyncio.shield(meeting), *joins])
         except BaseException as error:
             store.fail(str(error) or "the first rank stops")
-            meeting.add_done_callback(_abort_group)
+            meeting.add_done_callback(_abort_met)
             raise
-        return group
+        return groups
 
     async def _join(self, rank: int, attachment_id: int, seam: attn_pb2.AttachReply, store_port: int) -> None:
         request = shard_pb2.JoinRequest(
@@ -179,7 +180,7 @@ class RankedAttentionClient(AttentionClient):
             reason = f"the dense shard of rank {rank} at {address}: {error.code().name}: {error.details()}"
             raise (PeerError if may_succeed else ConfigError)(reason) from error
 
-    def _lead(self, group: RankGroup) -> LeadingRanks:
+    def _lead(self, groups: Sequence[RankGroup]) -> LeadingRanks:
         """What the backend gets. Its commands go the way of plans, in the order in which they are given."""
 
         def send(command: shard_pb2.ShardCommand) -> None:
@@ -187,7 +188,7 @@ class RankedAttentionClient(AttentionClient):
             if attachment is not None and attachment.ranks is ranks:
                 self._post(attachment, command)
 
-        ranks = LeadingRanks(group, send)
+        ranks = LeadingRanks(groups, send)
         return ranks
 
     async def _serve(
@@ -261,10 +262,15 @@ async def _awaited(call: Awaitable[T]) -> T:
     return await call
 
 
-def _abort_group(meeting: asyncio.Future[RankGroup]) -> None:
-    """Nobody wants the group that the first rank may still have got."""
+def _abort(groups: Iterable[RankGroup]) -> None:
+    for each in groups:
+        each.abort()
+
+
+def _abort_met(meeting: asyncio.Future[Sequence[RankGroup]]) -> None:
+    """Nobody wants the groups that the first rank may still have got."""
     if not meeting.cancelled() and meeting.exception() is None:
-        meeting.result().abort()
+        _abort(meeting.result())
 
 
 def _tie(attachment: Attachment, replies: Sequence[attn_pb2.AttachReply]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,32 +25,33 @@ class ShardRunner:
         self._operations = operations
         self._num_layers = num_layers
         self._channels: Mapping[int, Channel] = {}
-        self._attn_out: torch.Tensor | None = None  # of the last step
-        self._residual: torch.Tensor | None = None
+        self._groups: Sequence[RankGroup] = ()
+        self._rows_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by lane: attn_out, residual of its last step
 
-    def attach(self, channels: Mapping[int, Channel], group: RankGroup) -> None:
-        """Makes later steps run on these channels, by lane, and with these ranks."""
-        self._channels = channels
-        self._operations.use_group(group)
+    def attach(self, channels: Mapping[int, Channel], groups: Sequence[RankGroup]) -> None:
+        """Makes later steps run on these channels, and with these ranks, both by lane."""
+        self._channels, self._groups = channels, groups
+        self._rows_of.clear()
 
     @torch.inference_mode()
     def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int) -> None:
         """Runs all layers. Raises the errors of `Channel.wait` and of the group."""
         channel = self._channels[plan.lane]
+        self._operations.use_group(self._groups[plan.lane])
         self._backend.begin_step(plan, num_rows, num_sampled)
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
         self._operations.share_tokens(token_ids)
         layers = LayerRun(self._backend, channel, self._num_layers)
         layers.begin(token_ids)
-        _, self._residual = layers.finish(sampled_rows(plan, num_sampled))
-        self._attn_out = channel.attn_out[:num_rows]
+        _, residual = layers.finish(sampled_rows(plan, num_sampled))
+        self._rows_of[plan.lane] = channel.attn_out[:num_rows], residual
 
     @torch.inference_mode()
-    def compute_rows(self, rows: list[int]) -> None:
-        """Computes logits of further rows of the last step; nothing in a stage that has passed all rows on."""
-        assert self._attn_out is not None and self._residual is not None, "a step has run"
+    def compute_rows(self, lane: int, rows: list[int]) -> None:
+        """Computes logits of further rows of the lane's last step; nothing in a stage that has passed all rows on."""
         if not self._backend.always_ends:
-            self._backend.last(self._attn_out, self._residual, torch.tensor(rows))
+            self._operations.use_group(self._groups[lane])
+            self._backend.last(*self._rows_of[lane], torch.tensor(rows))
 
 
 def sampled_rows(plan: StepPlan, num_sampled: int) -> torch.Tensor:

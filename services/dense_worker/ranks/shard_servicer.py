@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpo
 from services.common.rank import Rank
 from services.dense_worker.engine.attention_client import map_channels
 from services.dense_worker.ranks.group import RankGroup
-from services.dense_worker.ranks.join_group import RankStore, connect_group
+from services.dense_worker.ranks.join_group import RankStore, connect_groups
 from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.pb import shard_pb2, shard_pb2_grpc, stall_pb2
 from services.rpc.server import until_over
@@ -33,13 +33,14 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attachment:
     attachment_id: int
-    channels: Mapping[int, Channel]
-    group: RankGroup
+    channels: Mapping[int, Channel]  # by lane
+    groups: Sequence[RankGroup]  # by lane
 
     def abort(self) -> None:
         for channel in self.channels.values():
             channel.abort()
-        self.group.abort()
+        for group in self.groups:
+            group.abort()
 
     def close(self) -> None:
         for channel in self.channels.values():
@@ -142,22 +143,22 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         assert self._runner is not None, "it is loaded"
         channels = map_channels(request.seam, self._spec, self._device, self._wait_timeout_s)
         try:
-            group = self._join_group(request.store_port)
+            groups = self._join_groups(request.store_port, len(channels))
         except BaseException:
             for channel in channels.values():
                 channel.close()
             raise
-        self._runner.attach(channels, group)
-        return _Attachment(request.attachment_id, channels, group)
+        self._runner.attach(channels, groups)
+        return _Attachment(request.attachment_id, channels, groups)
 
-    def _join_group(self, store_port: int) -> RankGroup:
+    def _join_groups(self, store_port: int, num_lanes: int) -> Sequence[RankGroup]:
         store = RankStore.find(store_port)
         self._is_meeting = True
         try:
             store.meet(self._rank, self._wait_timeout_s)
         finally:
             self._is_meeting = False
-        return connect_group(self._device, store, self._rank, self._wait_timeout_s)
+        return connect_groups(self._device, store, self._rank, num_lanes, self._wait_timeout_s)
 
     def _detach(self) -> None:
         attachment, self._attachment = self._attachment, None
@@ -169,7 +170,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             raise StaleEpoch(f"attachment {attachment.attachment_id:016x} was replaced")
         assert self._runner is not None, "it is loaded"
         if command.HasField("further_rows"):
-            self._runner.compute_rows(list(command.further_rows.rows))
+            self._runner.compute_rows(command.further_rows.lane, list(command.further_rows.rows))
         else:
             step = command.step
             self._runner.run_step(decode_plan(step.plan), step.num_rows, step.num_sampled)
@@ -195,8 +196,8 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         if self._num_done == self._num_asked:
             return None
         attachment = self._attachment
-        channels = () if attachment is None else attachment.channels.values()
-        waits_for_rank = self._is_meeting or (attachment is not None and attachment.group.is_waiting)
+        channels, groups = ((), ()) if attachment is None else (attachment.channels.values(), attachment.groups)
+        waits_for_rank = self._is_meeting or any(each.is_waiting for each in groups)
         waits_for = "attn_worker" if any(each.is_waiting for each in channels) else ""
         return Progress(
             counter=(self._num_done, *(each.num_waits or 0 for each in channels)),

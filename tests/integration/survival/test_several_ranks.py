@@ -1,6 +1,6 @@
 """Two ranks give the tokens of one, also when any of their processes dies under streams of every kind.
 
-Both have parts of all layers, or each has some of the layers.
+Both have parts of all layers, or each has some of the layers: then they work one at a time, or, with lanes, at once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ pytestmark = pytest.mark.timeout(400)  # processes start and stop several times,
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 3
 MAX_TOKENS = 40
 KILLED = ("dense_worker-1", "attn_worker")  # in the short run; `make chaos` kills each
-TENSORS, STAGES = "dense.tensor_parallel_size=2", "dense.pipeline_parallel_size=2"
+TENSORS, STAGES = ("dense.tensor_parallel_size=2",), ("dense.pipeline_parallel_size=2",)
+LANES = (*STAGES, "scheduler.num_lanes=2")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_long = metafunc.config.getoption("--all-families")
     if "ranks" in metafunc.fixturenames:
         kills = "name" in metafunc.fixturenames
-        arrangements = [TENSORS, STAGES] if is_long or not kills else [TENSORS]
-        metafunc.parametrize("ranks", arrangements, indirect=True, scope="module")
+        arrangements = [TENSORS, STAGES, LANES] if is_long or not kills else [TENSORS, LANES]
+        metafunc.parametrize("ranks", arrangements, ids="-".join, indirect=True, scope="module")
     if "arrangement" in metafunc.fixturenames:
-        metafunc.parametrize("arrangement", [TENSORS, STAGES])
+        metafunc.parametrize("arrangement", [TENSORS, STAGES, LANES], ids="-".join)
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", PROCESSES if is_long else KILLED)
     if "stopped" in metafunc.fixturenames:
@@ -43,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("ranks"), request.param, is_warm=True) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("ranks"), *request.param, is_warm=True) as cluster:
         yield cluster
 
 
@@ -82,12 +83,12 @@ def test_a_rank_that_hangs_is_found(
     tmp_path: Path,
     messages: list[gateway_pb2.GenerateRequest],
     of_one_rank: list[Collected],
-    arrangement: str,
+    arrangement: tuple[str, ...],
     stopped: str,
 ) -> None:
-    """With drafts of a model of the first rank's own, which all ranks verify."""
+    """With drafts of a model of the first rank's own, which all ranks verify, unless there are lanes."""
     drafts = "scheduler.speculation=draft_model", f"scheduler.draft_model={EMBEDDED_MODEL}"
-    settings = arrangement, "watchdog.stall_timeout_s=5", *drafts
+    settings = *arrangement, "watchdog.stall_timeout_s=5", *(() if arrangement is LANES else drafts)
     with running_cluster(tmp_path, *settings, is_warm=True) as cluster:
         pid = pid_of(cluster, stopped)
         disturbed = collect_all(cluster.gateway, messages, lambda: os.kill(pid, signal.SIGSTOP))

@@ -16,8 +16,7 @@ from tests.support.dense.family_models import make_family_model
 
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"scheduler": {"max_num_seqs": 1}}, "max_num_seqs is 1: each lane needs a sequence"),
-    ({"dense": {"tensor_parallel_size": 2}}, "2 ranks or stages"),
-    ({"dense": {"pipeline_parallel_size": 2}}, "2 ranks or stages"),
+    ({"dense": {"tensor_parallel_size": 2}}, "2 ranks, whose sums have one order"),
     ({"attention": {"workers": 2}}, "several attention workers"),
     ({"attention": {"elastic": True}}, "several attention workers"),
     ({"dense": {"backend": "tensorrt"}}, "set dense.backend to torch"),
@@ -48,3 +47,19 @@ def test_a_model_whose_state_belongs_to_no_step_is_named(tmp_path: Path, variant
     (make_encoder_decoder if variant == "t5" else make_family_model)(tmp_path, variant)
     with pytest.raises(ConfigError, match=words):
         check_lanes(config_of({}, 2), load_model_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_lanes", "words"),
+    [
+        (1, 3, "two strokes of a step, of which each runs one lane at a time: set it to 2 or less"),
+        (2, 3, "two strokes of a step"),
+        (3, 4, "3 stages, of which each runs one lane at a time: set it to 3 or less"),
+    ],
+)
+def test_more_lanes_than_can_run_at_a_time_are_named(num_stages: int, num_lanes: int, words: str) -> None:
+    model, sections = load_model_config(EMBEDDED_MODEL), {"dense": {"pipeline_parallel_size": num_stages}}
+    for fitting in range(2, num_lanes):
+        check_lanes(config_of(sections, fitting), model)
+    with pytest.raises(ConfigError, match=rf"^scheduler.num_lanes is {num_lanes}, but there are {words}"):
+        check_lanes(config_of(sections, num_lanes), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,14 +42,20 @@ def test_a_size_that_the_first_rank_warms_up_is_captured_at_once(monkeypatch: py
         last=lambda attn_out, residual, rows, hidden_out=None: torch.zeros(len(rows), 1),
         always_ends=False,
     )
-    operations: Any = SimpleNamespace(use_group=lambda group: None, share_tokens=lambda token_ids: None)
+    used: list[str] = []
+    operations: Any = SimpleNamespace(use_group=used.append, share_tokens=lambda token_ids: None)
     runner = CudaShardRunner(backend, operations, num_layers=1, max_num_tokens=32, device=CPU)
-    channels: Any = {0: FakeChannel()}
-    group: Any = SimpleNamespace()
-    runner.attach(channels, group)
+    channels: Any = {0: FakeChannel(), 1: FakeChannel()}
+    groups: Any = ["of lane 0", "of lane 1"]
+    runner.attach(channels, groups)
     runner.run_step(StepPlan(0), num_rows=8, num_sampled=4)
     assert CountedGraphs.calls == [("capture", 8, 4)]
     runner.run_step(make_plan([(1, 3, 0), (2, 3, 0)]), num_rows=8, num_sampled=4)
     assert CountedGraphs.calls == [("capture", 8, 4), ("replay", 8, 4)]
     runner.run_step(make_plan([(1, 9, 0)]), num_rows=9, num_sampled=1)  # of a size without a graph
     assert len(CountedGraphs.calls) == 2
+    runner.run_step(replace(make_plan([(1, 3, 0)]), lane=1), num_rows=8, num_sampled=4)
+    assert len(CountedGraphs.calls) == 2, "the other lane has no graph of that size yet"
+    runner.run_step(StepPlan(0, lane=1), num_rows=8, num_sampled=4)
+    assert CountedGraphs.calls[2:] == [("capture", 8, 4)]
+    assert used == ["of lane 0"] * 3 + ["of lane 1"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,25 @@ import torch
 from services.common.errors import PeerError
 from services.common.rank import Rank
 from services.dense_worker.ranks.group import GlooGroup, naming_ranks
-from services.dense_worker.ranks.join_group import RankStore, join_group
+from services.dense_worker.ranks.join_group import RankStore, join_groups
 from tests.support.dense.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
 def groups(count: int, timeout_s: float = 20.0) -> list[GlooGroup]:
+    return groups_of_lanes(count, 1, timeout_s)[0]
+
+
+def groups_of_lanes(count: int, num_lanes: int, timeout_s: float = 20.0) -> list[list[GlooGroup]]:
+    """By lane, then by rank."""
     store = RankStore.create()
 
-    def join(index: int) -> GlooGroup:
+    def join(index: int) -> Sequence[GlooGroup]:
         found = store if index == 0 else RankStore.find(store.port)
-        return join_group(CPU, found, Rank(index, count), timeout_s)
+        return join_groups(CPU, found, Rank(index, count), num_lanes, timeout_s)
 
-    return run_ranks(count, lambda group: join(group.rank.index))
+    return [list(each) for each in zip(*run_ranks(count, lambda group: join(group.rank.index)), strict=True)]
 
 
 def test_all_ranks_get_the_same_sum_and_the_first_one_all_columns() -> None:
@@ -61,6 +67,35 @@ def test_what_one_rank_sends_another_receives_in_order() -> None:
 
     for found, expected in zip(run_ranks(3, lambda group: run(group.rank.index))[0], sent, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_lanes_exchange_rows_in_any_order_and_no_rank_waits_before_it_must() -> None:
+    """What each lane sends comes in its own order, and the receiver goes on until it needs the rows."""
+    lanes = groups_of_lanes(2, num_lanes=2)
+    rows = [torch.full((3,), lane) for lane in range(2)]
+
+    def run(index: int) -> list[torch.Tensor]:
+        if index == 1:
+            for lane in (1, 0):
+                lanes[lane][1].send(rows[lane], 0)
+            return []
+        received = [torch.zeros_like(each) for each in rows]
+        ends = [lanes[lane][0].begin_receive(received[lane], 1) for lane in range(2)]
+        assert not any(lanes[lane][0].is_waiting for lane in range(2))
+        for end in ends:
+            end()
+        return received
+
+    for found, expected in zip(run_ranks(2, lambda group: run(group.rank.index))[0], rows, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_rank_that_goes_is_found_by_who_has_begun_to_receive() -> None:
+    waiting, other = groups(2)
+    end = waiting.begin_receive(torch.ones(3), 1)
+    other.abort()
+    with pytest.raises(PeerError, match="another rank is gone"):
+        end()
 
 
 def test_a_rank_that_sends_nothing_is_found() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.ranks.leading_backend import LeadingBackend
+from services.dense_worker.ranks.leading_backend import LeadingBackend, LeadingRanks
+from services.pb import shard_pb2
+from services.step import StepPlan
 
 
 def test_it_has_all_that_a_backend_has() -> None:
@@ -39,9 +42,26 @@ def test_the_other_ranks_are_told_of_rows_whose_hidden_states_are_needed() -> No
     own: Any = SimpleNamespace(gives_hidden_states=True, logits_dtype=torch.float32, last=last)
     operations: Any = SimpleNamespace(use_group=lambda group: None, share_tokens=lambda token_ids: None)
     backend, sent = LeadingBackend(own, operations), list[list[int]]()
-    ranks: Any = SimpleNamespace(group=None, send=lambda command: sent.append(list(command.further_rows.rows)))
-    backend.use_ranks(ranks)
+    group: Any = None
+    backend.use_ranks(LeadingRanks([group], lambda command: sent.append(list(command.further_rows.rows))))
     hidden_out = torch.zeros(300, 1)
     backend.hidden(torch.zeros(0), torch.zeros(0), torch.arange(300), hidden_out)
     assert hidden_out[:, 0].tolist() == list(range(300))
     assert sent == [[*range(256)], [*range(256, 300)]] and called == [256, 44]
+
+
+def test_what_is_sent_names_the_lane() -> None:
+    """Also where a plan of no lane warms up."""
+    own: Any = SimpleNamespace(
+        gives_hidden_states=True, logits_dtype=torch.float32, last=Mock(), begin_step=lambda *arguments: None
+    )
+    operations: Any = SimpleNamespace(use_group=Mock(), share_tokens=lambda token_ids: None)
+    backend, sent, groups = LeadingBackend(own, operations), list[shard_pb2.ShardCommand](), [Mock(), Mock()]
+    backend.use_ranks(LeadingRanks(groups, sent.append).of_lane(1))
+    backend.begin_step(StepPlan(0), 8, 4)
+    backend.begin_step(StepPlan(1, lane=1), 8, 4)
+    backend._has_logits = True
+    backend.last(torch.zeros(0), torch.zeros(0), torch.arange(3))
+    operations.use_group.assert_called_once_with(groups[1])
+    assert [each.step.plan.lane for each in sent[:2]] == [1, 1]
+    assert (sent[2].further_rows.lane, list(sent[2].further_rows.rows)) == (1, [0, 1, 2])

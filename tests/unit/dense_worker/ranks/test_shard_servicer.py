@@ -77,7 +77,7 @@ def test_a_shard_whose_engine_thread_is_stuck_ends() -> None:
 def test_a_shard_that_waits_for_the_first_rank_goes_on() -> None:
     async def run() -> None:
         servicer, store = make_servicer(), RankStore.create()
-        call = asyncio.ensure_future(servicer._run(servicer._join_group, store.port))
+        call = asyncio.ensure_future(servicer._run(servicer._join_groups, store.port, 1))
         while not servicer._is_meeting:  # noqa: ASYNC110  the test's limit bounds it
             await asyncio.sleep(0.001)
         await watch(servicer)

@@ -118,7 +118,7 @@ def run_stage(
     channel: Any = StageChannel(model)
     if is_last:
         runner = cuda_shard_runner.CudaShardRunner(model.dense, operations, sizes.num_layers, MAX_NUM_TOKENS, CPU)
-        runner.attach({0: channel}, group)
+        runner.attach({0: channel}, [group])
         while (command := commands.get(timeout=20.0)) is not None:
             plan = decode_plan(command.step.plan)
             if len(plan.entries):
@@ -130,7 +130,7 @@ def run_stage(
     leading = cuda_model_runner.CudaModelRunner(
         backend, sampler, sizes, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=False
     )
-    leading.attach([channel], LeadingRanks(group, commands.put))
+    leading.attach([channel], LeadingRanks([group], commands.put))
     try:
         return run_steps(leading, channel)
     finally:

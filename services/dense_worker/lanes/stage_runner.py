@@ -1,0 +1,129 @@
+"""Lanes of a pipeline on a CPU: the first stage runs its layers for one step after the other, and the logits of each
+come later, while it runs the next one.
+
+All stages take the steps in the order of their plans. So no stage waits for a step that comes after its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from services.channel import Channel
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.ranks.leading_backend import LeadingRanks
+from services.dense_worker.ranks.leading_stage import LeadingStage
+from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
+from services.dense_worker.runner.step_hook import FollowUp
+from services.dense_worker.runner.step_input import BoundPlan, StepInput
+from services.step import NO_ROWS, StepPlan, StepResult
+
+
+class StageSteps:
+    """The steps of all lanes that the first stage has not run, in the order of their plans."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_StageStep] = deque()
+        self._lanes: set[StageModelRunner] = set()  # those with a step that has run here and has not been collected
+
+    def add(self, step: _StageStep) -> None:
+        """A step comes after all others."""
+        self._waiting.append(step)
+
+    def clear(self) -> None:
+        """Forgets all steps."""
+        self._waiting.clear()
+        self._lanes.clear()
+
+    def run_up_to(self, step: _StageStep) -> None:
+        """Runs this stage's layers of all steps up to this one, the oldest that is not collected."""
+        while not step.has_run:
+            self._run_next()
+
+    def run_all(self) -> None:
+        """The same of all steps that need no token of a step under way."""
+        while self._waiting and self._waiting[0].runner not in self._lanes:
+            self._run_next()
+
+    def end(self, step: _StageStep) -> None:
+        """A step is being collected. The next one of its lane may run."""
+        self._lanes.remove(step.runner)
+
+    def _run_next(self) -> None:
+        step = self._waiting.popleft()
+        self._lanes.add(step.runner)
+        step.run()
+
+
+class StageModelRunner(ModelRunner):
+    """A `ModelRunner` of one lane of the first stage. `backend`: of this lane alone."""
+
+    def __init__(self, steps: StageSteps, backend: DenseBackend, *arguments: Any) -> None:
+        """`steps`: of all lanes"""
+        assert isinstance(backend, LeadingStage), "the first stage has one"
+        super().__init__(backend, *arguments)
+        self._steps = steps
+        backend.defer_logits()
+        self._await_logits = backend.await_logits
+
+    def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:
+        """Forgets all steps, too."""
+        self._steps.clear()
+        super().attach(channels, ranks)
+
+    def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
+        """Adds a step, which runs when it, or one before it, is collected."""
+        step = _StageStep(self, self.bind(plan), channel)
+        self._steps.add(step)
+        return step
+
+    def run_most_of(self, step: _StageStep) -> None:
+        """Runs this stage's layers, after those of the steps before it. Raises as `RunningStep.run_most`."""
+        self._steps.run_up_to(step)
+
+    def collect(self, step: _StageStep) -> StepResult:
+        """Lets the other stages have what they can work on, before it waits for the step's logits."""
+        self._steps.run_all()
+        self._steps.end(step)
+        if step.input is None or step.output is None:
+            return StepResult(NO_ROWS)
+        self._await_logits()
+        logits, residual = step.output
+        host_token_ids = torch.empty(len(logits), dtype=torch.int64)
+        return self.finish(step.input, logits, residual, step.channel, host_token_ids).read()
+
+
+class _StageStep:
+    """A step in its lane."""
+
+    runs_when_collected: ClassVar[bool] = True
+
+    def __init__(self, runner: StageModelRunner, bound: BoundPlan, channel: Channel) -> None:
+        self.runner, self.channel = runner, channel
+        self.has_run = False  # in this stage
+        self.input: StepInput | None = None
+        self.output: tuple[torch.Tensor, torch.Tensor] | None = None  # logits, which come later, and the residual
+        self._bound = bound
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Runs the layers of this stage, and passes all rows on."""
+        self.has_run, self.input = True, self.runner.prepare(self._bound)
+        if self._bound.plan.entries:
+            self.output = self.runner.begin(self.input, self.channel).finish(self.input.sampled_rows)
+
+    def follow_with(self, follow_up: FollowUp) -> None:
+        raise AssertionError("`check_lanes` refuses speculation")
+
+    def is_done(self) -> bool:
+        return True
+
+    def run_most(self) -> None:
+        self.runner.run_most_of(self)
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        return self.runner.collect(self)

@@ -1,0 +1,147 @@
+"""Greedy tokens of stages that all work at once equal Hugging Face's."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.channel import Channel
+from services.common.config import Config
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.lanes.stage_runner import StageModelRunner
+from services.dense_worker.runner.model_runner import LayerRun
+from services.dense_worker.runner.step_input import StepInput
+from services.step import StepPlan
+from tests.support.dense.family_models import make_family_model
+from tests.support.dense.sequences import new_sequence
+from tests.support.lane_pair import TIMEOUT_S
+from tests.support.reference import VOCAB_SIZE, random_prompts, reference_model, reference_tokens
+from tests.support.stage_pipeline import stage_pipeline
+
+torch.set_num_threads(1)
+MAX_TOKENS = 24
+
+
+def config_of(path: Path, *, num_stages: int = 2, num_blocks: int = 96, **scheduler: object) -> Config:
+    attention = {"block_size": 8, "num_blocks": num_blocks, "num_threads": 1}
+    sizes = {"num_lanes": num_stages, "max_num_seqs": 16, "max_num_batched_tokens": 24, **scheduler}
+    dense = {"num_threads": 1, "pipeline_parallel_size": num_stages}
+    sections = {"model": {"path": path}, "dense": dense, "attention": attention, "scheduler": sizes}
+    return Config.model_validate(sections)
+
+
+def make(path: Path, variant: str, **fields: object) -> Path:
+    make_family_model(path, variant, vocab_size=VOCAB_SIZE, max_position_embeddings=256, **fields)
+    return path
+
+
+@pytest.mark.parametrize("variant", ["smollm3", "mixtral", "gemma2", "deepseek_v2"])
+def test_tokens_of_each_family_equal_hugging_face(tmp_path: Path, variant: str) -> None:
+    path = make(tmp_path, variant)
+    prompts = dict(enumerate(random_prompts(8, longest=60, seed=3), start=1))
+    expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
+    with stage_pipeline(config_of(path)) as pipeline:
+        assert pipeline.generate(prompts, MAX_TOKENS) == expected
+
+
+def test_three_stages_have_a_step_each(tmp_path: Path) -> None:
+    path = make(tmp_path, "smollm3", num_hidden_layers=5)
+    prompts = dict(enumerate(random_prompts(9, longest=40, seed=8), start=1))
+    expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
+    with stage_pipeline(config_of(path, num_stages=3)) as pipeline:
+        assert pipeline.generate(prompts, MAX_TOKENS) == expected
+
+
+def test_prompts_that_share_a_prefix_and_sequences_that_are_preempted_keep_their_tokens(tmp_path: Path) -> None:
+    path = make(tmp_path, "smollm3")
+    (prefix,) = random_prompts(1, longest=40, seed=4)
+    tails = random_prompts(12, longest=12, seed=5)
+    prompts = {seq_id: [*prefix, *tail] for seq_id, tail in enumerate(tails, start=1)}
+    expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
+    with stage_pipeline(config_of(path, policy="max_utilization", num_blocks=36)) as pipeline:
+        assert pipeline.generate({1: prompts[1]}, MAX_TOKENS) == {1: expected[1]}
+        del prompts[1], expected[1]
+        assert pipeline.generate(prompts, MAX_TOKENS) == expected
+        assert pipeline.engine.counts.num_preemptions > 0
+        assert all(side.engine.num_cached_tokens > 0 for side in pipeline.sides)
+
+
+def test_what_is_cancelled_leaves_all_stages_and_the_others_keep_their_tokens(tmp_path: Path) -> None:
+    path = make(tmp_path, "smollm3")
+    prompts = dict(enumerate(random_prompts(8, longest=30, seed=9), start=1))
+    cancelled = [seq_id for seq_id in prompts if seq_id % 3 == 0]
+    expected = {
+        seq_id: reference_tokens(path, prompt, MAX_TOKENS)
+        for seq_id, prompt in prompts.items()
+        if seq_id not in cancelled
+    }
+    with stage_pipeline(config_of(path)) as pipeline:
+        for seq_id in cancelled:
+            endless = new_sequence(seq_id, "r", prompts[seq_id], SamplingParams(), max_tokens=200)
+            pipeline.engine.submit(endless)
+        begun = set[int]()
+        while begun != {*cancelled}:
+            begun |= {each.sequence.seq_id for each in pipeline.next_report().outputs}
+        for seq_id in cancelled:
+            pipeline.engine.cancel(seq_id)
+        assert pipeline.generate({seq_id: prompts[seq_id] for seq_id in expected}, MAX_TOKENS) == expected
+        assert pipeline.engine.counts.num_running == 0
+
+
+def test_further_rows_are_those_of_their_lane(tmp_path: Path) -> None:
+    """The last stage has begun another lane's step when the first one asks for them."""
+    path = make(tmp_path, "smollm3")
+    prompts = dict(enumerate(random_prompts(6, longest=40, seed=10), start=1))
+    with torch.inference_mode():
+        expected = {each: reference_model(path)(torch.tensor([prompt])).logits[0] for each, prompt in prompts.items()}
+    with stage_pipeline(config_of(path)) as pipeline:
+        for seq_id, prompt in prompts.items():
+            asked = new_sequence(seq_id, "r", prompt, SamplingParams(), max_tokens=8, features={"context_logits": b""})
+            pipeline.engine.submit(asked)
+        found = {seq_id: torch.zeros(len(prompt), VOCAB_SIZE) for seq_id, prompt in prompts.items()}
+        ended = set[int]()
+        while ended != prompts.keys():
+            report = pipeline.next_report()
+            for _, each in report.reports:
+                found[each.seq_id][each.start : each.end] = torch.from_numpy(each.rows)
+            ended |= {each.sequence.seq_id for each in report.outputs if each.finish_reason is not None}
+    for seq_id, logits in found.items():
+        torch.testing.assert_close(logits[: len(logits) - 1], expected[seq_id][:-1], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_no_stage_waits_for_the_step_of_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    """The last stage does not end a step before the first one has begun those of all other lanes after it."""
+    path = make(tmp_path, "smollm3", num_hidden_layers=3)
+    begun, has_begun = list[int](), threading.Condition()
+    run_first = StageModelRunner.begin
+
+    def begin(runner: StageModelRunner, step: StepInput, channel: Channel) -> LayerRun:
+        with has_begun:
+            begun.append(step.bound.plan.step_id)
+            has_begun.notify_all()
+        return run_first(runner, step, channel)
+
+    monkeypatch.setattr(StageModelRunner, "begin", begin)
+    prompts = dict(enumerate(random_prompts(3 * num_stages, longest=8, seed=6), start=1))
+    with stage_pipeline(config_of(path, num_stages=num_stages)) as pipeline:
+        last, num_held = pipeline.shards[-1].runner, 0
+        run_step = last.run_step
+
+        def held_step(plan: StepPlan, num_rows: int, num_sampled: int) -> None:
+            nonlocal num_held
+            if len(plan.entries) == plan.num_tokens == 3 and num_held < 12:  # all lanes have their sequences by now
+                with has_begun:
+                    index = begun.index(plan.step_id)
+                    assert has_begun.wait_for(lambda: len(begun) >= index + num_stages, TIMEOUT_S / 4)
+                num_held += 1
+            run_step(plan, num_rows, num_sampled)
+
+        last.run_step = held_step  # type: ignore[method-assign]
+        pipeline.generate(prompts, MAX_TOKENS)
+    assert num_held == 12
