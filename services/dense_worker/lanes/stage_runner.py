@@ -76,24 +76,15 @@ class StageModelRunner(ModelRunner):
 
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Adds a step, which runs when it, or one before it, is collected."""
-        step = _StageStep(self, self.bind(plan), channel)
+        step = _StageStep(self._steps, self, self.bind(plan), channel)
         self._steps.add(step)
         return step
 
-    def run_most_of(self, step: _StageStep) -> None:
-        """Runs this stage's layers, after those of the steps before it. Raises as `RunningStep.run_most`."""
-        self._steps.run_up_to(step)
-
-    def collect(self, step: _StageStep) -> StepResult:
-        """Lets the other stages have what they can work on, before it waits for the step's logits."""
-        self._steps.run_all()
-        self._steps.end(step)
-        if step.input is None or step.output is None:
-            return StepResult(NO_ROWS)
+    def end(self, step: StepInput, logits: torch.Tensor, residual: torch.Tensor, channel: Channel) -> StepResult:
+        """Waits for the logits of a step that has run in this stage. Raises as `RankGroup.receive`."""
         self._await_logits()
-        logits, residual = step.output
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
-        return self.finish(step.input, logits, residual, step.channel, host_token_ids).read()
+        return self.finish(step, logits, residual, channel, host_token_ids).read()
 
 
 class _StageStep:
@@ -101,19 +92,19 @@ class _StageStep:
 
     runs_when_collected: ClassVar[bool] = True
 
-    def __init__(self, runner: StageModelRunner, bound: BoundPlan, channel: Channel) -> None:
-        self.runner, self.channel = runner, channel
+    def __init__(self, steps: StageSteps, runner: StageModelRunner, bound: BoundPlan, channel: Channel) -> None:
+        self.runner = runner
         self.has_run = False  # in this stage
-        self.input: StepInput | None = None
-        self.output: tuple[torch.Tensor, torch.Tensor] | None = None  # logits, which come later, and the residual
-        self._bound = bound
+        self._steps, self._bound, self._channel = steps, bound, channel
+        # Input, logits, which come later, and residual of a step that has run; None: it has no entries.
+        self._output: tuple[StepInput, torch.Tensor, torch.Tensor] | None = None
 
     @torch.inference_mode()
     def run(self) -> None:
         """Runs the layers of this stage, and passes all rows on."""
-        self.has_run, self.input = True, self.runner.prepare(self._bound)
+        self.has_run, step = True, self.runner.prepare(self._bound)
         if self._bound.plan.entries:
-            self.output = self.runner.begin(self.input, self.channel).finish(self.input.sampled_rows)
+            self._output = step, *self.runner.begin(step, self._channel).finish(step.sampled_rows)
 
     def follow_with(self, follow_up: FollowUp) -> None:
         raise AssertionError("`check_lanes` refuses speculation")
@@ -122,8 +113,10 @@ class _StageStep:
         return True
 
     def run_most(self) -> None:
-        self.runner.run_most_of(self)
+        self._steps.run_up_to(self)
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
-        return self.runner.collect(self)
+        self._steps.run_all()  # before it waits: the other stages have work meanwhile
+        self._steps.end(self)
+        return StepResult(NO_ROWS) if self._output is None else self.runner.end(*self._output, self._channel)

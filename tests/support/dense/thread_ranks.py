@@ -51,6 +51,14 @@ class ThreadGroup:
         assert (sent.shape, sent.dtype) == (tensor.shape, tensor.dtype), "both ends agree"
         tensor.copy_(sent)
 
+    def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
+        self.receive(tensor, sender)  # as if the caller's next operation came after it on a GPU
+        return lambda: None
+
+    def of_lane(self, sent: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]]) -> ThreadGroup:
+        """The same ranks, as another lane meets them; `sent`: by ranks, in that lane."""
+        return ThreadGroup(self.rank, self._tensors, self._barrier, sent)
+
     def _wait(self, sent: queue.Queue[torch.Tensor]) -> torch.Tensor:
         deadline = time.monotonic() + TIMEOUT_S
         while not self._barrier.broken and time.monotonic() < deadline:

@@ -98,6 +98,17 @@ def test_a_rank_that_goes_is_found_by_who_has_begun_to_receive() -> None:
         end()
 
 
+def test_who_has_begun_to_receive_may_go_himself() -> None:
+    going, other = groups(2)
+    end = going.begin_receive(torch.ones(3), 1)
+    going.abort()
+    with pytest.raises(PeerError, match="the ranks have parted"):
+        end()
+    del end
+    with pytest.raises(PeerError, match="another rank is gone"):
+        other.receive(torch.ones(3), 0)
+
+
 def test_a_rank_that_sends_nothing_is_found() -> None:
     waiting, _other = groups(2, timeout_s=0.5)
     with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting 500ms"):

@@ -6,8 +6,8 @@ CUDA is replaced: what is enqueued runs at once, and so does attention when it i
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from services.common.model_config import load_model_config
 from services.common.rank import seam_config
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.lanes.lane_runners import LaneRunners
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.ranks import cuda_shard_runner
 from services.dense_worker.ranks.leading_backend import LeadingRanks
@@ -91,62 +92,88 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_model_dir(tmp_path / "model", "llama", num_hidden_layers=5, vocab_size=96)
 
 
-def test_tokens_are_those_of_hugging_face(path: Path) -> None:
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_tokens_are_those_of_hugging_face(path: Path, num_lanes: int) -> None:
+    """With two lanes each sequence is in one of its own."""
     commands: queue.Queue[shard_pb2.ShardCommand | None] = queue.Queue()
+    sent = [defaultdict[tuple[int, int], queue.Queue[torch.Tensor]](queue.Queue) for _ in range(num_lanes)]
+
+    def run(group: ThreadGroup) -> dict[int, list[int]]:
+        return run_stage(path, commands, [group.of_lane(each) for each in sent])
+
     with fake_triton_kernels():
-        tokens, _ = run_ranks(2, partial(run_stage, path, commands), are_stages=True)
+        tokens, _ = run_ranks(2, run, are_stages=True)
     assert tokens == {seq_id: reference_tokens(path, prompt, NUM_TOKENS) for seq_id, prompt in PROMPTS.items()}
+    assert not any(each.qsize() for of_lane in sent for each in of_lane.values()), "all that was sent was received"
 
 
 def run_stage(
-    path: Path, commands: queue.Queue[shard_pb2.ShardCommand | None], group: ThreadGroup
+    path: Path, commands: queue.Queue[shard_pb2.ShardCommand | None], groups: Sequence[ThreadGroup]
 ) -> dict[int, list[int]]:
+    """`groups`: by lane"""
     from services.dense_worker.backends.cuda_backend import CudaBackend
     from services.dense_worker.ranks.cuda_stage import CudaStageBackend, StageCudaOperations
 
-    config, links = load_model_config(path), StageLinks(torch.float32)
-    sizes, is_last = seam_config(config, group.rank), group.rank.index == 1
-    operations = StageCudaOperations(sizes, MAX_NUM_TOKENS, torch.float32, CPU, links, is_last=is_last)
+    config, rank = load_model_config(path), groups[0].rank
+    sizes, is_last = seam_config(config, rank), rank.index == 1
 
-    def make(weights: ModelWeights) -> CudaBackend:
+    def make(weights: ModelWeights, links: StageLinks) -> tuple[CudaBackend, StageCudaOperations]:
+        operations = StageCudaOperations(sizes, MAX_NUM_TOKENS, torch.float32, CPU, links, is_last=is_last)
         make_backend = CudaBackend if is_last else CudaStageBackend
-        return make_backend(linked_weights(weights, links), sizes, MAX_NUM_TOKENS, operations=operations)
+        linked = linked_weights(weights, links)
+        return make_backend(linked, sizes, MAX_NUM_TOKENS, operations=operations), operations
 
-    model: Any = WholeModel(path, make, rank=group.rank)
+    # One step after the other: so all lanes have one attention backend.
+    model: Any = WholeModel(path, lambda weights: make(weights, StageLinks(torch.float32))[0], rank=rank)
     for seq_id, prompt in PROMPTS.items():
         model.open(seq_id, prompt)
-    channel: Any = StageChannel(model)
+    channels: dict[int, Any] = {lane: StageChannel(model) for lane in range(len(groups))}
     if is_last:
-        runner = cuda_shard_runner.CudaShardRunner(model.dense, operations, sizes.num_layers, MAX_NUM_TOKENS, CPU)
-        runner.attach({0: channel}, [group])
+        backend, operations = make(model.weights, StageLinks(torch.float32))
+        runner = cuda_shard_runner.CudaShardRunner(backend, operations, sizes.num_layers, MAX_NUM_TOKENS, CPU)
+        runner.attach(channels, groups)
         while (command := commands.get(timeout=20.0)) is not None:
             plan = decode_plan(command.step.plan)
             if len(plan.entries):
-                channel.plan(plan)
+                channels[plan.lane].plan(plan)
             runner.run_step(plan, command.step.num_rows, command.step.num_sampled)
         return {}
-    backend = LeadingStage(model.dense, operations, links, config.vocab_size)
-    sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
-    leading = cuda_model_runner.CudaModelRunner(
-        backend, sampler, sizes, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=False
-    )
-    leading.attach([channel], LeadingRanks([group], commands.put))
+    runners = []
+    for _ in groups:
+        links = StageLinks(torch.float32)
+        leading = LeadingStage(*make(model.weights, links), links, config.vocab_size)
+        sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
+        runners.append(
+            cuda_model_runner.CudaModelRunner(
+                leading, sampler, sizes, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=False
+            )
+        )
+    lanes = LaneRunners(runners)
     try:
-        return run_steps(leading, channel)
+        lanes.attach(channels.values(), LeadingRanks(groups, commands.put))
+        return run_steps(lanes, channels)
     finally:
         commands.put(None)
 
 
-def run_steps(runner: Any, channel: Any) -> dict[int, list[int]]:
-    """A part of a prompt without logits, the rest beside another prompt, then tokens."""
+def run_steps(runner: LaneRunners, channels: Mapping[int, Any]) -> dict[int, list[int]]:
+    """A part of a prompt without logits, the rest beside another prompt, then tokens; in lanes each by itself."""
+    lane_of = {seq_id: seq_id % len(channels) for seq_id in PROMPTS}
     tokens: dict[int, list[int]] = {seq_id: [] for seq_id in PROMPTS}
     for seq_id, prompt in PROMPTS.items():
-        runner.open(make_state(seq_id, tuple(prompt), len(prompt), SamplingParams(temperature=0.0)))
+        sampling = SamplingParams(temperature=0.0)
+        runner.open(make_state(seq_id, tuple(prompt), len(prompt), sampling, lane=lane_of[seq_id]))
     lengths = {seq_id: len(prompt) for seq_id, prompt in PROMPTS.items()}
     steps = [[PlanEntry(1, 0, 5, 0)], [PlanEntry(1, 5, 4, 1), PlanEntry(2, 0, 3, 1)]]
     steps += [[PlanEntry(each, lengths[each] + i, 1, 1) for each in PROMPTS] for i in range(NUM_TOKENS - 1)]
-    for number, entries in enumerate(steps, start=1):
-        plan = plan_of(number, *entries)
+    by_lane = [
+        (lane, own)
+        for entries in steps
+        for lane in channels
+        if (own := [each for each in entries if lane_of[each.seq_id] == lane])
+    ]
+    for number, (lane, entries) in enumerate(by_lane, start=1):
+        plan, channel = plan_of(number, *entries, lane=lane), channels[lane]
         channel.plan(plan)
         result = runner.launch(plan, channel).collect()
         for entry, found in zip(entries, result.token_ids.rows(), strict=True):
