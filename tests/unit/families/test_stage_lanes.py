@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.channel import Channel
+from services.common.attention.rope import length_dependent_beyond
 from services.common.config import Config
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
@@ -53,13 +54,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_tokens_of_each_family_equal_hugging_face(tmp_path: Path, variant: str) -> None:
     path = make(tmp_path / "two", variant)
-    try:
-        check_stages(load_model_config(path), 2)
-    except ConfigError:
-        path = make(tmp_path / "four", variant, **FOUR_LAYERS)
     model = load_model_config(path)
     if model.recurrent_layers or model.parts.layer_inputs is not None:
         pytest.skip("`check_lanes` or `check_ranks` refuses it")
+    if length_dependent_beyond(model.rope) is not None:
+        pytest.skip("Hugging Face rotates otherwise once a prompt with its answer is long")
+    try:
+        check_stages(model, 2)
+    except ConfigError:
+        doubled = {name: each * 2 for name, each in VARIANTS[variant][1].items() if isinstance(each, list)}
+        path = make(tmp_path / "four", variant, **FOUR_LAYERS | doubled)
     prompts = dict(enumerate(random_prompts(8, longest=60, seed=3), start=1))
     expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
     with stage_pipeline(config_of(path)) as pipeline:
