@@ -27,12 +27,14 @@ from services.common.process import cpu_wait_s
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, stall_pb2
 from services.rpc.client import open_channel
+from services.rpc.server import run_together
 from services.rpc.watchdog import describe_stall
 
 log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 1 << 20
 CHECKS_PER_BOUND = 5
+LOOK_S = 0.5  # how often to look whether a process that starts serves
 START_FACTOR = 4.0  # a start may be this much slower than the slowest one before
 MIN_MISSED = 3  # missed checks before a kill, since the launcher itself may have been stopped
 
@@ -76,6 +78,18 @@ class HealthWatch:
 
     async def run(self) -> None:
         """Watches until cancelled."""
+        await run_together(self._check_all(), self._look_for_starts())
+
+    async def _look_for_starts(self) -> None:
+        """Notes soon that a process serves: if it hangs then, it has no more the time of a start."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            children = [child for child in self._children() if child.is_running and child.pid is not None]
+            records = [(child, self._records.setdefault(child.pid, HealthRecord())) for child in children]
+            starting = (self._check(*each, is_look=True) for each in records if not each[1].has_served)
+            await asyncio.gather(*starting)
+
+    async def _check_all(self) -> None:
         while True:
             await asyncio.sleep(self._stall_timeout_s / CHECKS_PER_BOUND)
             children = {child.pid: child for child in self._children() if child.is_running and child.pid is not None}
@@ -140,8 +154,9 @@ class HealthWatch:
         reason = "; ".join(describe_stall(stall) for _, stall in stalls)
         return [(child, reason) for child, _ in records if child.role in roles]
 
-    async def _check(self, child: Child, record: HealthRecord) -> None:
-        """Checks the health of one service, and reads its stall if it does not serve."""
+    async def _check(self, child: Child, record: HealthRecord, *, is_look: bool = False) -> None:
+        """Checks the health of one service, and reads its stall if it does not serve. `is_look`: only whether it does.
+        """
         timeout_s = self._stall_timeout_s / CHECKS_PER_BOUND
         try:
             tls = child.tls
@@ -153,7 +168,10 @@ class HealthWatch:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 reply = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
             except grpc.aio.AioRpcError:
-                record.note_missed(child.pid or 0)
+                if not is_look:
+                    record.note_missed(child.pid or 0)
+                return
+            if is_look and reply.status != health_pb2.HealthCheckResponse.SERVING:
                 return
             record.note_answer()
             if reply.status == health_pb2.HealthCheckResponse.SERVING:

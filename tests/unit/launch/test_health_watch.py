@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.errors import ConfigError
 from services.common.process import cpu_wait_s
 from services.launch.health_watch import MIN_MISSED, HealthRecord, HealthWatch
 from services.pb import stall_pb2
+from services.rpc.health import HealthServicer
 
 BOUND_S, START_S = 10.0, 300.0
 DENSE, ATTENTION, GATEWAY = "dense_worker", "attn_worker", "gateway"
@@ -194,6 +198,28 @@ def test_a_service_that_hangs_before_its_first_check_is_found_once_the_server_ha
 
     asyncio.run(run())
     assert "no answer" in child.reason
+
+
+def test_a_service_is_known_to_serve_long_before_its_first_check(tmp_path: Path) -> None:
+    """From then on it has no more the time of a start to be silent."""
+    child = DeafChild(ATTENTION)
+    child.address = f"unix:{tmp_path}/attn.sock"
+    watch = HealthWatch(lambda: [child], 1000.0, START_S)
+
+    async def run() -> None:
+        health, server = HealthServicer(), grpc.aio.server()
+        health.set([""], health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        server.add_insecure_port(child.address)
+        watching = asyncio.create_task(watch.run())
+        await server.start()
+        async with asyncio.timeout(60.0):
+            while not any(each.has_served for each in watch._records.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        await server.stop(0)
+
+    asyncio.run(run())
 
 
 def test_the_successor_of_a_service_that_hangs_before_its_first_check_has_the_time_of_a_start() -> None:
