@@ -88,6 +88,8 @@ chaos: setup
 	$(RUN) -m pytest tests/integration/api/test_requests.py tests/integration/api/test_fuzz.py
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --host-tier
+	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --lanes
+	$(RUN) -m tests.chaos.moves --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos.forms
 	$(RUN) -m tests.chaos.deterministic
 	$(RUN) -m tests.chaos.vectors

@@ -24,19 +24,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="runs of a third of the streams and actions")
     parser.add_argument("--speculation", choices=[*POLICIES], help="of all runs; by default, they take turns")
     parser.add_argument("--host-tier", action="store_true", help="runs with a host tier, whose bytes change, too")
+    parser.add_argument("--lanes", action="store_true", help="runs with two lanes, without speculation")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for cluster_number in sorted({seed // RUNS_PER_CLUSTER for seed in seeds}):
         speculation = arguments.speculation or [*POLICIES][cluster_number % len(POLICIES)]
+        if arguments.lanes:
+            speculation = "off"
         has_standbys = cluster_number % 2 == 0
         directory = Path(tempfile.mkdtemp(prefix="chaos-"))
         seed = None
         try:
             size = SHORT if arguments.short else LONG
-            with arena(
-                directory, speculation, size, has_standbys=has_standbys, has_tier=arguments.host_tier
-            ) as where:
+            options = {"has_standbys": has_standbys, "has_tier": arguments.host_tier}
+            with arena(directory, speculation, size, **options, num_lanes=1 + arguments.lanes) as where:
                 for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
                     start = time.monotonic()
                     actions = run(where, seed)
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()
             print(f"FAILED: seed {seed}, {speculation}; again: python -m tests.chaos --first-seed {seed} --seeds 1 "
-                  f"--speculation {speculation}{' --short' * arguments.short}{' --host-tier' * arguments.host_tier}\n"
+                  f"--speculation {speculation}{' --short' * arguments.short}{' --host-tier' * arguments.host_tier}"
+                  f"{' --lanes' * arguments.lanes}\n"
                   f"logs: {directory}", file=sys.stderr)
             return 1
         shutil.rmtree(directory)

@@ -75,9 +75,18 @@ def _draw_message(random: Random, max_tokens: int) -> gateway_pb2.GenerateReques
     return request(text[start : start + length], random.randint(max_tokens // 8, max_tokens), **options)
 
 
+def draw_search(random: Random, max_tokens: int) -> gateway_pb2.GenerateRequest:
+    """A beam search."""
+    search = sampling_pb2.BeamSearch(length_penalty=random.choice([0.0, 1.0]))
+    prompt = "".join(random.choice("abcde ") for _ in range(random.randint(20, MAX_PROMPT_CHARACTERS // 4)))
+    return request(prompt, random.randint(max_tokens // 8, max_tokens // 2), best_of=3, n=2, beam_search=search)
+
+
 def transports(message: gateway_pb2.GenerateRequest) -> list[str]:
     """Over which APIs a message can be sent: only gRPC has all options."""
     found = [*GRPC]
+    if message.HasField("beam_search"):
+        return found
     if not message.HasField("prompt_logprobs"):
         found += HTTP
     sampling = {field.name for field, _ in message.sampling.ListFields()}

@@ -19,7 +19,7 @@ import httpx2
 
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.pb import gateway_pb2, launch_pb2
-from tests.chaos.cases import Cancelled, draw_messages, seen_over, send, transports
+from tests.chaos.cases import Cancelled, draw_messages, draw_search, seen_over, send, transports
 from tests.chaos.drafts import speculation_settings
 from tests.chaos.ends import read_ends, unexpected_ends
 from tests.chaos.monkey import Monkey, launcher_stub
@@ -77,6 +77,7 @@ class Arena:
     num_files: int  # open in the gateway
     has_standbys: bool
     tier: Path | None  # the file of the host tier
+    num_lanes: int
 
 
 @contextlib.contextmanager
@@ -87,15 +88,18 @@ def arena(
     *,
     has_standbys: bool,
     has_tier: bool = False,
+    num_lanes: int = 1,
     is_warm: bool = False,
 ) -> Iterator[Arena]:
     """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message.
 
-    Sources of drafts that compute them on the device have some in every step, whatever they cost.
+    Sources of drafts that compute them on the device have some in every step, whatever they cost. With several lanes
+    there are searches, too, and sequences are preempted.
     """
     metrics_address = f"127.0.0.1:{free_port()}"
     settings = [
-        f"scheduler.policy={POLICIES[speculation]}",
+        f"scheduler.policy={POLICIES[speculation] if num_lanes == 1 else 'max_utilization'}",
+        f"scheduler.num_lanes={num_lanes}",
         *speculation_settings(speculation, directory, size.num_layers),
         f"dense.metrics_address={metrics_address}",
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
@@ -122,13 +126,15 @@ def arena(
     launcher = "services.launch" if speculation in ("off", "suffix") else "tests.support.workers.speculating_launcher"
     with running_cluster(directory, *settings, is_warm=is_warm, launcher=launcher) as cluster:
         messages = draw_messages(Random(POOL_SEED), size.num_messages, size.max_tokens)
+        if num_lanes > 1:
+            messages[::5] = [draw_search(Random(each), size.max_tokens) for each in range(0, len(messages), 5)]
         with ThreadPoolExecutor(len(messages)) as threads:
             expected = list(threads.map(lambda message: send(cluster, message, "grpc_stream"), messages))
         cluster.wait_idle(IDLE_TIMEOUT_S)
         if speculation != "off":
             assert _num_accepted_drafts(metrics_address) > 0, f"no draft of {speculation} was right"
         num_files = _num_files(cluster.pid_of("gateway"))
-        yield Arena(cluster, directory, size, messages, expected, num_files, has_standbys, tier)
+        yield Arena(cluster, directory, size, messages, expected, num_files, has_standbys, tier, num_lanes)
 
 
 def run(arena: Arena, seed: int) -> list[str]:
@@ -249,11 +255,11 @@ def _check_leaks(arena: Arena) -> None:
         pid = pids[role]
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
         mapped = [line for line in maps if f"{SHM_DIR}/{NAME_PREFIX}" in line]
-        assert len(mapped) == 1, f"{role} has mapped {mapped}"
+        assert len(mapped) == arena.num_lanes, f"{role} has mapped {mapped}"
     files = Path(f"/proc/{pids['attn_worker']}/fd").iterdir()
     owned = {os.readlink(file) for file in files}
     owned = {path for path in owned if path.startswith(f"{SHM_DIR}/{NAME_PREFIX}")}
-    assert len(owned) == 1, f"the attention worker owns {owned}"
+    assert len(owned) == arena.num_lanes, f"the attention worker owns {owned}"
     num_files = _num_files(cluster.pid_of("gateway"))
     assert num_files <= arena.num_files + MAX_NEW_FILES, f"the gateway has {num_files} files open"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.pb import attn_pb2, attn_pb2_grpc, gateway_pb2
+from services.pb import attn_pb2, attn_pb2_grpc, gateway_pb2, sampling_pb2
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, ctl, request, running_cluster, wait_for_log
 from tests.support.rank_processes import pid_of
@@ -63,6 +63,16 @@ def test_streams_are_those_of_one_worker(
 ) -> None:
     for collected, expected in zip(collect_all(workers.gateway, messages), of_one_worker, strict=True):
         collected.assert_equals(expected)
+    workers.wait_idle()
+
+
+def test_searches_are_those_of_one_worker(workers: Cluster, cluster: Cluster) -> None:
+    pid, search = pid_of(workers, "dense_worker"), sampling_pb2.BeamSearch(length_penalty=1.0)
+    messages = [request(each, 12, best_of=3, n=3, beam_search=search) for each in ("San Francisco is a", "A city is")]
+    pairs = zip(collect_all(workers.gateway, messages), collect_all(cluster.gateway, messages), strict=True)
+    for collected, expected in pairs:
+        collected.assert_equals(expected)
+    assert pid_of(workers, "dense_worker") == pid, "it has not died of them"
     workers.wait_idle()
 
 
