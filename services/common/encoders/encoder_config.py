@@ -181,9 +181,19 @@ class _EncoderFields(Fields):
         return name
 
 
+def _check_positions(fields: _EncoderFields) -> None:
+    """Others are mostly those of a class beside the checkpoint, such as JinaBERT's or JinaColBERT's."""
+    name, kind = "position_embedding_type", fields.get("position_embedding_type", "absolute")
+    classes = fields.get("auto_map")
+    own_class = classes.get("AutoModel") if isinstance(classes, dict) else None
+    if kind != "absolute" and own_class:
+        raise fields.error(name, kind, f"and the class {own_class!r}: remote code, which is never run")
+    fields.one_of(name, ("absolute",), "absolute")
+
+
 def _read_bert(fields: _EncoderFields) -> TextEncoderConfig:
     """BERT, and what RoBERTa, XLM-R and MPNet have in common with it."""
-    fields.one_of("position_embedding_type", ("absolute",), "absolute")
+    _check_positions(fields)
     fields.refuse("is_decoder", "add_cross_attention")
     num_positions = fields.size("max_position_embeddings")
     return TextEncoderConfig(

@@ -167,3 +167,14 @@ def test_what_is_not_computed_is_refused_by_name(field: str, value: Any, part: s
     AutoConfig.for_model("bert", **SIZES | {field: value}).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=part):
         read_encoder_config(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bert", "alibi"), ("xlm-roberta", "rotary")])
+def test_jina_colbert_is_refused_because_of_its_class(family: str, kind: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(family, **SIZES).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    own = {"auto_map": {"AutoModel": "jinaai/some-implementation--modeling.Model"}, "architectures": ["HF_ColBERT"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields | own | {"position_embedding_type": kind}))
+    words = f"position_embedding_type '{kind}', and the class 'jinaai/some-implementation--modeling.Model': remote code"
+    with pytest.raises(ModelError, match=words):
+        read_encoder_config(tmp_path)
