@@ -32,6 +32,8 @@ from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner, TakeExtraRows
+from services.attn_worker.split_context.parted_attention import PartedTorchAttention
+from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError, ConfigError
@@ -101,12 +103,14 @@ def build_engine(
     max_model_len = min(model.max_model_len, room)
     if room < model.max_model_len:
         log.warning("the KV cache bounds a sequence", num_tokens=room, max_model_len=model.max_model_len)
-    reported: dict[str, Callable[..., Any]] = {}
+    special: dict[str, Callable[..., Any]] = {}
     if events is not None:
-        reported = {
+        special = {
             "make_pool": partial(ReportedPool, events),
             "make_prefix_cache": partial(ReportedPrefixCache, events),
         }
+    if section.split_context:
+        special["make_cache"] = PartedKVCache
     cache = build_cache(
         spec.num_blocks,
         spec.block_size,
@@ -118,7 +122,7 @@ def build_engine(
         window_blocks=spec.window_blocks,
         num_state_slots=spec.num_state_slots or None,
         sources=spec.source_slots,
-        **reported,
+        **special,
     )
     runner, storage = _build_runner(section, model, limits, spec, max_model_len, metrics, is_deterministic)
     if section.host_kv_bytes:
@@ -390,6 +394,8 @@ def _build_runner(
         make_torch: Callable[..., AttentionBackend] = layered_torch_attention if spec.recurrences else TorchAttention
         if spec.cross_layers:
             make_torch = crossed_torch_attention
+        if section.split_context:
+            make_torch = PartedTorchAttention
         if is_deterministic:
             make_torch = BatchInvariantTorchAttention
         eager = make_torch(*arguments)

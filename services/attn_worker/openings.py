@@ -59,7 +59,10 @@ class Openings:
 
         Raises InvalidRequest for impossible lengths.
         """
-        self._open(_Opening(new, opened))
+        if new.part is None:
+            self._open(_Opening(new, opened))
+        else:
+            self._answer(_Opening(new, opened), self._cache.open_part(new.seq_id, new.part))
 
     def cancel_all(self) -> None:
         """Forgets all sequences that wait. Returns when nothing writes to their blocks any more."""

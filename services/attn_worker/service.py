@@ -20,6 +20,7 @@ from services.common.config import AttentionSection, Config
 from services.common.rank import Rank, seam_config
 from services.common.resolve import resolve_model, use_device
 from services.common.several_ranks import check_ranks
+from services.common.split_context import check_split_context
 from services.pb import attn_pb2_grpc
 from services.rpc.client import open_blocking_channel, read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -59,6 +60,7 @@ class AttentionWorker:
         model = resolve_model(config.model, section.device, section)
         rank = Rank.of(config.dense, options.rank)
         check_ranks(config, model.config)
+        check_split_context(config, model, is_dense=False)
         model = replace(model, config=seam_config(model.config, rank), rank=rank)
         is_deterministic = config.dense.deterministic
         # So that a model that no kernels can run ends the start.

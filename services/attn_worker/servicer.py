@@ -439,6 +439,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             "model_fingerprint": self._model.config.fingerprint,
             "kv_cache_dtype": resolve_kv_cache_format(self._section, self._model),
             "deterministic": self._is_deterministic,
+            "split_context": self._section.split_context,
         }
         for field, value in own.items():
             if getattr(request, field) != value:

@@ -26,6 +26,7 @@ from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.several_attention_workers import check_attention_workers
 from services.common.several_lanes import check_lanes
 from services.common.several_ranks import check_ranks
+from services.common.split_context import check_split_context
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.features.drafting.drafter import Drafter
@@ -115,6 +116,7 @@ def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
     check_ranks(config, model.config)
     check_attention_workers(config, model.config)
     check_lanes(config, model.config)
+    check_split_context(config, model, is_dense=True)
     speculation = config.scheduler.speculation
     if speculation != "off" and model.config.recurrent_layers:
         raise ConfigError(

@@ -21,6 +21,7 @@ from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
 from services.dense_worker.attention_workers.joined_channel import LayerSizes
+from services.dense_worker.attention_workers.split_context.dividing_placement import DividingPlacement
 from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
 from services.dense_worker.build import LoadedModel, load_model, prepare_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.engine.attachment import Attachment
@@ -28,7 +29,7 @@ from services.dense_worker.engine.attention_client import AttachOptions, Attenti
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
-from services.dense_worker.engine.placement import OnlyPlacement
+from services.dense_worker.engine.placement import OnlyPlacement, Placement
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
@@ -195,7 +196,7 @@ class DenseWorker:
             drafting=drafting,
             features=model.features,
             forks=make_fork_policy(model.resolved.config, config.scheduler.num_lanes),
-            placement=SpreadPlacement() if config.attention.addresses else OnlyPlacement(),
+            placement=make_placement(config),
         )
         self._metrics.watch(lambda: engine.counts)
         self._watchdog = Watchdog(
@@ -213,7 +214,7 @@ class DenseWorker:
         first = (config.attention.address, attach_options(config, model), config.peers, self._servicer.may_attach)
         if config.attention.addresses:
             heads = model.resolved.config.layer_heads
-            layers = [LayerSizes(each.qkv_size, each.attn_size) for each in heads]
+            layers = [LayerSizes(each.qkv_size, each.attn_size, each.num_heads) for each in heads]
             options = self._options
             client = AttentionWorkersClient(
                 config.attention.addresses,
@@ -254,6 +255,13 @@ class DenseWorker:
             await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
 
 
+def make_placement(config: Config) -> Placement:
+    """What chooses an attention worker for each sequence."""
+    if not config.attention.addresses:
+        return OnlyPlacement()
+    return DividingPlacement() if config.attention.split_context else SpreadPlacement()
+
+
 def with_lazy_graphs(config: Config) -> Config:
     """The config of a worker that captures CUDA graphs when steps need them."""
     return config.model_copy(update={"dense": config.dense.model_copy(update={"captures_lazily": True})})
@@ -278,6 +286,7 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
         learned=model.learned.of_part(layers, heads),
         is_deterministic=config.dense.deterministic,
         num_lanes=scheduler.num_lanes,
+        splits_context=config.attention.split_context,
     )
 
 

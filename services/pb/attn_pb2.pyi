@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "recurrences", "deterministic", "relative_bias", "num_lanes")
+    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "recurrences", "deterministic", "relative_bias", "num_lanes", "split_context")
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class AttachRequest(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_BIAS_FIELD_NUMBER: _ClassVar[int]
     NUM_LANES_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     weights_hash: str
     model_fingerprint: str
     dtype: str
@@ -38,7 +39,8 @@ class AttachRequest(_message.Message):
     deterministic: bool
     relative_bias: _containers.RepeatedScalarFieldContainer[float]
     num_lanes: int
-    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., recurrences: _Optional[_Iterable[_Union[RecurrenceWeights, _Mapping]]] = ..., deterministic: _Optional[bool] = ..., relative_bias: _Optional[_Iterable[float]] = ..., num_lanes: _Optional[int] = ...) -> None: ...
+    split_context: bool
+    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., recurrences: _Optional[_Iterable[_Union[RecurrenceWeights, _Mapping]]] = ..., deterministic: _Optional[bool] = ..., relative_bias: _Optional[_Iterable[float]] = ..., num_lanes: _Optional[int] = ..., split_context: _Optional[bool] = ...) -> None: ...
 
 class RecurrenceWeights(_message.Message):
     __slots__ = ("layer", "conv", "a_log", "dt_bias", "conv_bias", "d", "a_logs")

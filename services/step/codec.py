@@ -142,6 +142,8 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         num_source_tokens=sequence.num_extra_rows,
         leaves_address=sequence.leaves_address,
         spans=encode_spans(sequence.spans),
+        first_token=0 if sequence.part is None else sequence.part.start,
+        end_token=0 if sequence.part is None else sequence.part.stop,
     )
 
 
@@ -158,6 +160,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         num_extra_rows=message.num_source_tokens,
         leaves_address=message.leaves_address,
         spans=decode_spans(message.spans),
+        part=range(message.first_token, message.end_token) if message.end_token else None,
     )
 
 

@@ -33,6 +33,7 @@ class NewSequence:
     leaves_cache_id: int | None = None  # the one that may have its keys and values to copy; not sent
     leaves_address: str = ""  # where that one is, for the one that opens it
     spans: tuple[PromptSpan, ...] = ()  # of its prompt, see `SequenceSpec`
+    part: range | None = None  # the tokens of which this KV cache keeps keys and values; None: all
 
 
 class PlanEntry(NamedTuple):
@@ -68,6 +69,15 @@ class PlanEntries:
             *(np.array(column, np.int64) for column in (positions, num_tokens, num_logits)),
             {index: each for index, each in enumerate(drafts) if each},
         )
+
+    def where(self, is_chosen: np.ndarray) -> PlanEntries:
+        """Some of the entries, in order. is_chosen: bool [num_entries]"""
+        if len(is_chosen) and is_chosen.all():
+            return self
+        columns = (self.seq_ids, self.positions, self.num_tokens, self.num_logits)
+        indexes = {index: own for own, index in enumerate(np.flatnonzero(is_chosen).tolist())} if self.drafts else {}
+        drafts = {indexes[index]: each for index, each in self.drafts.items() if index in indexes}
+        return PlanEntries(*(column[is_chosen] for column in columns), drafts)
 
     def __len__(self) -> int:
         return len(self.seq_ids)

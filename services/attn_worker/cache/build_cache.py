@@ -45,6 +45,7 @@ def build_cache(
     sources: SourceSlots | None = None,
     make_pool: Callable[[int], BlockPool] = BlockPool,
     make_prefix_cache: Callable[..., PrefixCache] = PrefixCache,
+    make_cache: Callable[..., KVCache] = KVCache,
 ) -> KVCache:
     """A cache with a group for each kind of layers.
 
@@ -52,7 +53,7 @@ def build_cache(
     when a plan says so; window_blocks: some layers have a window and blocks of their own, which are evicted in every
     plan; num_state_slots: the model has gated delta layers, whose states have so many slots, and no window; sources:
     some layers have cross attention;
-    make_pool: of the blocks that the scheduler counts
+    make_pool: of the blocks that the scheduler counts; make_cache: takes the arguments of `KVCache`
     """
     assert num_state_slots is None or (window is None and window_blocks is None), "states cannot drop tokens"
     most_blocks = -(-max_model_len // block_size)  # of a sequence
@@ -64,7 +65,7 @@ def build_cache(
         others.append(StateGroup(num_state_slots, block_size))
     if sources is not None:
         others.append(SourceGroup(sources.num_slots, sources.max_source_len))
-    return KVCache(
+    return make_cache(
         BlockGroup(num_blocks, SlidingWindow(block_size, window, num_sink_tokens), most_blocks, make_pool),
         others,
         max_model_len,

@@ -199,6 +199,13 @@ class KVCache:
         num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
         return OpenResult(num_cached, num_pinned, num_held, num_freed, missing, has_extra_rows=has_extra_rows)
 
+    def open_part(self, seq_id: int, tokens: range) -> OpenResult:
+        """Keeps keys and values of these tokens of a sequence alone, in blocks that it takes at once.
+
+        Raises InvalidRequest if only whole sequences are kept here, or for impossible tokens.
+        """
+        raise InvalidRequest(f"sequence {seq_id} is to be kept in part, this KV cache keeps whole sequences")
+
     def register_loaded(self, blocks: Iterable[MissingBlock]) -> None:
         """Makes blocks of an open sequence findable, whose content the tier has loaded."""
         for digest, block_id in blocks:

@@ -89,7 +89,7 @@ class EagerLayerRunner:
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Runs all layers before it returns."""
-        num_tokens = len(step.positions)
+        num_tokens = step.num_rows
         if self._take_extra_rows is not None:
             self._take_extra_rows(step, channel)
         self._backend.begin_step(step)

@@ -39,6 +39,12 @@ class StepMetadata:
     # are in the step. Only for models whose attention `sees_spans`.
     num_later: np.ndarray | None = None
     others: tuple[object, ...] = ()  # the same step for layers that keep no blocks, a value of each kind of them: `of`
+    num_other_rows: int = 0  # rows of qkv that only one of `others` describes
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of qkv."""
+        return len(self.positions) + self.num_other_rows
 
     def parts(self, num_groups: int) -> list[StepMetadata]:
         """The step for each group of layers."""

@@ -28,6 +28,7 @@ from services.common.config import MAX_ATTENTION_WORKERS, PeerSection
 from services.common.errors import ConfigError, DeviceError, InvalidRequest, PeerError
 from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
 from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
+from services.dense_worker.attention_workers.split_context.part_openings import PartOpenings
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import (
     TRANSIENT,
@@ -126,6 +127,7 @@ class AttentionWorkersClient(AttentionClient):
         self._next_cache_id = 0
         self._joined: JoinedChannel | CudaJoinedChannel | None = None
         self._splitter: PlanSplitter | None = None
+        self._part_openings = PartOpenings()
         self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
         self._listener: AttentionListener | None = None
         self._leaving: dict[int, asyncio.Future[None]] = {}  # by cache_id: workers whose sequences move to others
@@ -248,6 +250,7 @@ class AttentionWorkersClient(AttentionClient):
     async def _attach_once(self) -> Attachment:
         """Attaches to all workers; after the first time to those that are there, at least one."""
         self._links, self._next_cache_id, self._awaited = {}, 0, {}
+        self._part_openings = PartOpenings()
         links = list[_Link]()
         try:
             self._find()
@@ -281,8 +284,16 @@ class AttentionWorkersClient(AttentionClient):
         return replace(
             _describe(first, joined),
             others=tuple(each.cache for each in others),
-            max_model_len=min(each.reply.max_model_len for each in links),
+            max_model_len=self._max_model_len(links),
         )
+
+    def _max_model_len(self, links: Sequence[_Link]) -> int:
+        """Tokens of the longest sequence. Workers that are missing count as those that are there."""
+        if not self._options.splits_context:
+            return min(each.reply.max_model_len for each in links)
+        num_missing = max(0, len(self._workers) - len(links))
+        sizes = [each.cache.num_blocks for each in links]
+        return (sum(sizes) + num_missing * min(sizes)) * links[0].reply.block_size
 
     def _make_joined(self, members: dict[int, Channel]) -> JoinedChannel | CudaJoinedChannel:
         arguments: tuple[Any, ...] = (self._options.spec, self._layers, members, self._lost_in_step)
@@ -459,7 +470,12 @@ class AttentionWorkersClient(AttentionClient):
     def _pass_answer(self, attachment: Attachment, cache_id: int, answer: SequenceOpened | PlanAccepted) -> None:
         assert self._listener is not None, "a link is served with a listener"
         if isinstance(answer, SequenceOpened):
-            self._listener.on_answer(attachment, replace(answer, cache_id=cache_id))
+            try:
+                whole = self._part_openings.note(replace(answer, cache_id=cache_id))
+            except PeerError as error:
+                raise Ended(AttachmentEnd(str(error), is_crash=True)) from error
+            if whole is not None:
+                self._listener.on_answer(attachment, whole)
             return
         is_last = self._note_answered(answer.step_id, cache_id)
         self._listener.on_answer(attachment, replace(answer, cache_id=cache_id, is_last=is_last))
@@ -483,6 +499,7 @@ class AttentionWorkersClient(AttentionClient):
             left.set_result(None)
             self._workers.pop(link.worker.address, None)
         self._joined.lose(cache_id)
+        self._part_openings.lose(cache_id)
         if self._links:
             self._listener.on_cache_lost(attachment, cache_id, end)
             if self._links.keys() <= self._leaving.keys():
@@ -551,6 +568,9 @@ class AttentionWorkersClient(AttentionClient):
             else:
                 assert self._listener is not None and self._attachment is not None, "there is a plan"
                 self._listener.on_answer(self._attachment, PlanAccepted(split.step_id, cache_id=-1))
+        self._part_openings.expect(new for part in split.parts.values() for new in part.new_sequences)
+        for cache_id in split.parts.keys() - self._links.keys():
+            self._part_openings.lose(cache_id)
         for cache_id, part in split.parts.items():
             if (link := self._links.get(cache_id)) is not None:
                 link.plans.put_nowait(self._with_addresses(part))

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from services.channel import Channel, ChannelAborted, ChannelSpec, Flag, qkv_flag, rows_of_layer
+from services.channel.log_sums import log_sums_of
 from services.common.errors import PeerError
+from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
 
 
 class LayerSizes(NamedTuple):
@@ -24,6 +26,7 @@ class LayerSizes(NamedTuple):
 
     qkv: int
     attn_out: int
+    num_heads: int = 1
 
 
 class _Part(NamedTuple):
@@ -59,6 +62,7 @@ class JoinedChannel:
         self._is_aborted = False
         self._expected: dict[int, Mapping[int, np.ndarray]] = {}  # rows of each worker, by step_id
         self._parts: list[_Part] = []  # of the present step
+        self._shared: SharedRows | None = None  # rows of several workers in the present step
         self._num_rows = 0
         self._layer = 0  # the attention workers compute it, or will next
 
@@ -95,6 +99,9 @@ class JoinedChannel:
             self._members.pop(cache_id).close()  # no step uses it any more
         self._num_rows = num_rows
         self._parts = [_Part(each, self._members.get(each), torch.from_numpy(own)) for each, own in rows.items()]
+        self._shared = None
+        if len(rows) > 1 and sum(map(len, rows.values())) > num_rows:
+            self._shared = SharedRows([part.rows for part in self._parts], num_rows)
 
     def begin_layers(self, num_rows: int) -> None:
         """The layers of the step follow."""
@@ -118,6 +125,8 @@ class JoinedChannel:
         try:
             for part in self._parts:
                 attn_out[part.rows] = self._output_of(part, flag, width)
+            if self._shared is not None:
+                attn_out[self._shared.rows] = self._shared.merge([self._with_log_sums(part) for part in self._parts])
         finally:
             self.is_waiting = False
         self._layer += 1
@@ -138,6 +147,18 @@ class JoinedChannel:
             else:
                 return rows_of_layer(channel.attn_out[: len(rows)], width)
         return self.attn_out.new_zeros(len(rows), width)
+
+    def _with_log_sums(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a worker has written for its rows, which it has signalled; None if it is gone."""
+        cache_id, channel, rows = part
+        if channel is None or cache_id in self._lost:
+            return None
+        sizes = self._layers[self._layer]
+        qkv, attn_out = (
+            rows_of_layer(each[: len(rows)], width)
+            for each, width in ((channel.qkv, sizes.qkv), (channel.attn_out, sizes.attn_out))
+        )
+        return attn_out, log_sums_of(qkv, sizes.attn_out, sizes.num_heads)
 
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
         """The first rows of `attn_out` themselves."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.step import NO_TOKENS, PlanEntries, StepPlan, TokenColumns
+from services.step import NO_ENTRIES, NO_TOKENS, StepPlan, TokenColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class PlanSplitter:
     def __init__(self, orphans: Mapping[int, int]) -> None:
         """`orphans`: the cache_ids of sequences that an earlier dense worker left open, by seq_id."""
         self._cache_of = dict(orphans)  # by seq_id
+        # By cache_id: the sequences of which it has a part. Their `_cache_of` is that of one of their parts.
+        self._parts = defaultdict[int, set[int]](set)
         self._sampled = defaultdict[int, list[TokenColumns]](list)  # by cache_id: for the next step that it gets
         self._last = np.zeros(0, np.uint64), np.zeros(0, np.int64)  # seq_ids of a step's entries, and their cache_ids
 
@@ -36,19 +38,23 @@ class PlanSplitter:
         self._keep_sampled(plan.sampled)
         closes = defaultdict[int, list[int]](list)
         for seq_id in plan.close_seq_ids:  # first, for the id of a beam that has ended may be that of a new one
-            if (cache_id := cache_of.pop(seq_id, None)) is not None:
+            for cache_id in self._take_caches_of(seq_id):
                 closes[cache_id].append(seq_id)
         for new in plan.new_sequences:
             cache_of[new.seq_id] = new.cache_id
+            if new.part is not None:
+                self._parts[new.cache_id].add(new.seq_id)
         for fork in plan.forks:
             cache_of[fork.child_seq_id] = cache_of[fork.parent_seq_id]
         of_entries = self._caches_of(plan.entries.seq_ids)
-        used = np.unique(of_entries).tolist()
+        own = {cache_id: of_entries == cache_id for cache_id in np.unique(of_entries).tolist()}
+        for cache_id, seq_ids in self._parts.items():
+            if (has_part := np.isin(plan.entries.seq_ids, np.array(list(seq_ids), np.uint64))).any():
+                own[cache_id] = own.get(cache_id, False) | has_part
         opens = {new.cache_id for new in plan.new_sequences}
         parts = {}
-        for cache_id in sorted({*used, *closes, *opens}):
-            is_own = of_entries == cache_id
-            entries = _entries_of(plan.entries, is_own)
+        for cache_id in sorted({*own, *closes, *opens}):
+            entries = plan.entries.where(own[cache_id]) if cache_id in own else NO_ENTRIES
             is_step = bool(len(entries) or closes[cache_id])
             parts[cache_id] = StepPlan(
                 plan.step_id,
@@ -61,14 +67,27 @@ class PlanSplitter:
                 plan.lane,
                 evicts_blocks=plan.evicts_blocks and len(entries) > 0,
             )
-        of_rows = of_entries if plan.num_tokens == len(of_entries) else np.repeat(of_entries, plan.entries.num_tokens)
-        rows = {cache_id: np.flatnonzero(of_rows == cache_id) for cache_id in used}
+        has_rows = plan.num_tokens > len(of_entries)  # more than one for some entry
+        rows = {
+            cache_id: np.flatnonzero(np.repeat(each, plan.entries.num_tokens) if has_rows else each)
+            for cache_id, each in own.items()
+        }
         return SplitPlan(plan.step_id, parts, rows, plan.frees_blocks)
 
     def forget(self, cache_id: int) -> None:
         """An attention worker is gone, with its sequences; later plans have none of them."""
         self._sampled.pop(cache_id, None)
+        self._parts.pop(cache_id, None)
         self._cache_of = {seq_id: each for seq_id, each in self._cache_of.items() if each != cache_id}
+
+    def _take_caches_of(self, seq_id: int) -> set[int]:
+        """Those that have something of a sequence, which is forgotten."""
+        caches = {self._cache_of.pop(seq_id, None)}
+        for cache_id, seq_ids in self._parts.items():
+            if seq_id in seq_ids:
+                seq_ids.remove(seq_id)
+                caches.add(cache_id)
+        return {each for each in caches if each is not None}
 
     def _caches_of(self, seq_ids: np.ndarray) -> np.ndarray:
         """cache_ids, int64 [num_entries]. Steps of the same rows share the array of their seq_ids."""
@@ -89,12 +108,3 @@ class PlanSplitter:
             return chunks[0] if chunks else NO_TOKENS
         columns = [(each.seq_ids, each.token_ids) for each in chunks]
         return TokenColumns(*(np.concatenate(column) for column in zip(*columns, strict=True)))
-
-
-def _entries_of(entries: PlanEntries, is_own: np.ndarray) -> PlanEntries:
-    if len(is_own) and is_own.all():
-        return entries
-    columns = (entries.seq_ids, entries.positions, entries.num_tokens, entries.num_logits)
-    indexes = {index: own for own, index in enumerate(np.flatnonzero(is_own).tolist())} if entries.drafts else {}
-    drafts = {indexes[index]: each for index, each in entries.drafts.items() if index in indexes}
-    return PlanEntries(*(column[is_own] for column in columns), drafts)

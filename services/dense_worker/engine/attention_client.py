@@ -79,6 +79,7 @@ class AttachOptions:
     learned: Learned = field(default_factory=Learned)
     is_deterministic: bool = False  # the config's `dense.deterministic`
     num_lanes: int = 1  # the config's `scheduler.num_lanes`
+    splits_context: bool = False  # the config's `attention.split_context`
 
 
 class AttentionClient:
@@ -235,6 +236,7 @@ def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
         kv_cache_dtype=options.kv_cache_dtype,
         deterministic=options.is_deterministic,
         num_lanes=options.num_lanes,
+        split_context=options.splits_context,
     )
     request.MergeFrom(encode_learned(options.learned))
     return request

@@ -11,8 +11,12 @@ still being sent, so the count here is never above the true one:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
 from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.sequence_counts import SequenceCounts
+from services.step import NewSequence
 
 
 class BlockLedger:
@@ -71,3 +75,59 @@ class BlockLedger:
         """Adds blocks to the free pool that the attention worker reports as free."""
         self.num_free_blocks += num_blocks
         assert self.num_free_blocks <= self.num_blocks, (self.num_free_blocks, self.num_blocks)
+
+
+class DividedLedger(BlockLedger):
+    """The blocks of one sequence in several KV caches: they are reserved, taken and given up all at once.
+
+    The first cache has the first tokens, and so on. Blocks come back one cache at a time, as answers say.
+    """
+
+    def __init__(self, shares: Mapping[int, tuple[BlockLedger, int]]) -> None:
+        """`shares`: by cache_id, its ledger and how many of its blocks the sequence gets."""
+        first, _ = next(iter(shares.values()))
+        num_blocks = sum(share for _, share in shares.values())
+        super().__init__(first.sliding_window, num_blocks, num_blocks)
+        self._shares = shares
+
+    @property
+    def cache_ids(self) -> Collection[int]:
+        return self._shares.keys()
+
+    def num_blocks_in(self, cache_id: int) -> int:
+        """Blocks of one of these KV caches."""
+        return self._shares[cache_id][1]
+
+    def reserve(self, num_blocks: int) -> None:
+        super().reserve(num_blocks)
+        for ledger, share in self._all_or_none(num_blocks):
+            ledger.reserve(share)
+
+    def unreserve(self, num_blocks: int) -> None:
+        super().unreserve(num_blocks)
+        for ledger, share in self._all_or_none(num_blocks):
+            ledger.unreserve(share)
+
+    def take(self, num_blocks: int) -> None:
+        super().take(num_blocks)
+        for ledger, share in self._all_or_none(num_blocks):
+            ledger.take(share)
+
+    def take_without(self, cache_id: int) -> None:
+        """Removes what a sequence has, or is getting, in the KV caches that are left without this one."""
+        for key, (ledger, share) in self._shares.items():
+            if key != cache_id:
+                ledger.take(share)
+
+    def split(self, new: NewSequence) -> list[NewSequence]:
+        """What each KV cache must know of the sequence: which tokens it has."""
+        parts, first = [], 0
+        for cache_id, (_, share) in self._shares.items():
+            end = first + share * self.block_size
+            parts.append(replace(new, token_ids=(), cache_id=cache_id, part=range(first, end)))
+            first = end
+        return parts
+
+    def _all_or_none(self, num_blocks: int) -> Collection[tuple[BlockLedger, int]]:
+        assert num_blocks in (0, self.num_blocks), (num_blocks, self.num_blocks)
+        return self._shares.values() if num_blocks else ()

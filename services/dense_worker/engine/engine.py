@@ -98,7 +98,7 @@ class Engine:
     def caches(self) -> list[CacheCounts]:
         """What each attention worker has. May be called from any thread."""
         session = self._scheduler.session
-        num_sequences = Counter(each.cache_id for each in list(session.running))
+        num_sequences = Counter(cache_id for each in list(session.running) for cache_id in each.cache_ids)
         return [
             CacheCounts(cache_id, num_sequences[cache_id], ledger.num_blocks, ledger.num_free_blocks)
             for cache_id, ledger in list(session.ledgers.items())

@@ -37,12 +37,13 @@ class Moves:
         if self._moving is not None and self._moving.leaves_cache_id == cache_id and not _is_there(self._moving):
             return False
         opening = (each.sequence for each in self._session.openings.values())
-        return not any(each.cache_id == cache_id for each in (*self._session.running, *opening))
+        return not any(cache_id in each.cache_ids for each in (*self._session.running, *opening))
 
     def _may_move(self, sequence: Sequence) -> bool:
         session = self._session
         return (
-            sequence.cache_id in session.draining
+            sequence.divided is None  # one in several KV caches stays until it ends
+            and sequence.cache_id in session.draining
             and sequence not in session.to_fork
             and self._admission.has_room_elsewhere(sequence)
         )

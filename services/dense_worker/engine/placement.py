@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from services.dense_worker.engine.block_ledger import BlockLedger, DividedLedger
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
+
+
+class Room(NamedTuple):
+    """How many blocks a sequence may ever have."""
+
+    num_blocks: int
+    text: str  # the same for messages
 
 
 class Placement(Protocol):
@@ -14,6 +23,16 @@ class Placement(Protocol):
 
     def choose(self, sequence: Sequence, fitting: SequenceOf[int], session: Session) -> int:
         """One of `fitting`, the cache_ids that have room for the sequence now; there is at least one."""
+
+    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger]) -> Room:
+        """The most blocks that these KV caches can ever have for a sequence."""
+
+    def divide(self, sequence: Sequence, num_blocks: int, session: Session) -> DividedLedger | None:
+        """So many blocks of several KV caches, for a sequence that may need more than one has; None: too few are free.
+        """
+
+    def expect(self, num_blocks: int, until_s: float) -> None:
+        """Some KV caches may be missing until then, on the monotonic clock; all together have so many blocks."""
 
     def note(self, sequence: Sequence) -> None:
         """A sequence will be opened in the cache that it names."""
@@ -27,6 +46,16 @@ class OnlyPlacement:
 
     def choose(self, sequence: Sequence, fitting: SequenceOf[int], session: Session) -> int:
         return fitting[0]
+
+    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger]) -> Room:
+        num_blocks = max((each.num_blocks for each in ledgers.values()), default=0)
+        return Room(num_blocks, f"the cache has {num_blocks}")
+
+    def divide(self, sequence: Sequence, num_blocks: int, session: Session) -> DividedLedger | None:
+        return None
+
+    def expect(self, num_blocks: int, until_s: float) -> None:
+        pass
 
     def note(self, sequence: Sequence) -> None:
         pass

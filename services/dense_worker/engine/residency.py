@@ -44,7 +44,7 @@ class Residency:
     def preempt(self, victim: Sequence) -> None:
         """A running sequence gives up its blocks, and waits again."""
         for step in self._session.in_flight:
-            step.published.left.setdefault(victim, victim.cache_id)
+            step.published.left.setdefault(victim, victim.cache_ids)
         self.leave(victim)
         self.wait(victim)
         self.num_preemptions += 1

@@ -32,6 +32,7 @@ from services.dense_worker.features.row_policy import RowPolicy
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns, spans_of
 
 GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id
+_RETURN_TIMEOUT_S = 60.0  # in which an attention worker that has died comes back, or never
 
 
 class Scheduler:
@@ -65,6 +66,7 @@ class Scheduler:
         self._placement = placement or OnlyPlacement()
         self._next_step_id = 1
         self._had_parked = False  # when features were last asked to provide what sequences lack
+        self._awaits_caches_until_s: float | None = None  # on the monotonic clock
         self._num_past_preemptions = 0  # in earlier attachments
         self._begin_parts()
 
@@ -113,6 +115,7 @@ class Scheduler:
         self.session = session
         self._num_past_preemptions = self.num_preemptions
         self._begin_parts()
+        self._await_caches(session.attachment.max_model_len // session.ledger.block_size)
         self._waiting.clear()
         for sequence in self._sequences.values():
             sequence.leave_cache()
@@ -134,16 +137,13 @@ class Scheduler:
     def why_needed(self) -> str | None:
         """Why the KV caches that are given up must stay: a request that no other one could hold. None: they may go."""
         session, limit = self.session, self.limits.max_num_batched_tokens
-        largest = max(
-            (each.num_blocks for key, each in session.ledgers.items() if key not in session.draining), default=0
-        )
-        num_blocks = max(
-            (session.ledger.most_blocks(each.max_num_cached_tokens, limit) for each in self._sequences.values()),
-            default=0,
-        )
-        if num_blocks <= largest:
-            return None
-        return f"a request needs {num_blocks} KV cache blocks, the largest cache that would be left has {largest}"
+        left = {key: each for key, each in session.ledgers.items() if key not in session.draining}
+        for each in self._sequences.values():
+            num_blocks = session.ledger.most_blocks(each.max_num_cached_tokens, limit)
+            room = self._placement.room_for(each, left)
+            if num_blocks > room.num_blocks:
+                return f"a request needs {num_blocks} KV cache blocks, of those that would be left {room.text}"
+        return None
 
     def lose_cache(self, cache_id: int, *, is_crash: bool) -> list[SequenceOutput]:
         """An attention worker has gone, and others are left: its sequences wait again, in their order.
@@ -151,15 +151,18 @@ class Scheduler:
         What steps in flight compute of them is void. Ends those that were alone in a step when several workers crashed.
         """
         session, lost = self.session, list[Sequence]()
-        for opening in [each for each in session.openings.values() if each.sequence.cache_id == cache_id]:
+        if is_crash:
+            self._await_caches(sum(each.num_blocks for each in session.ledgers.values()))
+        for opening in [each for each in session.openings.values() if cache_id in each.sequence.cache_ids]:
             lost.append(opening.sequence)
             del session.openings[opening.sequence.seq_id]
             session.closing.discard(opening.sequence.seq_id)
             session.release_reservation(opening.sequence)
+            session.close_rest(opening.sequence, cache_id)
             for feature in opening.sequence.features:
                 feature.leave(self.num_steps)
         session.to_open = [each for each in session.to_open if each.cache_id != cache_id]
-        for sequence in [each for each in session.running if each.cache_id == cache_id]:
+        for sequence in [each for each in session.running if cache_id in each.cache_ids]:
             lost.append(sequence)
             self._residency.leave(sequence)
         session.remove_cache(cache_id)
@@ -168,7 +171,7 @@ class Scheduler:
         under_way = spans_of(step.published.plan for step in session.in_flight)
         for step in session.in_flight:
             left = step.published.left.items()
-            step.published.lost.update(lost, [each for each, where in left if where == cache_id])
+            step.published.lost.update(lost, [each for each, where in left if cache_id in where])
         for sequence in lost:
             if sequence.status is SequenceStatus.FINISHED:  # cancelled while it was being opened
                 continue
@@ -181,16 +184,21 @@ class Scheduler:
             self._suspects.add(sequence)
         return outputs + self._refuse_too_large()
 
+    def _await_caches(self, num_blocks: int) -> None:
+        """For some time, sequences that need KV caches with so many blocks together wait for those that are missing."""
+        self._awaits_caches_until_s = time.monotonic() + _RETURN_TIMEOUT_S
+        self._placement.expect(num_blocks, self._awaits_caches_until_s)
+
     def _refuse_too_large(self) -> list[SequenceOutput]:
         """Ends waiting sequences for which no KV cache that is left has room."""
         outputs, ledger = list[SequenceOutput](), self.session.ledger
         for sequence in list(self._waiting):
             num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
-            if num_blocks > ledger.num_blocks:
+            room = self._placement.room_for(sequence, self.session.ledgers)
+            if num_blocks > room.num_blocks:
                 self._finish(sequence)
                 error = CapacityError(
-                    f"the request needs {num_blocks} KV cache blocks, the largest cache that is left has"
-                    f" {ledger.num_blocks}"
+                    f"the request needs {num_blocks} KV cache blocks, of those that are left {room.text}"
                 )
                 outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
         return outputs
@@ -221,10 +229,9 @@ class Scheduler:
         if sequence.policy is not None:
             sequence.policy.check(ledger, self.limits)
         num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
-        if num_blocks > ledger.num_blocks:
-            raise CapacityError(
-                f"{num_tokens} tokens need {num_blocks} KV cache blocks, the cache has {ledger.num_blocks}"
-            )
+        room = self._placement.room_for(sequence, self.session.ledgers)
+        if num_blocks > room.num_blocks:
+            raise CapacityError(f"{num_tokens} tokens need {num_blocks} KV cache blocks, {room.text}")
         self._waiting.admit(sequence)
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
@@ -250,6 +257,9 @@ class Scheduler:
         for sequence, error in self._waiting.expired(now_s):
             self._finish(sequence)
             outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
+        if self._awaits_caches_until_s is not None and now_s > self._awaits_caches_until_s:
+            self._awaits_caches_until_s = None
+            outputs += self._refuse_too_large()
         return outputs
 
     def next_to_open(self) -> list[Sequence]:
@@ -286,9 +296,9 @@ class Scheduler:
                 continue
             sequence.status = SequenceStatus.OPENING
             state = sequence.describe_to_runner()
-            opening = Opening(sequence, sequence.describe(), state, time.monotonic())
-            session.openings[sequence.seq_id] = opening
-            session.to_open.append(opening.new)
+            news = sequence.describe_to_caches()
+            session.openings[sequence.seq_id] = Opening(sequence, news[0], state, time.monotonic())
+            session.to_open += news
             if sequence.is_suspect:
                 break
         if not (session.running or session.openings or session.closing or self._waiting.has_parked):
@@ -303,6 +313,8 @@ class Scheduler:
         session = self.session
         opening = session.openings.pop(answer.seq_id, None)
         if opening is None:
+            if answer.seq_id in session.closing:
+                return None  # another one of its KV caches was lost meanwhile
             raise PeerError(f"sequence {answer.seq_id:x} is not being opened")
         sequence = opening.sequence
         self.session.release_reservation(sequence)
@@ -316,7 +328,8 @@ class Scheduler:
         sequence.num_reserved_blocks = min(num_missing, ledger.num_available_blocks)
         ledger.reserve(sequence.num_reserved_blocks)
         sequence.num_blocks = answer.num_held_blocks
-        sequence.num_evicted_blocks = ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
+        num_evicted = ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
+        sequence.num_evicted_blocks = 0 if sequence.divided is not None else num_evicted
         sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = answer.num_cached_tokens

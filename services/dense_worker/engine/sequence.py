@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.errors import TwostrokeError
+from services.dense_worker.engine.block_ledger import DividedLedger
 from services.dense_worker.engine.fairness.flows import Flow
 from services.dense_worker.engine.sequence_counts import SequenceCounts
 from services.dense_worker.features.sequence_feature import ResourceKey, SequenceFeature
@@ -66,6 +67,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
     counts: SequenceCounts = field(default_factory=SequenceCounts)  # or those of its row of `DecodeRows`
     cache_id: int = 0  # the KV cache, of several attention workers', in which it is or was, or will be opened
+    divided: DividedLedger | None = None  # its blocks, if several KV caches have some, from its opening on
     leaves_cache_id: int | None = None  # the one that it has left, which may have its blocks to copy, until it runs
     lane: int = 0  # in which it runs, or ran last
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
@@ -111,6 +113,17 @@ class Sequence:
     @num_reserved_blocks.setter
     def num_reserved_blocks(self, value: int) -> None:
         self.counts.num_reserved_blocks = value
+
+    @property
+    def cache_ids(self) -> Collection[int]:
+        """The KV caches in which it is or was, or will be opened."""
+        return (self.cache_id,) if self.divided is None else self.divided.cache_ids
+
+    def num_blocks_in(self, cache_id: int) -> int:
+        """Blocks of one of these that it has or that are promised to it."""
+        if self.divided is not None:
+            return self.divided.num_blocks_in(cache_id)
+        return self.num_blocks + self.num_reserved_blocks
 
     @property
     def is_suspect(self) -> bool:
@@ -201,7 +214,11 @@ class Sequence:
         """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""
         self.counts = SequenceCounts(num_pending_tokens=self.num_pending_tokens)
         self.num_draft_tokens = self.num_evicted_blocks = self.num_opened_tokens = 0
-        self.leaves_cache_id = None
+        self.leaves_cache_id = self.divided = None
+
+    def describe_to_caches(self) -> list[NewSequence]:
+        """The sequence with its present tokens, for each KV cache that has some of it."""
+        return [self.describe()] if self.divided is None else self.divided.split(self.describe())
 
     def describe(self) -> NewSequence:
         """The sequence with its present tokens, for the KV cache; with those that all its rows share."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,8 +57,8 @@ class PublishedPlan:
     closes_rows: bool = False  # dead ones
     frees_blocks: bool = False  # for others, by more than dead rows
     lost: set[Sequence] = field(default_factory=set)  # whose attention worker went away before the step had ended
-    # Those that have left their KV cache since the step was published, with its cache_id.
-    left: dict[Sequence, int] = field(default_factory=dict)
+    # Those that have left their KV cache since the step was published, with its cache_id, or several.
+    left: dict[Sequence, Collection[int]] = field(default_factory=dict)
 
     def taken_blocks(self, seq_id: int) -> Iterator[tuple[Sequence, int]]:
         """The sequence of an entry, and how many blocks it has taken; nothing if the plan has no such entry."""
@@ -185,8 +185,8 @@ class Session:
         return max(self.ledgers.values(), key=lambda each: each.num_blocks)
 
     def ledger_of(self, sequence: Sequence) -> BlockLedger:
-        """The blocks of the KV cache in which a sequence is, or will be opened."""
-        return self.ledgers[sequence.cache_id]
+        """The blocks of the KV cache in which a sequence is, or will be opened; or its own, of several."""
+        return sequence.divided or self.ledgers[sequence.cache_id]
 
     def cache_of_orphan(self, seq_id: int) -> int:
         """The KV cache that has the blocks of a sequence of an earlier dense worker."""
@@ -366,6 +366,16 @@ class Session:
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
         self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
+
+    def close_rest(self, sequence: Sequence, lost_cache_id: int) -> None:
+        """A sequence was being opened when one of its KV caches was lost: it leaves the others with the next plan."""
+        if sequence.divided is not None:
+            num_openings = len(self.to_open)
+            self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id]
+            if len(self.to_open) == num_openings:  # they have been sent
+                sequence.divided.take_without(lost_cache_id)
+                self._close_ids([sequence.seq_id], sequence.lane)
+            sequence.divided = None
 
     def _close_ids(self, seq_ids: Iterable[int], lane: int) -> None:
         for seq_id in seq_ids:

@@ -73,6 +73,8 @@ class Admission:
         if num_held_blocks is None:
             num_held_blocks = session.orphaned_blocks.get(sequence.seq_id, 0)
             num_held_blocks = num_held_blocks or self._forks.num_shared_blocks(sequence, session)
+        if sequence.divided is not None:
+            return max(0, sequence.divided.num_blocks - num_held_blocks)
         if sequence.policy is not None:
             num_blocks = sequence.policy.blocks_to_promise(session.ledger, self._num_tokens(sequence))
             return max(0, num_blocks - num_held_blocks)
@@ -125,7 +127,10 @@ class Admission:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
         if sequence.num_rows > self._num_places or not self._session.has_room_for_sequence:
             return False
-        session, home = self._session, self._home_of(sequence)
+        session, num_blocks = self._session, self._most_blocks(sequence)
+        if num_blocks > session.ledger.num_blocks:
+            return self._divide(sequence, num_blocks)
+        home = self._home_of(sequence)
         fitting = [] if home is None else self._fitting([home], self.blocks_to_reserve(sequence))
         if not fitting and sequence.seq_id not in session.orphaned_blocks:
             others = [each for each in session.ledgers if each != home and each not in session.draining]
@@ -135,6 +140,19 @@ class Admission:
         sequence.cache_id = self._placement.choose(sequence, fitting, session) if len(fitting) > 1 else fitting[0]
         self._placement.note(sequence)
         return True
+
+    def _divide(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether several KV caches have room for a sequence that may need more blocks than any has."""
+        if sequence.seq_id in self._session.orphaned_blocks:
+            self._session.close_orphaned([sequence.seq_id])  # of a larger cache that is gone
+            return False
+        sequence.divided = self._placement.divide(sequence, num_blocks, self._session)
+        if sequence.divided is not None:
+            sequence.cache_id = next(iter(sequence.divided.cache_ids))
+        return sequence.divided is not None
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        return self._session.ledger.most_blocks(sequence.max_num_cached_tokens, self._max_num_batched_tokens)
 
     def _home_of(self, sequence: Sequence) -> int | None:
         """The KV cache that has blocks of it already, or blocks that it could share; None: none has."""
@@ -153,8 +171,14 @@ class Admission:
         ]
 
     def _ready_heads(self) -> Iterator[Sequence]:
-        """The first sequence of each waiting client, in the order of their turns; without those that are leaving."""
-        return filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks))
+        """The first sequence of each waiting client, in the order of their turns.
+
+        Without those that are leaving, and without those that wait for a KV cache to come back.
+        """
+        num_blocks = sum(each.num_blocks for each in self._session.ledgers.values())
+        for sequence in filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks)):
+            if sequence.policy is not None or self._most_blocks(sequence) <= num_blocks:
+                yield sequence
 
     def _make_room(self) -> Sequence | None:
         """Preempts sequences for the first client in turn that has a right to their places or blocks.

@@ -127,7 +127,7 @@ def _victims_of(
     places, blocks = Holdings(holders, held_places), Holdings(holders, orphaned_blocks)
     candidates = [each for each in reversed(session.running[1:]) if each.spec.priority >= newcomer.spec.priority]
     if num_missing > 0:
-        candidates = [each for each in candidates if each.cache_id == cache_id]
+        candidates = [each for each in candidates if cache_id in each.cache_ids]
     victims: list[Sequence] = []
     while num_missing_places > 0 or num_missing > 0:
         holdings, amount = (places, newcomer.num_rows) if num_missing_places > 0 else (blocks, num_blocks)
@@ -139,7 +139,7 @@ def _victims_of(
         places.remove(victim)
         blocks.remove(victim)
         victims.append(victim)
-        num_missing -= orphaned_blocks(victim)
+        num_missing -= victim.num_blocks_in(cache_id) if cache_id in victim.cache_ids else 0
         num_missing_places -= held_places(victim)
     return victims
 

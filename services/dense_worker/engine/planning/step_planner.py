@@ -276,7 +276,7 @@ class StepPlanner:
         self._session.lanes[self._lane].short_caches.add(sequence.cache_id)
         if self._session.awaits_blocks:
             return
-        beside = [each for each in self._session.running if each.cache_id == sequence.cache_id]
+        beside = [each for each in self._session.running if sequence.cache_id in each.cache_ids]
         victim = choose_victim_of_shortage(beside, step.scheduled())
         if victim is not None:
             self._residency.preempt(victim)

@@ -163,7 +163,7 @@ def test_metadata_of_a_mixed_step() -> None:
     assert step.positions.tolist() == [5, 0, 1, 2, 3, 4, 5]
     assert step.slot_mapping.tolist() == [5, 8, 9, 10, 11, 12, 13]
     assert step.rope_lens.tolist() == [6, 7, 7, 7, 7, 7, 7]
-    others = ("windows", "others", "rope_positions", "num_later")
+    others = ("windows", "others", "rope_positions", "num_later", "num_other_rows")
     dtypes = {name: getattr(step, name).dtype for name in step.__slots__ if name not in others}
     assert dtypes.pop("slot_mapping") == np.int64 and set(dtypes.values()) == {np.dtype(np.int32)}
 

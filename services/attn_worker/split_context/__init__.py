@@ -1,0 +1,1 @@
+"""Parts of sequences whose keys and values are split along the context over several attention workers."""
