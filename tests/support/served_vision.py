@@ -28,13 +28,19 @@ TEMPLATE = (
 )
 
 
-def make_served_vision_model(path: Path, variant: str = "qwen2_5_vl", **text: Any) -> Path:
+def make_served_vision_model(
+    path: Path,
+    variant: str = "qwen2_5_vl",
+    image_token: str = IMAGE_TOKEN,
+    template: str | None = TEMPLATE,
+    **text: Any,
+) -> Path:
     """A random model with the embedded model's tokenizer, which has tokens for pictures, too; `text`: of its config."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    tokens = [IMAGE_TOKEN, START, END, *_OTHER_TOKENS.get(variant, ())]
+    tokens = [image_token, START, END, *_OTHER_TOKENS.get(variant, ())]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
-    tokenizer.chat_template = TEMPLATE
-    ids = tokenizer.convert_tokens_to_ids([IMAGE_TOKEN, START, END])
+    tokenizer.chat_template = template
+    ids = tokenizer.convert_tokens_to_ids([image_token, START, END])
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
     text = {"vocab_size": len(tokenizer), **text}
     make_vision_model(path, variant, text=text, **dict(zip(names, ids, strict=True)))

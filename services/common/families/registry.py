@@ -234,6 +234,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
 
 # Models of text and images, of which the text part is served: the architecture, by model_type.
 TEXT_PARTS: dict[str, str] = {
+    "blip-2": "Blip2ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
     "llava_onevision": "LlavaOnevisionForConditionalGeneration",

@@ -1,4 +1,4 @@
-"""`PatchTower`: the sizes of a tower of square pictures with learned positions, as CLIP and SigLIP have it."""
+"""`PatchTower`: the sizes of a tower of square pictures with learned positions, as CLIP, SigLIP and BLIP-2 have it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ class PatchTower:
 
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"  # as a vision_config names them
+BLIP2 = "blip_2_vision_model"
 
 
 def read_patch_tower(fields: VisionFields, num_layers: int, *, has_final_norm: bool) -> PatchTower:
-    """The tower in a vision_config of CLIP or SigLIP. num_layers: how many of its layers are computed."""
+    """The tower in a vision_config of CLIP, SigLIP or BLIP-2. num_layers: how many of its layers are computed."""
     fields.only("num_channels", fields.tower.get("num_channels", 3), 3)
     return PatchTower(
         num_layers,
@@ -54,6 +55,6 @@ def read_patch_tower(fields: VisionFields, num_layers: int, *, has_final_norm: b
         fields.size("patch_size"),
         fields.activation(fields.tower, "hidden_act"),
         float(fields.tower["layer_norm_eps"]),
-        has_class_token=fields.tower.get("model_type") == CLIP,
+        has_class_token=fields.tower.get("model_type") in (CLIP, BLIP2),
         has_final_norm=has_final_norm,
     )

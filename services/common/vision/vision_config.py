@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from services.common.errors import ModelError
 from services.common.json_files.read_json import read_json
+from services.common.vision.blip2 import CHAT_TEMPLATE, Blip2Tower, read_blip2
 from services.common.vision.gemma3 import Gemma3Tower, read_gemma3
 from services.common.vision.internvl import InternVLTower, read_internvl
 from services.common.vision.layout import Layout
@@ -26,7 +27,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of OpenAI's CLIP
 HALF = (0.5, 0.5, 0.5)
 
-TowerConfig = QwenTower | LlavaTower | Gemma3Tower | PixtralTower | InternVLTower
+TowerConfig = QwenTower | LlavaTower | Gemma3Tower | PixtralTower | InternVLTower | Blip2Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,12 @@ class VisionFamily:
     read: Callable[[VisionFields], tuple[TowerConfig, Layout]]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    chat_template: str = ""  # for files that have none, with "<picture>" for the token of a picture
+    precedes_text: bool = False  # pictures stand before the token that begins a text
 
 
 FAMILIES: dict[str, VisionFamily] = {  # by model_type of config.json
+    "blip-2": VisionFamily(read_blip2, CLIP_MEAN, CLIP_STD, CHAT_TEMPLATE, precedes_text=True),
     "gemma3": VisionFamily(read_gemma3, HALF, HALF),
     "internvl": VisionFamily(read_internvl, CLIP_MEAN, CLIP_STD),
     "llava": VisionFamily(read_llava, CLIP_MEAN, CLIP_STD),

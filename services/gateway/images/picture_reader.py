@@ -8,7 +8,7 @@ from typing import TypeAlias
 from services.common.config import GatewaySection
 from services.common.errors import ConfigError, InvalidRequest
 from services.common.fairness.client_turns import Client
-from services.common.vision.vision_config import VisionConfig
+from services.common.vision.vision_config import FAMILIES, VisionConfig
 from services.gateway.images.decoder import Decoder, Encoding
 from services.gateway.images.picture import Picture, expand
 from services.gateway.images.sources import PictureSources
@@ -89,8 +89,13 @@ def picture_token(vision: VisionConfig, tokenizer: Tokenizer) -> str:
 
 def picture_text(vision: VisionConfig, tokenizer: Tokenizer) -> PictureText:
     """What chat templates write for a picture, and what is tokenized for it."""
-    token, layout = picture_token(vision, tokenizer), vision.layout
-    return PictureText(layout.marker or token, layout.text.format(token) if layout.text else token)
+    token, layout, family = picture_token(vision, tokenizer), vision.layout, FAMILIES[vision.family]
+    return PictureText(
+        layout.marker or token,
+        layout.text.format(token) if layout.text else token,
+        family.chat_template.replace("<picture>", token),
+        family.precedes_text,
+    )
 
 
 def _token_id(name: str, tokenizer: Tokenizer) -> int:

@@ -11,6 +11,8 @@ class PictureText(NamedTuple):
 
     marker: str  # in a rendered chat, and in prompts
     text: str  # what is tokenized instead; it has the picture's token once
+    chat_template: str = ""  # of a model whose files have none; empty: there is none
+    precedes_text: bool = False  # of a prompt of text, with the tokens that begin it
 
     def written(self, text: str) -> str:
         """A rendered text with what is tokenized for its pictures."""

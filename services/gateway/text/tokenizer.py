@@ -62,7 +62,7 @@ class Tokenizer:
         """
         self.heavy_work = heavy_work or HeavyWork()
         self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
-        self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, never changed
+        self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, not changed after the start
         self._backend = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
         self._backend.no_padding()
@@ -85,13 +85,19 @@ class Tokenizer:
         """The model sees pictures: chats may have some from now on, for which this stands."""
         self._picture_text = picture_text
         self._template.may_want_parts = True
+        if self.hf_tokenizer.chat_template is None and picture_text.chat_template:
+            self.hf_tokenizer.chat_template = picture_text.chat_template
 
     async def encode_prompt(self, text: str, num_pictures: int) -> list[int]:
         """Token ids of a prompt of text beside which there are pictures: without a place for any, they are in front."""
-        assert self._picture_text is not None, "the model sees pictures"
-        if self._picture_text.marker not in text:
-            text = self._picture_text.marker * num_pictures + text
-        return await self.encode(self._picture_text.written(text))
+        pictures = self._picture_text
+        assert pictures is not None, "the model sees pictures"
+        if pictures.marker in text:
+            return await self.encode(pictures.written(text))
+        in_front = pictures.written(pictures.marker * num_pictures)
+        if pictures.precedes_text:
+            return [*await self.encode(in_front, False), *await self.encode(text)]
+        return await self.encode(in_front + text)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""

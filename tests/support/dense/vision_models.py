@@ -104,6 +104,33 @@ _INTERNVL = {
 _INTERNVL_PROCESSOR = {"size": {"height": 32, "width": 32}, "max_patches": 6, "crop_to_patches": True}
 
 VARIANTS: dict[str, Variant] = {
+    "blip2": Variant(
+        "Blip2ForConditionalGeneration",
+        {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "num_query_tokens": 6,
+            "text_config": {**_TEXT, "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32},
+            "vision_config": {
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 32,
+                "patch_size": 8,
+            },
+            "qformer_config": {
+                "hidden_size": 16,
+                "intermediate_size": 20,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "vocab_size": 8,
+                "max_position_embeddings": 8,
+            },
+        },
+        "BlipImageProcessorPil",
+        "blip.image_processing_pil_blip",
+        {"size": {"height": 32, "width": 32}},
+    ),
     "gemma3": Variant(  # windows in all layers but one, shorter than the text and longer than a picture
         "Gemma3ForConditionalGeneration",
         {
@@ -324,7 +351,7 @@ def true_logits(
     """The logits of all tokens, [num_tokens, vocab]; the picture's tokens stand in `token_ids` as often as needed."""
     ids = torch.tensor([list(token_ids)])
     given = dict(true_pixels(variant, pictures)) if pictures else {}
-    if variant.partition("_")[0] not in ("internvl", "llava", "mistral3"):
+    if variant.partition("_")[0] not in ("blip2", "internvl", "llava", "mistral3"):
         name = "token_type_ids" if variant == "gemma3" else "mm_token_type_ids"
         given[name] = (ids == IMAGE_TOKEN_ID).long()
     for name in ("num_crops", "num_patches"):

@@ -13,6 +13,7 @@ import torch
 from services.common.errors import ModelError
 from services.common.gpu import naming_what_needs_memory
 from services.common.vision.vision_config import PixelScale, TowerConfig, VisionConfig
+from services.dense_worker.encoders.vision.blip2 import build_blip2_tower
 from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
 from services.dense_worker.encoders.vision.internvl import build_internvl_tower
 from services.dense_worker.encoders.vision.llava import build_any_llava_tower, build_llava_next_tower
@@ -44,6 +45,7 @@ class Tower(Protocol):
 
 # Builds the parts of a family; its tensors have the names of transformers' newest files, without a leading "model.".
 BUILDERS: dict[str, Callable[..., Tower]] = {
+    "blip-2": build_blip2_tower,
     "gemma3": build_gemma3_tower,
     "internvl": build_internvl_tower,
     "llava": build_any_llava_tower,
