@@ -1,4 +1,4 @@
-"""Families of an encoder and a decoder with cross attention: T5, mT5, BART, mBART, Marian, FairSeq's NMT, Whisper.
+"""Families of an encoder and a decoder with cross attention: T5, BART, Marian, FairSeq's NMT, Whisper, Nougat, others.
 
 A layer of their decoders counts as two: self attention alone, then cross attention with the MLP.
 """
@@ -21,6 +21,7 @@ from services.common.families.shape import (
     RelativeBias,
     ResidualKind,
     SinusoidalPositions,
+    SwinConfig,
 )
 
 _T5_POSITIONS = 512  # of most models, whose relative bias has no limit of its own
@@ -129,6 +130,60 @@ def read_whisper(fields: ConfigFields) -> ModelConfig:
         num_mel_bins=fields.size("num_mel_bins"),
     )
     return replace(config, parts=parts, encoder=encoder)
+
+
+def read_vision_encoder_decoder(fields: ConfigFields) -> ModelConfig:
+    """Nougat and Donut: an encoder of pictures, and the decoder of mBART alone."""
+    names = "encoder", "decoder"
+    inner, kinds = [fields[name] for name in names], ("donut-swin", "mbart")
+    for name, each, kind in zip(names, inner, kinds, strict=True):
+        if each.model_type != kind:
+            raise fields.error(f"{name}.model_type", each.model_type, f"supported: {kind}")
+    encoder, decoder = inner
+    of_decoder = ConfigFields(fields.family, fields.raw["decoder"], decoder, fields.path)
+    of_decoder.ignore("add_cross_attention")
+    config = _read_bart(of_decoder, normalizes_sums=False, has_embedding_norm=True)
+    of_decoder.check_all_understood()
+    swin = _read_swin(ConfigFields(fields.family, fields.raw["encoder"], encoder, fields.path))
+    hidden_size = swin.embed_dim * 2 ** (len(swin.depths) - 1)
+    if hidden_size != config.hidden_size:
+        raise fields.error("encoder.hidden_size", hidden_size, f"expected the decoder's d_model {config.hidden_size}")
+    assert config.encoder is not None
+    rows = replace(config.encoder, max_source_len=swin.num_outputs, num_learned_positions=0, vocab_size=0, swin=swin)
+    return replace(config, parts=replace(config.parts, head_bias=False), encoder=rows)
+
+
+def _read_swin(fields: ConfigFields) -> SwinConfig:
+    fields.only("num_channels", 3)
+    fields.only("use_absolute_embeddings", False)
+    fields.ignore("drop_path_rate", "path_norm", "num_layers", "hidden_size")
+    size, depths, num_heads = fields["image_size"], fields["depths"], fields["num_heads"]
+    height, width = (size, size) if isinstance(size, int) else size
+    if not 1 <= len(depths) <= 8 or len(num_heads) != len(depths) or not 1 <= min(depths) <= max(depths) <= MAX_LAYERS:
+        raise fields.error("depths", depths, f"expected up to 8 numbers, as many as num_heads {num_heads}")
+    if fields["hidden_act"] != "gelu":
+        raise fields.unsupported("hidden_act", fields["hidden_act"], "gelu")
+    swin = SwinConfig(
+        height=height,
+        width=width,
+        patch_size=fields.size("patch_size"),
+        embed_dim=fields.size("embed_dim"),
+        depths=tuple(depths),
+        num_heads=tuple(num_heads),
+        window_size=fields.size("window_size"),
+        mlp_ratio=float(fields["mlp_ratio"]),
+        has_qkv_bias=fields.flag("qkv_bias"),
+        activation=Activation.GELU,
+        norm_eps=float(fields["layer_norm_eps"]),
+    )
+    smallest = min(swin.grid(len(depths) - 1))
+    if smallest < swin.window_size:
+        raise fields.error("window_size", swin.window_size, f"expected at most the last stage's {smallest} rows")
+    for stage, count in enumerate(num_heads):
+        if swin.embed_dim * 2**stage % count:
+            raise fields.error("num_heads", num_heads, f"expected divisors of {swin.embed_dim} and its doubles")
+    fields.check_all_understood()
+    return swin
 
 
 def _read_bart(

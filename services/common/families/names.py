@@ -554,6 +554,15 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "marian": _BART,
     "fsmt": replace(_BART, embedding="model.decoder.embed_tokens", head="model.decoder.output_projection"),
     "whisper": replace(_BART, embedding="model.decoder.embed_tokens", head="proj_out"),
+    "vision-encoder-decoder": replace(
+        _BART,
+        embedding="decoder.model.decoder.embed_tokens",
+        embedding_norm="decoder.model.decoder.layernorm_embedding",
+        positions="decoder.model.decoder.embed_positions",
+        layers="decoder.model.decoder.layers",
+        final_norm="decoder.model.decoder.layer_norm",
+        head="decoder.lm_head",
+    ),
 }
 
 

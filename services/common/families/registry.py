@@ -13,6 +13,7 @@ from services.common.families.encoder_decoder import (
     read_marian,
     read_mbart,
     read_t5,
+    read_vision_encoder_decoder,
     read_whisper,
 )
 from services.common.families.experts import (
@@ -230,6 +231,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "marian": Family("MarianMTModel", read_marian),
     "fsmt": Family("FSMTForConditionalGeneration", read_fsmt),
     "whisper": Family("WhisperForConditionalGeneration", read_whisper),
+    "vision-encoder-decoder": Family("VisionEncoderDecoderModel", read_vision_encoder_decoder),
 }
 
 # Models of text and images, of which the text part is served: the architecture, by model_type.

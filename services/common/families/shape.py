@@ -426,6 +426,37 @@ class SinusoidalPositions:
 
 
 @dataclass(frozen=True, slots=True)
+class SwinConfig:
+    """An encoder of pictures whose patches see each other in windows (Swin, arXiv:2103.14030), as Donut has it.
+
+    Between two stages four neighbouring rows become one of twice the size.
+    """
+
+    height: int  # of a picture, in pixels
+    width: int
+    patch_size: int
+    embed_dim: int  # of a row in the first stage
+    depths: tuple[int, ...]  # layers of each stage
+    num_heads: tuple[int, ...]  # in each stage
+    window_size: int  # along a side, in rows
+    mlp_ratio: float
+    has_qkv_bias: bool
+    activation: Activation
+    norm_eps: float
+
+    def grid(self, stage: int) -> tuple[int, int]:
+        """Rows and columns in a stage, counted from 0."""
+        sides = -(-self.height // self.patch_size), -(-self.width // self.patch_size)
+        return -(-sides[0] // 2**stage), -(-sides[1] // 2**stage)
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the output."""
+        rows, columns = self.grid(len(self.depths) - 1)
+        return rows * columns
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderConfig:
     """The encoder of a model whose decoder has cross attention. Only the dense worker computes it."""
 
@@ -437,8 +468,9 @@ class EncoderConfig:
     has_final_norm: bool
     num_learned_positions: int = 0  # rows of its own table, without its offset; 0: none
     has_own_embedding: bool = False  # a table of its own, of `vocab_size` rows; else it shares the decoder's
-    vocab_size: int = 0  # ids that its tokens may have; 0: it reads sound
-    num_mel_bins: int = 0  # of sound, whose features become rows by two convolutions; 0: it reads tokens
+    vocab_size: int = 0  # ids that its tokens may have; 0: it reads sound or pictures
+    num_mel_bins: int = 0  # of sound, whose features become rows by two convolutions; 0: it reads none
+    swin: SwinConfig | None = None  # of pictures; with it the sizes above, but for the rows, mean nothing
 
 
 @dataclass(frozen=True, slots=True)

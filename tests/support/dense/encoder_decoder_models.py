@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    VisionEncoderDecoderModel,
 )
 
 VOCAB_SIZE, SOURCE_VOCAB_SIZE, NUM_MEL_BINS, MAX_SOURCE_LEN = 96, 80, 8, 20
@@ -43,6 +44,23 @@ _T5 = {
     "relative_attention_max_distance": 20,
     "decoder_start_token_id": 0,
 }
+# Grids of 15 x 10, 8 x 5 and 4 x 3 rows: windows of 3 are padded and shifted, in the last one neither along a side.
+SWIN = {
+    "model_type": "donut-swin",
+    "image_size": [58, 40],
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": [2, 1, 2],
+    "num_heads": [2, 2, 4],
+    "window_size": 3,
+    "mlp_ratio": 2.0,
+}
+_PAGES = {
+    "encoder": SWIN,
+    "decoder": _BART | {"model_type": "mbart", "scale_embedding": True, "tie_word_embeddings": False},
+    "decoder_start_token_id": 2,
+    "pad_token_id": 1,
+}
 _WHISPER = {name: value for name, value in _BART.items() if name != "max_position_embeddings"}
 
 # The model_type and the fields of config.json, by name of the variant.
@@ -57,6 +75,11 @@ ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         _BART | {"scale_embedding": True, "pad_token_id": VOCAB_SIZE - 1, "decoder_start_token_id": VOCAB_SIZE - 1},
     ),
     "fsmt": ("fsmt", _BART | {"src_vocab_size": SOURCE_VOCAB_SIZE, "tgt_vocab_size": VOCAB_SIZE}),
+    "nougat": ("vision-encoder-decoder", _PAGES),
+    "donut-tied": (
+        "vision-encoder-decoder",
+        _PAGES | {"decoder": {**_PAGES["decoder"], "tie_word_embeddings": True, "scale_embedding": False}},
+    ),
     "whisper": (
         "whisper",
         _WHISPER
@@ -79,12 +102,16 @@ def make_encoder_decoder(path: Path, variant: str, seed: int = 0, **overrides: A
     family, fields = ENCODER_DECODERS[variant]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        kind = AutoModelForSpeechSeq2Seq if family == "whisper" else AutoModelForSeq2SeqLM
-        model = kind.from_config(AutoConfig.for_model(family, **fields | overrides))
+        config = AutoConfig.for_model(family, **fields | overrides)
+        if family == "vision-encoder-decoder":
+            model = VisionEncoderDecoderModel(config)
+        else:
+            kind = AutoModelForSpeechSeq2Seq if family == "whisper" else AutoModelForSeq2SeqLM
+            model = kind.from_config(config)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
-            elif "relative_attention_bias" in name:
+            elif "relative_attention_bias" in name or "relative_position_bias" in name:
                 torch.nn.init.normal_(parameter)
             elif "embed_positions" in name:
                 if family not in ("marian", "fsmt"):  # which have them by a formula
@@ -103,17 +130,18 @@ def make_encoder_decoder(path: Path, variant: str, seed: int = 0, **overrides: A
 
 def load_true_encoder_decoder(path: Path) -> PreTrainedModel:
     """The model as transformers has it."""
-    kind = AutoModelForSeq2SeqLM
-    if AutoConfig.from_pretrained(path).model_type == "whisper":
-        kind = AutoModelForSpeechSeq2Seq
+    kinds = {"whisper": AutoModelForSpeechSeq2Seq, "vision-encoder-decoder": VisionEncoderDecoderModel}
+    kind = kinds.get(AutoConfig.from_pretrained(path).model_type, AutoModelForSeq2SeqLM)
     return kind.from_pretrained(path).eval()
 
 
 def random_source(truth: PreTrainedModel, length: int, seed: int) -> torch.Tensor:
-    """What the encoder reads: `length` tokens, or features of sound."""
+    """What the encoder reads: `length` tokens, features of sound, or the numbers of a picture's pixels."""
     generator = torch.Generator().manual_seed(seed)
     if truth.main_input_name == "input_features":
         return torch.randn(NUM_MEL_BINS, 2 * MAX_SOURCE_LEN, generator=generator)
+    if truth.main_input_name == "pixel_values":
+        return torch.randn(3, *SWIN["image_size"], generator=generator)
     return torch.randint(FIRST_TOKEN, SOURCE_VOCAB_SIZE, (length,), generator=generator)
 
 

@@ -120,7 +120,7 @@ class WholeModel:
         spans = tuple(span for span, _ in pictures)
         num_rows, key = 0, b""
         if source is not None:
-            num_rows, key = self.weights.encoder.rows.num_rows(source), hashlib.sha256(source.numpy()).digest()
+            num_rows, key = self.weights.encoder.body.num_rows(source), hashlib.sha256(source.numpy()).digest()
         opened = self.cache.open_sequence(seq_id, prompt, len(prompt), key, num_extra_rows=num_rows, spans=spans)
         if not opened.has_extra_rows:
             self._sources[seq_id] = source
@@ -179,7 +179,7 @@ class WholeModel:
         for seq_id, token_id in (*sampled, *forced):
             self._token_ids[seq_id].append(token_id)
         sources = [(seq_id, self._sources.pop(seq_id)) for seq_id, _, _ in entries if seq_id in self._sources]
-        num_rows_of = [(seq_id, self.weights.encoder.rows.num_rows(source)) for seq_id, source in sources]
+        num_rows_of = [(seq_id, self.weights.encoder.body.num_rows(source)) for seq_id, source in sources]
         plan = replace(
             make_plan(entries, sampled=sampled, forks=forks, forced=forced), extra_rows=tuple(num_rows_of)
         )
@@ -208,7 +208,7 @@ class WholeModel:
         if not sources:
             return
         operations, slots = TorchOperations(), [slot for slot, _ in planned.metadata.of(StepSources).writes]
-        output = self.weights.encoder.forward(operations, [each.to(self.device) for each in sources])
+        output = self.weights.encoder.body.forward(operations, [each.to(self.device) for each in sources])
         first = 0
         for pieces in source_pieces([length for _, length in planned.metadata.of(StepSources).writes], MAX_SEAM_ROWS):
             rows = output[first : first + sum(piece.num_rows for piece in pieces)]

@@ -10,11 +10,14 @@ from services.common.families.names import CheckpointNames
 from services.common.families.shape import EncoderConfig, LayerHeads, ResidualKind, SinusoidalPositions
 from services.common.model_config import ModelConfig
 from services.dense_worker.encoders.source.source_encoder import (
+    Body,
     EncoderAttention,
+    SequenceEncoder,
     SoundRows,
     SourceEncoder,
     TokenRows,
 )
+from services.dense_worker.encoders.source.swin_encoder import build_swin_encoder
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.layer import DecoderLayer, NormedQkv, NormedResidual, SequentialResidual
@@ -28,6 +31,18 @@ def build_source_encoder(
     config: ModelConfig, encoder: EncoderConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
 ) -> SourceEncoder:
     """The encoder. `table`: the decoder's embedding, which it mostly shares."""
+    body: Body
+    if encoder.swin is not None:
+        body = build_swin_encoder(encoder.swin, allocator)
+    else:
+        body = build_sequence_encoder(config, encoder, allocator, names, table)
+    return SourceEncoder(body, tuple(_build_cross_kv(config, allocator, names, layer) for layer in config.cross_layers))
+
+
+def build_sequence_encoder(
+    config: ModelConfig, encoder: EncoderConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
+) -> SequenceEncoder:
+    """What reads tokens or sound."""
     page, parts, hidden = names.of_encoder, config.parts, config.hidden_size
     biases = None
     if config.attention.relative_bias is not None:
@@ -40,12 +55,11 @@ def build_source_encoder(
     if encoder.has_final_norm:
         norm = allocator.norm("encoder_norm", page.final_norm, hidden, config.norm_eps, parts.norm)
     make_rows = build_sound_rows if encoder.num_mel_bins else build_token_rows
-    return SourceEncoder(
+    return SequenceEncoder(
         make_rows(config, encoder, allocator, names, table),
         attention,
         tuple(_build_layer(config, encoder, allocator, names, layer) for layer in range(encoder.num_layers)),
         norm,
-        tuple(_build_cross_kv(config, allocator, names, layer) for layer in config.cross_layers),
     )
 
 

@@ -1,9 +1,10 @@
-"""`SourceEncoder`: computes what the cross attention of a decoder reads, from tokens or sound."""
+"""`SourceEncoder`: computes what the cross attention of a decoder reads, from tokens, sound or pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -88,34 +89,65 @@ class EncoderAttention:
         return attend(q, k, v, sequences, scale=self.scale, distance_bias=distance_bias).flatten(1)
 
 
+class Body(Protocol):
+    """What an encoder is made of: a frozen dataclass."""
+
+    def num_rows(self, source: torch.Tensor) -> int:
+        """The rows of an input."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """All parameters by their names within it."""
+
+    def forward(self, operations: Operations, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The encoder's output for all inputs, one after the other: [n, hidden]."""
+
+
 @dataclass(frozen=True, slots=True)
-class SourceEncoder:
-    """The encoder, and for each layer with cross attention the projection of its output to keys and values."""
+class SequenceEncoder:
+    """A `Body` for tokens or sound: layers in which all rows of an input see each other."""
 
     rows: TokenRows | SoundRows
     attention: EncoderAttention
     layers: tuple[DecoderLayer, ...]
     norm: Norm | None
-    cross_kv: tuple[Linear, ...]  # by decoder layer with cross attention: [hidden -> 2 * kv_size], k rows, then v rows
+
+    def num_rows(self, source: torch.Tensor) -> int:
+        """The rows of an input."""
+        return self.rows.num_rows(source)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """All parameters, such as ("encoder.layers.0.qkv_weight", ...)."""
+        """All parameters, such as ("layers.0.qkv_weight", ...)."""
         for parameter in (*parameters(self.rows), *parameters(self.attention), *parameters(self.norm)):
-            yield f"encoder.{parameter.name}", parameter
-        for kind, parts in (("layers", self.layers), ("cross", self.cross_kv)):
-            for index, part in enumerate(parts):
-                for parameter in parameters(part):
-                    yield f"encoder.{kind}.{index}.{parameter.name}", parameter
+            yield parameter.name, parameter
+        for index, part in enumerate(self.layers):
+            for parameter in parameters(part):
+                yield f"layers.{index}.{parameter.name}", parameter
 
     def forward(self, operations: Operations, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """inputs: what `rows` takes -> the encoder's output for all inputs, one after the other: [n, hidden]."""
-        sequences = PackedSequences([self.rows.num_rows(each) for each in inputs], inputs[0].device)
+        sequences = PackedSequences([self.num_rows(each) for each in inputs], inputs[0].device)
         bias = self.attention.distance_bias(sequences.max_length)
         residual = Residual(self.rows.forward(inputs))
         for layer in self.layers:
             qkv, residual = layer.before.forward(operations, residual, None)
             residual = layer.after.forward(operations, self.attention.forward(qkv, sequences, bias), residual)
         return operations.normalize(residual, self.norm)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEncoder:
+    """The encoder, and for each layer with cross attention the projection of its output to keys and values."""
+
+    body: Body
+    cross_kv: tuple[Linear, ...]  # by decoder layer with cross attention: [hidden -> 2 * kv_size], k rows, then v rows
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """All parameters, such as ("encoder.layers.0.qkv_weight", ...)."""
+        for name, parameter in self.body.named_parameters():
+            yield f"encoder.{name}", parameter
+        for index, part in enumerate(self.cross_kv):
+            for parameter in parameters(part):
+                yield f"encoder.cross.{index}.{parameter.name}", parameter
 
     def keys_and_values(self, operations: Operations, output: torch.Tensor) -> Iterator[torch.Tensor]:
         """For each layer with cross attention, in order: k heads, then v heads of the output's rows, [n, 2 * kv_size].

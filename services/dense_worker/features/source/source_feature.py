@@ -42,8 +42,8 @@ class SourceRows(StepPart):
         """Runs the encoder, and hands over keys and values of its output layer by layer."""
         operations, first = TorchOperations(), 0
         inputs = [_to_device(each, channel.qkv) for each in self.inputs]
-        lengths = [self.encoder.rows.num_rows(each) for each in inputs]
-        output = self.encoder.forward(operations, inputs)
+        lengths = [self.encoder.body.num_rows(each) for each in inputs]
+        output = self.encoder.body.forward(operations, inputs)
         for pieces in source_pieces(lengths, len(channel.qkv)):
             num_rows = sum(piece.num_rows for piece in pieces)
             for rows in self.encoder.keys_and_values(operations, output[first : first + num_rows]):
