@@ -62,8 +62,8 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
     config = replace(read_model_config(_text_part(raw, path), path), quantization=quantization)
     if raw["model_type"] in TEXT_PARTS and config.encoder is not None:
         raise ModelError(
-            f"{path} has model_type {raw['model_type']!r} and a text_config of {config.family!r}, which reads its prompt "
-            "with an encoder: pictures among its rows are not supported"
+            f"{path} has model_type {raw['model_type']!r} and a text_config of {config.family!r}, whose encoder reads "
+            "tokens alone here: pictures among them are not supported"
         )
     if raw["model_type"] in SEES_SPANS:
         config = replace(config, attention=replace(config.attention, sees_spans=True))

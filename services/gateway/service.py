@@ -276,7 +276,8 @@ class Gateway:
 
     def _make_pictures(self, vision: VisionConfig, tokenizer: Tokenizer) -> PictureReader:
         """What reads pictures, of a model that sees them."""
-        tokenizer.use_pictures(picture_text(vision, tokenizer))
+        if vision.tower is not None:
+            tokenizer.use_pictures(picture_text(vision, tokenizer))
         reader = PictureReader(vision, self._section, tokenizer)
         self._opened.push_async_callback(reader.close)
         return reader

@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Source(_message.Message):
-    __slots__ = ("tokens", "log_mel")
+    __slots__ = ("tokens", "log_mel", "picture")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOG_MEL_FIELD_NUMBER: _ClassVar[int]
+    PICTURE_FIELD_NUMBER: _ClassVar[int]
     tokens: SourceTokens
     log_mel: bytes
-    def __init__(self, tokens: _Optional[_Union[SourceTokens, _Mapping]] = ..., log_mel: _Optional[bytes] = ...) -> None: ...
+    picture: bytes
+    def __init__(self, tokens: _Optional[_Union[SourceTokens, _Mapping]] = ..., log_mel: _Optional[bytes] = ..., picture: _Optional[bytes] = ...) -> None: ...
 
 class SourceTokens(_message.Message):
     __slots__ = ("ids",)

@@ -1,4 +1,4 @@
-"""BLIP-2 (arXiv:2301.12597): learned queries read the rows of a tower by cross attention, and become rows of the prompt."""
+"""BLIP-2 (arXiv:2301.12597): learned queries read a tower's rows by cross attention, and become rows of the prompt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from services.common.vision.layout import PictureShape
 from services.common.vision.llava import StretchedLayout
 from services.common.vision.patch_tower import BLIP2, PatchTower, read_patch_tower
 from services.common.vision.vision_fields import VisionFields
+
 # For files without a chat template: all pictures, the first token of a text, and the paper's form of questions
 # (section 4.2). Without any text the model describes the picture.
 CHAT_TEMPLATE = """\

@@ -10,12 +10,22 @@ from services.common.vision.internvl import GridLayout
 from services.common.vision.layout import Layout
 from services.common.vision.llava import CropLayout, StretchedLayout
 from services.common.vision.llava_next import TiledLayout
+from services.common.vision.page import PageLayout
 from services.common.vision.pixtral import PixtralLayout
 from services.common.vision.qwen_vl import QwenLayout
 
 LAYOUTS: dict[str, type] = {
     each.__name__: each
-    for each in (CropLayout, GridLayout, PixtralLayout, QwenLayout, SquareLayout, StretchedLayout, TiledLayout)
+    for each in (
+        CropLayout,
+        GridLayout,
+        PageLayout,
+        PixtralLayout,
+        QwenLayout,
+        SquareLayout,
+        StretchedLayout,
+        TiledLayout,
+    )
 }
 
 

@@ -19,6 +19,7 @@ from services.common.vision.internvl import InternVLTower, read_internvl
 from services.common.vision.layout import Layout
 from services.common.vision.llava import LlavaTower, read_llava
 from services.common.vision.llava_next import read_llava_next, read_llava_onevision
+from services.common.vision.page import read_page
 from services.common.vision.pixtral import PixtralTower, read_mistral3
 from services.common.vision.qwen_vl import QwenTower, read_qwen2_5_vl, read_qwen3_vl
 from services.common.vision.vision_fields import VisionFields
@@ -43,11 +44,12 @@ class PixelScale:
 class VisionFamily:
     """How a family is read, and the mean and deviation of colours where its files have none."""
 
-    read: Callable[[VisionFields], tuple[TowerConfig, Layout]]
+    read: Callable[[VisionFields], tuple[TowerConfig | None, Layout]]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     chat_template: str = ""  # for files that have none, with "<picture>" for the token of a picture
     precedes_text: bool = False  # pictures stand before the token that begins a text
+    config: str = "vision_config"  # the field of config.json that says how it sees
 
 
 FAMILIES: dict[str, VisionFamily] = {  # by model_type of config.json
@@ -61,6 +63,7 @@ FAMILIES: dict[str, VisionFamily] = {  # by model_type of config.json
     "qwen2_5_vl": VisionFamily(read_qwen2_5_vl, CLIP_MEAN, CLIP_STD),
     "qwen3_vl": VisionFamily(read_qwen3_vl, CLIP_MEAN, CLIP_STD),
     "qwen3_vl_moe": VisionFamily(read_qwen3_vl, CLIP_MEAN, CLIP_STD),
+    "vision-encoder-decoder": VisionFamily(read_page, HALF, HALF, config="encoder"),
 }
 
 
@@ -69,9 +72,9 @@ class VisionConfig:
     """The tower and the layout of pictures of one model."""
 
     family: str  # key of FAMILIES
-    image_token_id: int  # stands in prompts for the rows of the tower's output
+    image_token_id: int  # stands in prompts for the rows of the tower's output; without a tower of no meaning
     pixels: PixelScale
-    tower: TowerConfig
+    tower: TowerConfig | None  # None: an encoder reads pictures, for the cross attention of a decoder
     layout: Layout
 
 
@@ -88,11 +91,11 @@ def load_vision_config(path: Path) -> VisionConfig | None:
         return None
     try:
         hf = AutoConfig.for_model(**raw)
-        fields = VisionFields(path, hf.to_dict(), hf.vision_config.to_dict(), processor)
+        fields = VisionFields(path, hf.to_dict(), getattr(hf, family.config).to_dict(), processor)
         tower, layout = family.read(fields)
         return VisionConfig(
             raw["model_type"],
-            _image_token_id(fields),
+            0 if tower is None else _image_token_id(fields),
             PixelScale(
                 _number(fields, "rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 1.0,
                 _colours(fields, "image_mean", family.mean),

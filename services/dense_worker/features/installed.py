@@ -8,10 +8,12 @@ from collections.abc import Awaitable
 import torch
 
 from services.common.config import Config
+from services.common.errors import ModelError
 from services.common.families.shape import ModelConfig
 from services.common.model_config import load_model_config
 from services.common.pooling.pooling_config import read_pooling
 from services.common.resolve import ResolvedModel
+from services.common.vision.vision_config import PROCESSOR_FILE, PixelScale, load_vision_config
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.engine.sequence import Sequence
@@ -59,11 +61,14 @@ def make_features(
     language_head: the matrix [vocab, hidden]; None if it is quantized or cut. encoder: None: the model has none.
     images: the tower, which is loaded here; None: no pictures
     """
+    images_feature, pixels = _make_images(config, model, images), None
+    if model.config.encoder is not None and model.config.encoder.swin is not None:
+        pixels = _pixel_scale(config)
     embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
         _make_adapters(config, lora),
         PromptEmbedsFeature(embeds),
-        _make_images(config, model, images),
+        images_feature,
         PromptLogprobsFeature(),
         ContextLogitsFeature(),
         GenerationLogitsFeature(),
@@ -71,7 +76,7 @@ def make_features(
         _make_pooling(config, model, language_head),
         ProgressFeature(),
         GrammarFeature(grammars),
-        SourceFeature(encoder, model.config.encoder),
+        SourceFeature(encoder, model.config.encoder, images_feature.received, pixels),
     )
 
 
@@ -113,6 +118,14 @@ def _make_images(config: Config, model: ResolvedModel, images: PreparedImages | 
     if images is not None:
         return images.load()
     return ImagesFeature(None, reason=why_no_pictures(config, model) or "no tower was prepared")
+
+
+def _pixel_scale(config: Config) -> PixelScale:
+    """How the pixels of pictures become numbers that an encoder reads."""
+    vision = load_vision_config(config.model.path)
+    if vision is None:
+        raise ModelError(f"{config.model.path} has no {PROCESSOR_FILE}, which says how pictures become numbers")
+    return vision.pixels
 
 
 def _make_adapters(config: Config, lora: LoraStore | None) -> AdapterFeature:

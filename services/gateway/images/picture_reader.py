@@ -32,8 +32,10 @@ class PictureReader:
         self._section = section
         self._sources = PictureSources(section)
         self._decoder = Decoder(vision.layout, section.max_image_pixels, section.image_cache_bytes)
-        self._token = picture_token(vision, tokenizer)
-        self._ids = {name: _token_id(name, tokenizer) for name in (self._token, *vision.layout.other_tokens)}
+        self._token, self._ids = "", dict[str, int]()
+        if vision.tower is not None:
+            self._token = picture_token(vision, tokenizer)
+            self._ids = {name: _token_id(name, tokenizer) for name in (self._token, *vision.layout.other_tokens)}
 
     async def read(self, message: Request, client: Client, held: HeldMemory) -> list[Picture]:
         """Decodes a message's pictures, whose bytes it takes out of it. Reserves the memory for their pixels.
@@ -55,7 +57,12 @@ class PictureReader:
         return found
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[PromptSpan, ...]]:
-        """A prompt with all tokens of its pictures, and their spans. Raises `InvalidRequest` if places are missing."""
+        """A prompt with all tokens of its pictures, and their spans. Raises `InvalidRequest` if places are missing.
+
+        Pictures that an encoder reads have no tokens.
+        """
+        if self._vision.tower is None:
+            return token_ids, ()
         return expand(token_ids, pictures, self._vision.layout, self._ids, self._token)
 
     async def close(self) -> None:

@@ -75,7 +75,9 @@ class ModelLimits:
     @property
     def max_prompt_len(self) -> int:
         """Tokens of a prompt at most, and of its answer if both are read by the same layers."""
-        return self.max_model_len if self.sources is None else self.sources.encoder.max_source_len
+        if self.sources is None or self.sources.reads_pictures:
+            return self.max_model_len
+        return self.sources.encoder.max_source_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,10 @@ async def read_request(
     if message.HasField("sound") and limits.sources is not None:
         source = limits.sources.read_sound(message.sound)
         given = await limits.sources.read_decoder_prompt(message, tokenizer)
+    elif limits.sources is not None and limits.sources.reads_pictures:
+        check_size(message, tokenizer, limits)
+        source = limits.sources.read_picture(pictures)
+        given = await limits.sources.read_text_beside(message, tokenizer)
     elif message.HasField("suffix"):
         check_size(message, tokenizer, limits)
         given = await _read_gap(message, tokenizer)
@@ -230,7 +236,8 @@ async def read_request(
             raise InvalidRequest("truncate_prompt_tokens cannot be used with pictures", "truncate_prompt_tokens")
         if table is not None:
             raise InvalidRequest("pictures cannot be used with vectors in one prompt", "messages")
-        features["images"] = encode_pictures(pictures)
+        if source is None:
+            features["images"] = encode_pictures(pictures)
     num_front = len(table_ids) if is_in_front else 0
     num_kept = len(given)
     if message.HasField("truncate_prompt_tokens") and source is None:

@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest, ModelError
 from services.common.families.shape import EncoderConfig
 from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig
+from services.gateway.images.picture import Picture
 from services.gateway.request.context_length import too_long
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2, source_pb2
@@ -44,6 +45,11 @@ class SourceReader:
         """Whether the encoder reads sound, and no tokens."""
         return self.encoder.num_mel_bins > 0
 
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether the encoder reads a picture, and no tokens."""
+        return self.encoder.swin is not None
+
     def read_tokens(self, token_ids: Sequence[int]) -> Source:
         """The source of a prompt. Raises `InvalidRequest` for what the encoder cannot read."""
         encoder = self.encoder
@@ -75,6 +81,30 @@ class SourceReader:
             )
         return Source.of(message, encoder.max_source_len)
 
+    def read_picture(self, pictures: Sequence[Picture]) -> Source:
+        """The source of a request's pictures. Raises `InvalidRequest` unless it is one."""
+        if len(pictures) != 1:
+            raise InvalidRequest(f"the request has {len(pictures)} pictures, the model reads one", "messages")
+        message = source_pb2.Source(picture=bytes.fromhex(pictures[0].hash))
+        return Source.of(message, self.encoder.max_source_len)
+
+    async def read_text_beside(self, message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+        """What the decoder begins with beside a picture: the client's text with its special tokens, such as those of
+        Donut's tasks, as it is; without one the first token. Raises `InvalidRequest` for more than a text.
+        """
+        chat, kind = message.chat, message.WhichOneof("input")
+        if kind == "chat" and (len(chat.messages) != 1 or chat.messages[0].role != "user" or chat.tools):
+            raise InvalidRequest("a chat with this model is one message of the user, without tools", "messages")
+        given = list(message.prompt_token_ids.ids)
+        if text := chat.messages[0].content if kind == "chat" else message.prompt:
+            given = await tokenizer.encode(text, False)
+        has_ids = message.HasField("decoder_prompt_token_ids")
+        if not has_ids and not message.decoder_prompt:
+            return given or [self.start_token_id]
+        if given:
+            raise InvalidRequest("the decoder's prompt is given beside the picture, and in decoder_prompt", "messages")
+        return await self.read_decoder_prompt(message, tokenizer)
+
     async def read_decoder_prompt(self, message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
         """What the decoder begins with. Raises `InvalidRequest` if two things are given."""
         has_ids, text = message.HasField("decoder_prompt_token_ids"), message.decoder_prompt
@@ -83,6 +113,8 @@ class SourceReader:
         if not has_ids and not text:
             return [self.start_token_id, *self.forced_token_ids]
         given = list(message.decoder_prompt_token_ids.ids) if has_ids else await tokenizer.encode(text, False)
+        if self.reads_pictures:  # and knows tasks by what is in place of the first token
+            return given
         has_start = self.start_token_id in (given if self.reads_sound else given[:1])  # earlier text may be before it
         return given if has_start else [self.start_token_id, *given]
 
@@ -95,6 +127,7 @@ def make_source_reader(path: Path, config: ModelConfig) -> SourceReader | None:
     if config.encoder is None:
         return None
     files = [read_json(path / name) or {} for name in ("generation_config.json", "config.json")]
+    files.append(files[-1].get("decoder") or {})  # of a model whose halves have configs of their own
 
     def find(name: str) -> int | None:
         value = next((each[name] for each in files if each.get(name) is not None), None)

@@ -55,6 +55,12 @@ SWIN = {
     "window_size": 3,
     "mlp_ratio": 2.0,
 }
+NOUGAT_PROCESSOR = {
+    "image_processor_type": "NougatImageProcessor",
+    "size": {"height": 58, "width": 40},
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
 _PAGES = {
     "encoder": SWIN,
     "decoder": _BART | {"model_type": "mbart", "scale_embedding": True, "tie_word_embeddings": False},

@@ -245,6 +245,31 @@ def test_a_text_part_of_an_unknown_type_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+def test_blip2_with_an_encoder_of_text_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "blip-2", "text_config": {"model_type": "t5"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    reason = "model_type 'blip-2' and a text_config of 't5', whose encoder reads tokens alone here"
+    with pytest.raises(ModelError, match=reason):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("half", "fields", "reason"),
+    [
+        ("encoder", {"model_type": "vit"}, "encoder.model_type 'vit', supported: donut-swin"),
+        ("decoder", {"model_type": "trocr"}, "decoder.model_type 'trocr', supported: mbart"),
+        ("encoder", {"embed_dim": 16}, "encoder.hidden_size 64, expected the decoder's d_model 32"),
+        ("encoder", {"window_size": 5}, "window_size 5, expected at most the last stage's 3 rows"),
+        ("encoder", {"use_absolute_embeddings": True}, "use_absolute_embeddings True"),
+    ],
+)
+def test_pages_that_no_encoder_here_reads(half: str, fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    kind, config = ENCODER_DECODERS["nougat"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | config | {half: config[half] | fields}))
+    with pytest.raises(ModelError, match=reason):
+        load_model_config(tmp_path)
+
+
 @pytest.mark.parametrize("variant", ["gpt2", "bloom", "opt"])
 def test_names_without_their_first_part_are_found(variant: str, tmp_path: Path) -> None:
     """The files of GPT-2, BLOOM and OPT on the hub leave out "transformer." or "model."."""

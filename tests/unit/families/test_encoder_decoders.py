@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from services.common.attention.relative_bias import causal_buckets, two_sided_buckets
 from services.common.families.shape import RelativeBias
+from services.dense_worker.encoders.source import swin_encoder
+from services.dense_worker.model.torch_operations import TorchOperations
 from tests.support.dense.encoder_decoder_models import (
     ENCODER_DECODERS,
     load_true_encoder_decoder,
@@ -124,3 +126,14 @@ def test_buckets_are_those_of_transformers(num_buckets: int, max_distance: int) 
     assert torch.equal(two_sided_buckets(bias, length), expected)
     expected = T5Attention._relative_position_bucket(-torch.arange(length), bidirectional=False, **options)
     assert torch.equal(causal_buckets(bias, length), expected)
+
+
+def test_pages_in_parts_have_the_rows_of_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_encoder_decoder(tmp_path, "nougat")
+    truth, body = load_true_encoder_decoder(path), WholeModel(path).weights.encoder.body
+    pages = [random_source(truth, 0, seed) for seed in range(2)]
+    monkeypatch.setattr(swin_encoder, "MAX_SCORES", 500)  # two windows
+    monkeypatch.setattr(swin_encoder, "MAX_MLP_ROWS", 7)
+    with torch.inference_mode():
+        expected = truth.encoder(torch.stack(pages)).last_hidden_state.flatten(0, 1)
+        check_logits(body.forward(TorchOperations(), pages), expected)

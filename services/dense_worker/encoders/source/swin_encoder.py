@@ -1,7 +1,7 @@
 """`SwinEncoder`: reads pictures for the cross attention of a decoder, as Donut (arXiv:2111.15664) and Nougat do.
 
-Patches see each other in windows (arXiv:2103.14030), which are shifted by half their side in every second layer. Pictures
-run one after another, and windows in groups, so that memory does not grow with their number.
+Patches see each other in windows (arXiv:2103.14030), which are shifted by half their side in every second layer.
+Pictures run one after another, and windows in groups, so that memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from services.dense_worker.model.operations import Operations
 from services.dense_worker.parameters import Parameter, Source, parameters
 
 MAX_SCORES = 2**24  # of one call, over all heads
+MAX_MLP_ROWS = 2**16  # of one call
 _OTHER_REGION = -100.0  # is added to scores between rows that are no neighbours but by the shift
 _NORM_EPS = 1e-5  # of the norms outside of layers
 _PREFIX = "encoder"
@@ -89,8 +90,9 @@ class SwinLayer:
         """x [rows, columns, hidden] -> the same shape"""
         inside = windows.split(self.attention_norm.normalize(x))
         x = x + windows.join(self._attend(inside, windows.mask(x), windows.size))
-        flat = self.mlp_norm.normalize(x).flatten(0, 1)
-        return x + multiply(self.down, self.activation.apply(multiply(self.up, flat))).view(x.shape)
+        parts = self.mlp_norm.normalize(x).flatten(0, 1).split(MAX_MLP_ROWS)
+        added = torch.cat([multiply(self.down, self.activation.apply(multiply(self.up, part))) for part in parts])
+        return x + added.view(x.shape)
 
     def _attend(self, x: torch.Tensor, mask: torch.Tensor | None, size: int) -> torch.Tensor:
         """x [num_windows, size ** 2, hidden] -> the same shape; mask: as `Windows.mask` has it"""

@@ -140,7 +140,7 @@ class ImagesFeature(Feature):
         self._image_token_id, self._hidden_size = image_token_id, hidden_size
         self._are_whole, self._max_tokens = are_whole, max_tokens
         self._reason = reason
-        self._received = ReceivedPictures()
+        self.received = ReceivedPictures()
 
     def start(self, post: Callable[[Event], None]) -> None:
         """The tower can run from now on."""
@@ -158,7 +158,7 @@ class ImagesFeature(Feature):
             return None
         if self.runs is None:
             raise InvalidRequest(f"this dense worker takes no pictures: {self._reason}", "messages")
-        pictures = self._received.find(spec, message, stream)
+        pictures = self.received.find(spec, message, stream)
         longest = max(each.shape.num_tokens for each in pictures)
         if self._are_whole and self._max_tokens is not None and longest > self._max_tokens:
             raise InvalidRequest(
@@ -170,11 +170,11 @@ class ImagesFeature(Feature):
 
     def receive(self, message: dense_pb2.GatewayMessage, stream: int) -> None:
         """Keeps a part of a picture."""
-        self._received.receive(message.picture_part, stream)
+        self.received.receive(message.picture_part, stream)
 
     def end_stream(self, stream: int) -> None:
         """Forgets what the stream has sent."""
-        self._received.end_stream(stream)
+        self.received.end_stream(stream)
 
     def provide(self, waiting: WaitingQueue, oldest_step_id: int | None) -> Iterable[Sequence]:
         """Runs the tower for pictures of parked sequences."""

@@ -87,6 +87,7 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
         return f"on {model.device} attention lacks that the tokens of a picture see each other, as this model needs"
     if config.dense.backend == "tensorrt":
         return "dense.backend is 'tensorrt', whose first segment looks the embeddings up"
-    if load_vision_config(config.model.path) is None:
+    vision = load_vision_config(config.model.path)
+    if vision is None or vision.tower is None:
         return f"the model {config.model.path.name} has no tower that is supported, or no preprocessor_config.json"
     return None

@@ -39,28 +39,31 @@ class ReceivedPictures:
         shapes = images_pb2.Pictures.FromString(message).shapes
         if len(shapes) != len(spec.spans):
             raise InvalidRequest(f"the prompt has {len(spec.spans)} spans and {len(shapes)} pictures", "messages")
-        received = self._streams.get(stream, {})
         found = []
         for span, each in zip(spec.spans, shapes, strict=True):
-            picture = self._pictures.get(span.hash)
-            if picture is None:
-                shape = PictureShape(
-                    each.num_tiles,
-                    each.height,
-                    each.width,
-                    each.original_height,
-                    each.original_width,
-                    span.num_tokens,
-                    span.grid_rows,
-                    span.grid_columns,
-                )
-                pixels = received.get(span.hash, b"")
-                if len(pixels) != shape.num_bytes:
-                    raise RequestAborted(
-                        f"picture {span.hash[:16]} has {shape.num_bytes} bytes, {len(pixels)} have been sent"
-                    )
-                tiles = torch.frombuffer(pixels, dtype=torch.uint8)
-                tiles = tiles.view(shape.num_tiles, shape.height, shape.width, 3)
-                picture = self._pictures[span.hash] = Picture(span.hash, shape, tiles)
-            found.append(picture)
+            shape = PictureShape(
+                each.num_tiles,
+                each.height,
+                each.width,
+                each.original_height,
+                each.original_width,
+                span.num_tokens,
+                span.grid_rows,
+                span.grid_columns,
+            )
+            found.append(self.one(span.hash, shape, stream))
         return tuple(found)
+
+    def one(self, picture_hash: str, shape: PictureShape, stream: int) -> Picture:
+        """A picture that a stream has sent. Raises `RequestAborted` if it has not."""
+        picture = self._pictures.get(picture_hash)
+        if picture is None:
+            pixels = self._streams.get(stream, {}).get(picture_hash, b"")
+            if len(pixels) != shape.num_bytes:
+                raise RequestAborted(
+                    f"picture {picture_hash[:16]} has {shape.num_bytes} bytes, {len(pixels)} have been sent"
+                )
+            tiles = torch.frombuffer(pixels, dtype=torch.uint8)
+            tiles = tiles.view(shape.num_tiles, shape.height, shape.width, 3)
+            picture = self._pictures[picture_hash] = Picture(picture_hash, shape, tiles)
+        return picture

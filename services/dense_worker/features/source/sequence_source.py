@@ -43,7 +43,7 @@ class SequenceSource(SequenceFeature):
     """
 
     def __init__(self, source: torch.Tensor, num_rows: int, readers: Readers) -> None:
-        """source: int64 [length] token ids, or float32 [num_mel_bins, length] features of sound
+        """source: int64 [length] token ids, float32 [num_mel_bins, length] features of sound, or the bytes of a picture
 
         num_rows: of the output; readers: those of the worker
         """

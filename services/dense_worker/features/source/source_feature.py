@@ -16,15 +16,19 @@ import torch
 from services.channel import Channel, Flag, qkv_flag, rows_of_layer
 from services.common.encoders.source_pieces import source_pieces
 from services.common.errors import InvalidRequest
+from services.common.vision.layout import PictureShape
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
+from services.dense_worker.encoders.vision.picture import scale_pixels
 from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.images.received_pictures import ReceivedPictures
 from services.dense_worker.features.source.sequence_source import Readers, SequenceSource
 from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.pb import source_pb2
 
 if TYPE_CHECKING:
-    from services.common.families.shape import EncoderConfig
+    from services.common.families.shape import EncoderConfig, SwinConfig
+    from services.common.vision.vision_config import PixelScale
     from services.pb import dense_pb2
     from services.step import SequenceSpec
 
@@ -37,11 +41,16 @@ class SourceRows(StepPart):
 
     encoder: SourceEncoder
     inputs: SequenceOf[torch.Tensor]
+    pixels: PixelScale | None  # of pictures
 
     def before_layers(self, channel: Channel) -> None:
         """Runs the encoder, and hands over keys and values of its output layer by layer."""
         operations, first = TorchOperations(), 0
-        inputs = [_to_device(each, channel.qkv) for each in self.inputs]
+        if self.pixels is None:
+            inputs = [_to_device(each, channel.qkv) for each in self.inputs]
+        else:
+            like = channel.qkv.device, channel.qkv.dtype
+            inputs = [scale_pixels(each, self.pixels, *like)[0] for each in self.inputs]
         lengths = [self.encoder.body.num_rows(each) for each in inputs]
         output = self.encoder.body.forward(operations, inputs)
         for pieces in source_pieces(lengths, len(channel.qkv)):
@@ -59,9 +68,17 @@ class SourceFeature(Feature):
     sequence_type = SequenceSource
     name = NAME
 
-    def __init__(self, encoder: SourceEncoder | None, config: EncoderConfig | None) -> None:
+    def __init__(
+        self,
+        encoder: SourceEncoder | None,
+        config: EncoderConfig | None,
+        received: ReceivedPictures,
+        pixels: PixelScale | None,
+    ) -> None:
+        """received: the pictures that gateways send; pixels: how an encoder of pictures reads them, None for others"""
         self._encoder = encoder
         self._config = config
+        self._received, self._pixels = received, pixels
         self._readers = Readers()
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceSource | None:
@@ -73,8 +90,14 @@ class SourceFeature(Feature):
         if self._config is None:
             raise InvalidRequest("the sequence has an input for an encoder, and the model has none", "prompt")
         message = source_pb2.Source.FromString(spec.features[NAME])
-        source = _read_tokens(message, self._config) if self._config.vocab_size else _read_sound(message, self._config)
-        num_rows = len(source) if self._config.vocab_size else self._config.max_source_len
+        num_rows = self._config.max_source_len
+        if self._config.swin is not None:
+            source = self._read_picture(message, self._config.swin, stream)
+        elif self._config.vocab_size:
+            source = _read_tokens(message, self._config)
+            num_rows = len(source)
+        else:
+            source = _read_sound(message, self._config)
         if num_rows != spec.source.num_rows:
             raise InvalidRequest(f"the encoder makes {num_rows} rows of it, not {spec.source.num_rows}", "prompt")
         return SequenceSource(source, num_rows, self._readers)
@@ -85,7 +108,12 @@ class SourceFeature(Feature):
             return None
         assert self._encoder is not None, "the model has an encoder"
         places = {int(step.entries.seq_ids[index]): place for place, index in enumerate(rows.indexes.tolist())}
-        return SourceRows(self._encoder, [rows.features[places[seq_id]].source for seq_id, _ in step.extra_rows])
+        inputs = [rows.features[places[seq_id]].source for seq_id, _ in step.extra_rows]
+        return SourceRows(self._encoder, inputs, self._pixels)
+
+    def _read_picture(self, message: source_pb2.Source, config: SwinConfig, stream: int) -> torch.Tensor:
+        shape = PictureShape(1, config.height, config.width, config.height, config.width, config.num_outputs)
+        return self._received.one(message.picture.hex(), shape, stream).tiles
 
 
 def _read_tokens(message: source_pb2.Source, config: EncoderConfig) -> torch.Tensor:

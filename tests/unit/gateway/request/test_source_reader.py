@@ -86,6 +86,10 @@ def test_generation_config_comes_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"decoder_start_token_id": 3, "forced_bos_token_id": 4}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 5}))
     config: Any = SimpleNamespace(encoder=TEXT, vocab_size=100)
+    halves = tmp_path / "halves"
+    halves.mkdir()
+    (halves / "config.json").write_text(json.dumps({"decoder": {"bos_token_id": 6}}))
+    assert make_source_reader(halves, config).start_token_id == 6
     reader = make_source_reader(tmp_path, config)
     assert (reader.start_token_id, reader.forced_token_ids) == (5, (4,))
     assert make_source_reader(tmp_path, SimpleNamespace(encoder=None)) is None
