@@ -18,12 +18,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from services.common.errors import ModelError
 from services.common.families.fields import MAX_SIZE, ConfigFields
-from services.common.families.registry import FAMILIES, FLAT_TEXT_PARTS, SEES_SPANS, TEXT_PARTS
+from services.common.families.registry import FAMILIES, FLAT_TEXT_PARTS, READS_PICTURES, SEES_SPANS, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
 from services.common.families.without_class import WITHOUT_CLASS
 from services.common.json_files.read_json import read_json
 from services.common.pooling.architectures import has_language_head
 from services.common.quantization.read import MODELOPT_FILE, read_quantization
+from services.common.vision.vision_config import load_vision_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -61,10 +62,9 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
     quantization = read_quantization(str(path), raw.get("quantization_config"), read_json(path / MODELOPT_FILE))
     config = replace(read_model_config(_text_part(raw, path), path), quantization=quantization)
     if raw["model_type"] in TEXT_PARTS and config.encoder is not None:
-        raise ModelError(
-            f"{path} has model_type {raw['model_type']!r} and a text_config of {config.family!r}, whose encoder reads "
-            "tokens alone here: pictures among them are not supported"
-        )
+        if raw["model_type"] not in READS_PICTURES:
+            raise ModelError(f"{path} has model_type {raw['model_type']!r} and a text_config of {config.family!r}")
+        config = replace(config, encoder=replace(config.encoder, pictures=load_vision_config(path)))
     if raw["model_type"] in SEES_SPANS:
         config = replace(config, attention=replace(config.attention, sees_spans=True))
     if num_layers is not None:

@@ -17,7 +17,9 @@ class Source(_message.Message):
     def __init__(self, tokens: _Optional[_Union[SourceTokens, _Mapping]] = ..., log_mel: _Optional[bytes] = ..., picture: _Optional[bytes] = ...) -> None: ...
 
 class SourceTokens(_message.Message):
-    __slots__ = ("ids",)
+    __slots__ = ("ids", "pictures")
     IDS_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    pictures: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., pictures: _Optional[_Iterable[bytes]] = ...) -> None: ...

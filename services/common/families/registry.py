@@ -254,5 +254,8 @@ TEXT_PARTS: dict[str, str] = {
 # Those whose older files have the fields of the text part beside the others.
 FLAT_TEXT_PARTS = frozenset({"qwen2_5_vl"})
 
+# Those whose text part may have an encoder, which reads pictures among its tokens.
+READS_PICTURES = frozenset({"blip-2"})
+
 # Those in which the tokens of a picture all see each other.
 SEES_SPANS = frozenset({"gemma3"})

@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from services.common.quantization.schemes import QuantizationConfig
+
+if TYPE_CHECKING:
+    from services.common.vision.vision_config import VisionConfig
 
 
 class NormKind(enum.StrEnum):
@@ -471,6 +475,7 @@ class EncoderConfig:
     vocab_size: int = 0  # ids that its tokens may have; 0: it reads sound or pictures
     num_mel_bins: int = 0  # of sound, whose features become rows by two convolutions; 0: it reads none
     swin: SwinConfig | None = None  # of pictures; with it the sizes above, but for the rows, mean nothing
+    pictures: VisionConfig | None = None  # that stand among its tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,18 @@ from services.common.vision.patch_tower import BLIP2, PatchTower, read_patch_tow
 from services.common.vision.vision_fields import VisionFields
 
 # For files without a chat template: all pictures, the first token of a text, and the paper's form of questions
-# (section 4.2). Without any text the model describes the picture.
+# (section 4.2). Without any text the model describes the picture. T5's texts have no first token, but a last one.
 CHAT_TEMPLATE = """\
 {%- for message in messages if message.content is not string -%}
   {%- for part in message.content if part.type == 'image' -%}<picture>{%- endfor -%}
 {%- endfor -%}
-{{- bos_token -}}
+{{- bos_token or '' -}}
 {%- set chat = namespace(text='') -%}
 {%- for message in messages -%}
   {%- set own = namespace(text='') -%}
   {%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
   {%- for part in parts -%}
-    {%- if part.type == 'text' -%}{%- set own.text = (own.text ~ ' ' ~ part.text) | trim -%}{%- endif -%}
+    {%- if part.type == 'text' -%}{%- set own.text = (own.text ~ ' ' ~ (part.text | trim)) | trim -%}{%- endif -%}
   {%- endfor -%}
   {%- if own.text -%}
     {%- set speaker = {'user': 'Question: ', 'assistant': 'Answer: '}.get(message.role, '') -%}
@@ -30,7 +30,8 @@ CHAT_TEMPLATE = """\
   {%- endif -%}
 {%- endfor -%}
 {{- chat.text -}}
-{%- if add_generation_prompt and chat.text -%}{{ ' Answer:' }}{%- endif -%}"""
+{%- if add_generation_prompt and chat.text -%}{{ ' Answer:' }}{%- endif -%}
+{%- if not bos_token -%}{{ eos_token }}{%- endif -%}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,5 +86,7 @@ def read_blip2(fields: VisionFields) -> tuple[Blip2Tower, StretchedLayout]:
         raise fields.error("num_attention_heads", queries.num_heads, f"expected a divisor of {queries.hidden_size}")
     size = fields.processor.get("size") or {"height": side, "width": side}
     fields.only("size", (size.get("height"), size.get("width")), (side, side))
-    tower = Blip2Tower(patches, bool(fields.tower["qkv_bias"]), queries, fields.outer["text_config"]["hidden_size"])
+    text = fields.outer["text_config"]
+    width = text["hidden_size"] if "hidden_size" in text else text["d_model"]
+    tower = Blip2Tower(patches, bool(fields.tower["qkv_bias"]), queries, width)
     return tower, StretchedLayout(side, fields.resample, queries.num_queries)

@@ -226,10 +226,13 @@ async def read_request(
         check_size(message, tokenizer, limits)
         given, chat = await read_text_or_chat(message, tokenizer, table_ids, len(pictures))
     if limits.sources is not None and source is None:
-        source = limits.sources.read_tokens(_cut(given, message, limits.sources.encoder.max_source_len))
+        given = _cut(given, message, limits.sources.encoder.max_source_len)
+        if limits.pictures is not None:
+            given, _ = limits.pictures.expand(list(given), pictures)
+        source = limits.sources.read_tokens(given, pictures)
         given = await limits.sources.read_decoder_prompt(message, tokenizer)
     spans: tuple[PromptSpan, ...] = ()
-    if limits.pictures is not None:
+    if limits.pictures is not None and source is None:
         given, spans = limits.pictures.expand(list(given), pictures)
     if pictures:
         if message.HasField("truncate_prompt_tokens"):

@@ -50,8 +50,11 @@ class SourceReader:
         """Whether the encoder reads a picture, and no tokens."""
         return self.encoder.swin is not None
 
-    def read_tokens(self, token_ids: Sequence[int]) -> Source:
-        """The source of a prompt. Raises `InvalidRequest` for what the encoder cannot read."""
+    def read_tokens(self, token_ids: Sequence[int], pictures: Sequence[Picture] = ()) -> Source:
+        """The source of a prompt, with the pictures that its tokens stand for.
+
+        Raises `InvalidRequest` for what the encoder cannot read.
+        """
         encoder = self.encoder
         if self.reads_sound:
             raise InvalidRequest(
@@ -65,7 +68,9 @@ class SourceReader:
                 raise InvalidRequest(
                     f"prompt[{index}] is {token_id}, the encoder's vocabulary has 0 to {last}", "prompt"
                 )
-        return Source.of(source_pb2.Source(tokens=source_pb2.SourceTokens(ids=token_ids)), len(token_ids))
+        hashes = [bytes.fromhex(each.hash) for each in pictures]
+        tokens = source_pb2.SourceTokens(ids=token_ids, pictures=hashes)
+        return Source.of(source_pb2.Source(tokens=tokens), len(token_ids))
 
     def read_sound(self, message: source_pb2.Source) -> Source:
         """The source of the features of sound. Raises `InvalidRequest` for features of another shape."""

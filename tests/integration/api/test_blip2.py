@@ -1,4 +1,4 @@
-"""BLIP-2 in a cluster: chats with pictures over official clients and kills, compared with transformers' processor."""
+"""BLIP-2 with OPT and T5 in a cluster: chats with pictures, and kills; transformers gives prompts and tokens."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
 class Server:
     cluster: Cluster
     model: Path
+    variant: str
 
     def client(self) -> openai.OpenAI:
         transport = httpx2.HTTPTransport(uds=self.cluster.http_address.removeprefix("unix:"))
@@ -39,7 +40,7 @@ class Server:
 
     @cached_property
     def truth(self) -> PreTrainedModel:
-        return load_true_model(self.model, "blip2")
+        return load_true_model(self.model, self.variant)
 
     @cached_property
     def processor(self) -> Blip2Processor:
@@ -53,16 +54,17 @@ class Server:
         """What transformers generates greedily."""
         given = self.processor(images=picture, text=text, return_tensors="pt")
         output = self.truth.generate(**given, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None)
-        return output[0, given["input_ids"].shape[1] :].tolist()
+        has_encoder = self.truth.config.is_encoder_decoder
+        return output[0, 1 if has_encoder else given["input_ids"].shape[1] :].tolist()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["blip2", "blip2_t5"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("blip2")
-    model = make_served_vision_model(directory / "model", "blip2", IMAGE_TOKEN, None)
+    model = make_served_vision_model(directory / "model", request.param, IMAGE_TOKEN, None)
     settings = {"model.path": model, "scheduler.max_num_batched_tokens": 64, "attention.num_blocks": 200}
     with running_cluster(directory, *(f"{key}={value}" for key, value in settings.items()), is_warm=True) as cluster:
-        yield Server(cluster, model)
+        yield Server(cluster, model, request.param)
         cluster.wait_idle()
 
 

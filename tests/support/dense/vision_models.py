@@ -103,33 +103,37 @@ _INTERNVL = {
 }
 _INTERNVL_PROCESSOR = {"size": {"height": 32, "width": 32}, "max_patches": 6, "crop_to_patches": True}
 
+_BLIP2 = {
+    "image_token_id": IMAGE_TOKEN_ID,
+    "num_query_tokens": 6,
+    "vision_config": {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "qformer_config": {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 8,
+        "max_position_embeddings": 8,
+    },
+}
+_BLIP2_PROCESSOR = (
+    "BlipImageProcessorPil",
+    "blip.image_processing_pil_blip",
+    {"size": {"height": 32, "width": 32}},
+)
+
 VARIANTS: dict[str, Variant] = {
     "blip2": Variant(
         "Blip2ForConditionalGeneration",
-        {
-            "image_token_id": IMAGE_TOKEN_ID,
-            "num_query_tokens": 6,
-            "text_config": {**_TEXT, "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32},
-            "vision_config": {
-                "hidden_size": 24,
-                "intermediate_size": 40,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 32,
-                "patch_size": 8,
-            },
-            "qformer_config": {
-                "hidden_size": 16,
-                "intermediate_size": 20,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "vocab_size": 8,
-                "max_position_embeddings": 8,
-            },
-        },
-        "BlipImageProcessorPil",
-        "blip.image_processing_pil_blip",
-        {"size": {"height": 32, "width": 32}},
+        {**_BLIP2, "text_config": {**_TEXT, "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32}},
+        *_BLIP2_PROCESSOR,
     ),
     "gemma3": Variant(  # windows in all layers but one, shorter than the text and longer than a picture
         "Gemma3ForConditionalGeneration",
@@ -306,6 +310,36 @@ VARIANTS["qwen3_vl_moe"] = replace(  # experts in all layers but one
     },
 )
 
+# Those whose encoder reads pictures among its tokens.
+WITH_ENCODERS: dict[str, Variant] = {
+    "blip2_t5": Variant(
+        "Blip2ForConditionalGeneration",
+        {
+            **_BLIP2,
+            "text_config": {
+                "model_type": "t5",
+                "vocab_size": 128,
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 48,
+                "num_layers": 2,
+                "num_decoder_layers": 2,
+                "num_heads": 4,
+                "relative_attention_num_buckets": 8,
+                "relative_attention_max_distance": 20,
+                "feed_forward_proj": "gated-gelu",
+                "tie_word_embeddings": False,
+                "decoder_start_token_id": 0,
+            },
+        },
+        *_BLIP2_PROCESSOR,
+    ),
+}
+
+
+def _variant(name: str) -> Variant:
+    return (VARIANTS | WITH_ENCODERS)[name]
+
 
 def make_vision_model(
     path: Path, variant: str, seed: int = 0, text: Mapping[str, Any] | None = None, **token_ids: int
@@ -314,7 +348,7 @@ def make_vision_model(
 
     `text`: fields of its text_config; `token_ids`: fields of its config.
     """
-    each = VARIANTS[variant]
+    each = _variant(variant)
     model_class = getattr(transformers, each.model_class)
     torch.manual_seed(seed)
     config = {**each.config, **token_ids}
@@ -333,13 +367,13 @@ def make_vision_model(
 
 def load_true_model(path: Path, variant: str) -> PreTrainedModel:
     """The model as transformers computes it, in float32."""
-    model_class = getattr(transformers, VARIANTS[variant].model_class)
+    model_class = getattr(transformers, _variant(variant).model_class)
     return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def true_pixels(variant: str, pictures: Sequence[Image.Image]) -> Mapping[str, torch.Tensor]:
     """What transformers' processor makes of pictures."""
-    each = VARIANTS[variant]
+    each = _variant(variant)
     module = importlib.import_module(f"transformers.models.{each.processor_module}")
     return getattr(module, each.processor_class)(**each.processor)(images=list(pictures), return_tensors="pt")
 

@@ -9,6 +9,7 @@ import torch
 from services.common.families.names import CheckpointNames
 from services.common.families.shape import EncoderConfig, LayerHeads, ResidualKind, SinusoidalPositions
 from services.common.model_config import ModelConfig
+from services.dense_worker.encoders.source.picture_tokens import PictureTokenEncoder
 from services.dense_worker.encoders.source.source_encoder import (
     Body,
     EncoderAttention,
@@ -18,6 +19,7 @@ from services.dense_worker.encoders.source.source_encoder import (
     TokenRows,
 )
 from services.dense_worker.encoders.source.swin_encoder import build_swin_encoder
+from services.dense_worker.encoders.vision.blip2 import build_blip2_tower
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.layer import DecoderLayer, NormedQkv, NormedResidual, SequentialResidual
@@ -36,6 +38,9 @@ def build_source_encoder(
         body = build_swin_encoder(encoder.swin, allocator)
     else:
         body = build_sequence_encoder(config, encoder, allocator, names, table)
+        if encoder.pictures is not None:
+            tower = build_blip2_tower(encoder.pictures.tower, allocator)
+            body = PictureTokenEncoder(body, tower, encoder.pictures)
     return SourceEncoder(body, tuple(_build_cross_kv(config, allocator, names, layer) for layer in config.cross_layers))
 
 

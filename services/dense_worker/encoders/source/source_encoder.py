@@ -125,9 +125,13 @@ class SequenceEncoder:
 
     def forward(self, operations: Operations, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """inputs: what `rows` takes -> the encoder's output for all inputs, one after the other: [n, hidden]."""
-        sequences = PackedSequences([self.num_rows(each) for each in inputs], inputs[0].device)
+        return self.encode(operations, self.rows.forward(inputs), [self.num_rows(each) for each in inputs])
+
+    def encode(self, operations: Operations, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """The output for rows of inputs of these lengths, [n, hidden] -> [n, hidden]."""
+        sequences = PackedSequences(lengths, rows.device)
         bias = self.attention.distance_bias(sequences.max_length)
-        residual = Residual(self.rows.forward(inputs))
+        residual = Residual(rows)
         for layer in self.layers:
             qkv, residual = layer.before.forward(operations, residual, None)
             residual = layer.after.forward(operations, self.attention.forward(qkv, sequences, bias), residual)

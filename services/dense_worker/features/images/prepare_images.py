@@ -88,6 +88,8 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
     if config.dense.backend == "tensorrt":
         return "dense.backend is 'tensorrt', whose first segment looks the embeddings up"
     vision = load_vision_config(config.model.path)
-    if vision is None or vision.tower is None:
+    if vision is not None and model.config.encoder is not None:
+        return "the model's encoder reads them"
+    if vision is None:
         return f"the model {config.model.path.name} has no tower that is supported, or no preprocessor_config.json"
     return None

@@ -10,6 +10,7 @@ from services.dense_worker.features.sequence_feature import PlannedSequence, Seq
 if TYPE_CHECKING:
     import torch
 
+    from services.dense_worker.encoders.source.picture_tokens import SourceTokens
     from services.step import SequenceOpened
 
 _Key = tuple[int, bytes]  # the KV cache, and the content
@@ -42,8 +43,9 @@ class SequenceSource(SequenceFeature):
     The first step of a sequence writes the output to the KV cache, unless it is there because of another sequence.
     """
 
-    def __init__(self, source: torch.Tensor, num_rows: int, readers: Readers) -> None:
-        """source: int64 [length] token ids, float32 [num_mel_bins, length] features of sound, or the bytes of a picture
+    def __init__(self, source: torch.Tensor | SourceTokens, num_rows: int, readers: Readers) -> None:
+        """source: int64 [length] token ids, or these with pictures, float32 [num_mel_bins, length] features of sound,
+        or the bytes of a picture
 
         num_rows: of the output; readers: those of the worker
         """

@@ -17,6 +17,7 @@ from services.channel import Channel, Flag, qkv_flag, rows_of_layer
 from services.common.encoders.source_pieces import source_pieces
 from services.common.errors import InvalidRequest
 from services.common.vision.layout import PictureShape
+from services.dense_worker.encoders.source.picture_tokens import SourceTokens
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.encoders.vision.picture import scale_pixels
 from services.dense_worker.features.feature import Feature
@@ -28,7 +29,7 @@ from services.pb import source_pb2
 
 if TYPE_CHECKING:
     from services.common.families.shape import EncoderConfig, SwinConfig
-    from services.common.vision.vision_config import PixelScale
+    from services.common.vision.vision_config import PixelScale, VisionConfig
     from services.pb import dense_pb2
     from services.step import SequenceSpec
 
@@ -40,7 +41,7 @@ class SourceRows(StepPart):
     """A step that writes the outputs for these inputs, in the order of its plan."""
 
     encoder: SourceEncoder
-    inputs: SequenceOf[torch.Tensor]
+    inputs: SequenceOf[torch.Tensor | SourceTokens]
     pixels: PixelScale | None  # of pictures
 
     def before_layers(self, channel: Channel) -> None:
@@ -96,6 +97,8 @@ class SourceFeature(Feature):
         elif self._config.vocab_size:
             source = _read_tokens(message, self._config)
             num_rows = len(source)
+            if self._config.pictures is not None:
+                source = self._read_pictures_among(source, message, self._config.pictures, stream)
         else:
             source = _read_sound(message, self._config)
         if num_rows != spec.source.num_rows:
@@ -114,6 +117,18 @@ class SourceFeature(Feature):
     def _read_picture(self, message: source_pb2.Source, config: SwinConfig, stream: int) -> torch.Tensor:
         shape = PictureShape(1, config.height, config.width, config.height, config.width, config.num_outputs)
         return self._received.one(message.picture.hex(), shape, stream).tiles
+
+    def _read_pictures_among(
+        self, ids: torch.Tensor, message: source_pb2.Source, vision: VisionConfig, stream: int
+    ) -> SourceTokens:
+        shape, hashes = vision.layout.shape_of(1, 1, is_low=False), message.tokens.pictures
+        count = int((ids == vision.image_token_id).sum())
+        if count != shape.num_tokens * len(hashes):
+            raise InvalidRequest(
+                f"the prompt has {count} tokens of pictures, {len(hashes)} pictures have {shape.num_tokens} each",
+                "prompt",
+            )
+        return SourceTokens(ids, tuple(self._received.one(each.hex(), shape, stream) for each in hashes))
 
 
 def _read_tokens(message: source_pb2.Source, config: EncoderConfig) -> torch.Tensor:
@@ -137,8 +152,10 @@ def _read_sound(message: source_pb2.Source, config: EncoderConfig) -> torch.Tens
     return torch.from_numpy(np.frombuffer(message.log_mel, "<f4").astype(np.float32).reshape(shape))
 
 
-def _to_device(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """An input on the device, tokens as they are and sound in the model's dtype."""
+def _to_device(source: torch.Tensor | SourceTokens, like: torch.Tensor) -> torch.Tensor | SourceTokens:
+    """An input on the device, tokens as they are and sound in the model's dtype; a tower uploads its pictures."""
+    if isinstance(source, SourceTokens):
+        return SourceTokens(_to_device(source.ids, like), source.pictures)
     if like.device.type != "cpu":
         source = source.pin_memory().to(like.device, non_blocking=True)
     return source.to(like.dtype) if source.is_floating_point() else source
