@@ -23,7 +23,8 @@ from tests.support.served_vision import data_url, make_served_vision_model, png
 pytestmark = pytest.mark.timeout(300)  # processes start several times, and the machine may be slow
 
 IMAGE_TOKEN = "<image>"  # as transformers' processor names it
-FIRST, SECOND, THIRD = noise(50, 37, 1), noise(20, 60, 2), noise(64, 64, 3)
+SIZES_OF_COLOURS = {"red": (50, 37), "green": (20, 60), "white": (64, 64)}  # noise looks alike to so small a tower
+FIRST, SECOND, THIRD = (Image.new("RGB", size, colour) for colour, size in SIZES_OF_COLOURS.items())
 NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
 
 
@@ -110,7 +111,7 @@ def test_streams_survive_kills_beside_hostile_pictures(server: Server) -> None:
     def disturb() -> None:
         server.cluster.kill("dense_worker", "attn_worker")
         with server.client() as client:
-            for url in ("data:image/png;base64,AAAA", data_url(FIRST)[:200], "http://127.0.0.1:1/a.png"):
+            for url in ("data:image/png;base64,AAAA", data_url(noise(50, 37, 1))[:200], "http://127.0.0.1:1/a.png"):
                 head = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
                 with pytest.raises(openai.BadRequestError):
                     client.chat.completions.create(model="model", messages=[head], max_tokens=1)

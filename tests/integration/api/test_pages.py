@@ -59,6 +59,7 @@ class Server:
             max_new_tokens=max_tokens,
             do_sample=False,
             use_cache=False,
+            forced_eos_token_id=None,
             **{"num_beams": 1, "eos_token_id": None} | options,
         )
         return [row[len(start) :] for row in rows.tolist()]
@@ -67,9 +68,9 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("pages")
-    model = make_encoder_decoder(directory / "model", "nougat", seed=3)
+    model = make_encoder_decoder(directory / "model", "nougat", seed=5)
     (model / "preprocessor_config.json").write_text(json.dumps(NOUGAT_PROCESSOR))
-    settings = (f"model.path={model}", "scheduler.max_num_batched_tokens=50", "attention.num_blocks=120")
+    settings = (f"model.path={model}", "scheduler.max_num_batched_tokens=50", "scheduler.max_num_seqs=12")
     with running_cluster(directory, *settings, "scheduler.max_beam_width=3", is_warm=True) as cluster:
         yield Server(cluster, model)
         cluster.wait_idle()
