@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.common.families.shape import Activation
+from services.common.families.kinds import Activation
 from services.common.vision.layout import PictureShape
 from services.common.vision.llava import StretchedLayout
 from services.common.vision.patch_tower import BLIP2, PatchTower, read_patch_tower

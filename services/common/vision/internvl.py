@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from services.common.families.shape import Activation, NormKind
+from services.common.families.kinds import Activation, NormKind
 from services.common.vision.layout import PictureShape
 from services.common.vision.patch_tower import PatchTower
 from services.common.vision.resize import resize

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from services.common.families.shape import Activation
+from services.common.families.kinds import Activation
 from services.common.vision.layout import PictureShape
 from services.common.vision.patch_tower import CLIP, SIGLIP, PatchTower, read_patch_tower
 from services.common.vision.pixtral import PIXTRAL, PixtralLayout, PixtralTower, read_pixtral

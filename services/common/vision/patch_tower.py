@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.families.shape import Activation
+from services.common.families.kinds import Activation
 from services.common.vision.layout import PictureShape
 from services.common.vision.vision_fields import VisionFields
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from services.common.families.shape import Activation
+from services.common.families.kinds import Activation
 from services.common.vision.layout import PictureShape
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields

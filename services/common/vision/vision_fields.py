@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ModelError
-from services.common.families.shape import Activation
+from services.common.families.kinds import Activation
 
 MAX_SIZE = 2**20  # of a tower's sizes
 BICUBIC = 3  # as Pillow numbers it
