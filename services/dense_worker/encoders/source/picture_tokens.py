@@ -50,7 +50,8 @@ class PictureTokenEncoder:
         ids = [each.ids for each in inputs]
         rows = self.inner.rows.forward(ids)
         if pictures := [picture for each in inputs for picture in each.pictures]:
-            rows[torch.cat(ids) == self.vision.image_token_id] = self._rows_of(pictures)
+            is_picture = torch.cat(ids) == self.vision.image_token_id
+            rows = rows.masked_scatter(is_picture[:, None], self._rows_of(pictures))
         return self.inner.encode(operations, rows, list(map(len, inputs)))
 
     def _rows_of(self, pictures: Sequence[Picture]) -> torch.Tensor:

@@ -110,9 +110,10 @@ class SwinLayer:
 
 def relative_places(size: int, device: torch.device) -> torch.Tensor:
     """Where the bias of each pair of a window's rows is: int64 [size ** 2, size ** 2], query first."""
-    places = torch.cartesian_prod(torch.arange(size), torch.arange(size))
+    side = torch.arange(size, device=device)
+    places = torch.cartesian_prod(side, side)
     distances = places[:, None] - places + size - 1
-    return (distances[..., 0] * (2 * size - 1) + distances[..., 1]).to(device)
+    return distances[..., 0] * (2 * size - 1) + distances[..., 1]
 
 
 @dataclass(frozen=True, slots=True)
