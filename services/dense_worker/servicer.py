@@ -392,7 +392,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         Raises `InvalidRequest` if it cannot have one.
         """
         spec = sequence.spec
-        if unknown := spec.features.keys() - {feature.name for feature in self._features}:
+        known = {name for feature in self._features for name in (feature.name, *feature.further_names)}
+        if unknown := spec.features.keys() - known:
             raise InvalidRequest(f"this dense worker has no feature {min(unknown)!r}: it is of another version")
         found = [feature.admit(spec, submit, sequence.stream) for feature in self._features]
         sequence.features = tuple([each for each in found if each is not None])

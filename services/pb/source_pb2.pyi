@@ -23,3 +23,23 @@ class SourceTokens(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     pictures: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., pictures: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Alignment(_message.Message):
+    __slots__ = ("first_token", "num_rows", "heads", "filter_width")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    FILTER_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    num_rows: int
+    heads: _containers.RepeatedCompositeFieldContainer[AlignmentHead]
+    filter_width: int
+    def __init__(self, first_token: _Optional[int] = ..., num_rows: _Optional[int] = ..., heads: _Optional[_Iterable[_Union[AlignmentHead, _Mapping]]] = ..., filter_width: _Optional[int] = ...) -> None: ...
+
+class AlignmentHead(_message.Message):
+    __slots__ = ("layer", "head")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    head: int
+    def __init__(self, layer: _Optional[int] = ..., head: _Optional[int] = ...) -> None: ...

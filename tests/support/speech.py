@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import soundfile
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import WhisperFeatureExtractor
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.support.dense.encoder_decoder_models import make_encoder_decoder
 
@@ -19,10 +22,19 @@ END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_TIMESTAMPS = ra
 FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
 VOCAB_SIZE = FIRST_TIMESTAMP + NUM_STEPS + 1
 NUM_MEL_BINS = 8
+ALIGNMENT_HEADS = [[0, 1], [1, 0], [1, 3]]
+# The texts of the tokens below 50: words begin with a space, and some characters have several tokens.
+PIECES = [
+    *(f" {each}".encode() for each in "abcdefghijklmnopqrst"),
+    *(each.encode() for each in "uvwxyzabcdefghi"),
+    *(b".", b",", b" (", b")", b'"', b" ", b"-", b"!"),
+    *(bytes([each]) for each in "é你".encode()),
+    *(b"jk", b"lm"),
+]
 
 
 def make_speech_model(path: Path, seed: int = 0) -> Path:
-    """Writes a Whisper with windows of a second into `path`; returns `path`. Tokens below 50 are words.
+    """Writes a Whisper with windows of a second into `path`; returns `path`. Tokens below 50 are `PIECES`.
 
     Its outputs end by themselves after some segments, as those of a model that was trained.
     """
@@ -44,6 +56,7 @@ def make_speech_model(path: Path, seed: int = 0) -> Path:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     extractor = WhisperFeatureExtractor(feature_size=NUM_MEL_BINS, sampling_rate=RATE, chunk_length=WINDOW_S)
     extractor.save_pretrained(path)
+    byte_tokenizer(PIECES).save_pretrained(path)
     generation = {
         "decoder_start_token_id": START,
         "eos_token_id": END,
@@ -57,9 +70,20 @@ def make_speech_model(path: Path, seed: int = 0) -> Path:
         "max_initial_timestamp_index": 20,
         "suppress_tokens": [7, 9, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS],
         "max_length": 64,
+        "alignment_heads": ALIGNMENT_HEADS,
     }
     (path / "generation_config.json").write_text(json.dumps(generation))
     return path
+
+
+def byte_tokenizer(pieces: Iterable[bytes]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens stand for these bytes, in order."""
+    letters = bytes_to_unicode()
+    vocab = {"".join([letters[byte] for byte in piece]): index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 def sound_of(seconds: float, seed: int = 0, rate: int = RATE, channels: int = 1) -> np.ndarray:

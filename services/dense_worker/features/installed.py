@@ -76,7 +76,7 @@ def make_features(
         _make_pooling(config, model, language_head),
         ProgressFeature(),
         GrammarFeature(grammars),
-        SourceFeature(encoder, model.config.encoder, images_feature.received, pixels),
+        SourceFeature(encoder, model.config, images_feature.received, pixels),
     )
 
 

@@ -64,10 +64,17 @@ class StepPart:
     hidden_rows: np.ndarray | None = None  # int64: rows of the step whose hidden states `take_hidden` gets; None: none
     needs_further_rows: bool = False  # `compute_rows` has something to compute
     waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
+    reads_layers: bool = False  # `take_layer` takes something; then the step is in no CUDA graph
     input_embeds: InputEmbeds | None = None  # vectors in place of embeddings
 
     def before_layers(self, channel: Channel) -> None:
         """Enqueues, or does, what crosses the seam before the layers of the step. Raises the errors of `Channel.wait`.
+        """
+
+    def take_layer(self, layer: int, rows: torch.Tensor) -> None:
+        """Enqueues what it takes of a layer's rows of the seam, [num_tokens, widest layer], before attention has them.
+
+        Called for all layers in order, if it `reads_layers`.
         """
 
     def copy_logits(self, logits: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ next step; the host reads it from pinned memory after an event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -22,6 +23,7 @@ from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.step_part import StepPart
 from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.runner.model_runner import LayerRun, ModelRunner, RunningStep
 from services.dense_worker.runner.step_hook import FollowUp, StepHook
@@ -233,7 +235,7 @@ class CudaModelRunner(ModelRunner):
             hidden = None if size is None or size.num_hidden is None else self._hidden
         else:
             embeds = None if step.input_embeds is None else step.input_embeds.upload(self._input.device)
-            logits, residual = self._run_rows(channel, num_rows, num_sampled, embeds)
+            logits, residual = self._run_rows(channel, num_rows, num_sampled, embeds, step.layer_readers)
         outputs = self._outputs[stage][:num_sampled]
         return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs, hidden)
 
@@ -241,10 +243,10 @@ class CudaModelRunner(ModelRunner):
         """The size of the step's graph; None: it has none.
 
         Further rows need another call of the backend, but a graph's residual is in memory that graphs share. And
-        vectors in place of embeddings are in no graph.
+        vectors in place of embeddings are in no graph, nor is what parts take of layers.
         """
         num_tokens = len(step.token_ids)
-        if step.needs_residual or step.input_embeds is not None:
+        if step.needs_residual or step.input_embeds is not None or step.layer_readers:
             return None
         active = frozenset([feature for feature in self._with_kernels if feature in step.parts])
         num_hidden = 0 if step.hidden_rows is None else len(step.hidden_rows)
@@ -261,13 +263,18 @@ class CudaModelRunner(ModelRunner):
         self._backend.hidden(attn_out, residual, self._hidden_rows[:num_hidden], self._hidden[:num_hidden])
 
     def _run_rows(
-        self, channel: Channel, num_rows: int, num_sampled: int, input_embeds: InputEmbeds | None = None
+        self,
+        channel: Channel,
+        num_rows: int,
+        num_sampled: int,
+        input_embeds: InputEmbeds | None = None,
+        readers: SequenceOf[StepPart] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs all layers for `num_rows` tokens; returns logits [num_sampled, vocab_size] and the residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
-        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
+        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out(), readers)
         layers.begin(token_ids, input_embeds)
         return layers.finish(sampled_rows[:num_sampled], self._hidden_out(num_sampled))
 

@@ -230,6 +230,7 @@ class ModelRunner:
             hidden_rows=torch.from_numpy(np.concatenate(hidden_rows)) if hidden_rows else None,
             needs_residual=any(part.needs_further_rows for part in parts.values()),
             waits_for_tokens=any(part.waits_for_tokens for part in parts.values()),
+            layer_readers=[part for part in parts.values() if part.reads_layers],
             input_embeds=InputEmbeds.join([each for part in parts.values() if (each := part.input_embeds) is not None]),
         )
 
@@ -245,7 +246,7 @@ class ModelRunner:
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step, channel, len(token_ids), len(step.sampled_rows))
-        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out())
+        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out(), step.layer_readers)
         layers.begin(token_ids, step.input_embeds)
         return layers
 
@@ -379,16 +380,22 @@ def _give_hidden(parts: Iterable[StepPart], hidden: torch.Tensor) -> None:
 class LayerRun:
     """All layers of a step, with one handoff in each direction between two segments, in two parts.
 
-    `residuals_out` gets the residuals before its layers, if it is given.
+    `residuals_out` gets the residuals before its layers, if it is given, and `readers` the rows of each layer.
     """
 
     def __init__(
-        self, backend: DenseBackend, channel: Channel, num_layers: int, residuals_out: KeptResiduals | None = None
+        self,
+        backend: DenseBackend,
+        channel: Channel,
+        num_layers: int,
+        residuals_out: KeptResiduals | None = None,
+        readers: SequenceOf[StepPart] = (),
     ) -> None:
         self._backend = backend
         self._channel = channel
         self._num_layers = num_layers
         self._residuals_out = residuals_out
+        self._readers = readers
         self._num_tokens = 0
         self._input_embeds: InputEmbeds | None = None
         self._residual: torch.Tensor | None = None
@@ -446,6 +453,8 @@ class LayerRun:
         self._residual = residual
         if self._residuals_out is not None:
             self._residuals_out.put(layer, residual)
+        for reader in self._readers:
+            reader.take_layer(layer, self._channel.qkv[: self._num_tokens])
 
 
 @dataclass(slots=True, eq=False)

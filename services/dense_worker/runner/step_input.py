@@ -81,6 +81,7 @@ class StepInput:
     has_output: bool = True  # False: nobody reads its tokens, and no row is sampled, whatever the plan says
     hidden_rows: torch.Tensor | None = None  # int64 [n]: those whose hidden states parts take, in their order
     waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
+    layer_readers: SequenceOf[StepPart] = ()  # the parts that take something of each layer
     input_embeds: InputEmbeds | None = None  # rows with vectors in place of embeddings, on the host
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.gateway.features.alignment import Alignment
 from services.gateway.features.feature import Feature
 from services.gateway.features.hidden_states import HiddenStates
 from services.gateway.features.images import Images
@@ -15,6 +16,7 @@ from services.step.sequence_spec import SequenceSpec
 
 PROMPT_LOGPROBS = PromptLogprobs()
 POOLING = Pooling()
+ALIGNMENT = Alignment()
 
 FEATURES: tuple[Feature, ...] = (
     PROMPT_LOGPROBS,
@@ -24,6 +26,7 @@ FEATURES: tuple[Feature, ...] = (
     POOLING,
     PromptProgress(),
     Source(),
+    ALIGNMENT,
     Images(),
 )
 REPORTS = {each.name: each for each in FEATURES if isinstance(each, Report)}

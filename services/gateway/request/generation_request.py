@@ -350,7 +350,7 @@ async def read_text_or_chat(
 def _check_source(message: gateway_pb2.GenerateRequest, sources: SourceReader | None) -> None:
     """Raises `InvalidRequest` for what only models with an encoder have, or only those without one."""
     if sources is None:
-        for field in ("decoder_prompt_token_ids", "decoder_prompt", "sound"):
+        for field in ("decoder_prompt_token_ids", "decoder_prompt", "sound", "alignment"):
             if getattr(message, field).ByteSize() if field != "decoder_prompt" else message.decoder_prompt:
                 raise InvalidRequest(f"{field} is given, and the model has no encoder", field)
         return

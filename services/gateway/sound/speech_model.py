@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from services.common.errors import InvalidRequest, ModelError
 from services.common.json_files.read_json import read_json
+from services.common.model_config import load_model_config
+from services.common.shorten import quote
 
 Task = Literal["transcribe", "translate"]
 
@@ -29,6 +31,9 @@ class SpeechModel:
     languages: Mapping[str, int]  # by code, such as "en"; empty: the model knows English alone
     tasks: Mapping[str, int]  # empty: the model only transcribes
     suppressed: tuple[int, ...]  # tokens that are no speech
+    # Heads of cross attention, (layer, head), whose weights tell when tokens are said.
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    filter_width: int = 7  # weights whose median stands for the one in the middle
 
     def task_tokens(self, task: Task, language: str | None) -> list[int]:
         """What follows the first token. Raises `InvalidRequest` for what the model cannot do."""
@@ -86,7 +91,33 @@ def read_speech_model(path: Path) -> SpeechModel:
         languages=languages,
         tasks=dict(config.get("task_to_id") or {}) if languages else {},
         suppressed=tuple(config.get("suppress_tokens") or ()),
+        alignment_heads=_read_alignment_heads(path, config.get("alignment_heads")),
+        filter_width=_read_filter_width(path, config.get("median_filter_width", 7)),
     )
+
+
+def _read_alignment_heads(path: Path, named: Any) -> tuple[tuple[int, int], ...]:
+    """Those that the files name, or all heads of the upper half of the layers, as the published code."""
+    config = load_model_config(path)
+    num_layers, num_heads = len(config.cross_layers), config.num_heads
+    if not named:
+        return tuple((layer, head) for layer in range(num_layers // 2, num_layers) for head in range(num_heads))
+    try:
+        heads = tuple((int(layer), int(head)) for layer, head in named)
+    except (TypeError, ValueError):
+        heads = ()
+    if not heads or not all(0 <= layer < num_layers and 0 <= head < num_heads for layer, head in heads):
+        raise ModelError(
+            f"generation_config.json in {path} has alignment_heads {quote(str(named))}, expected pairs of a "
+            f"layer below {num_layers} and a head below {num_heads}"
+        )
+    return heads
+
+
+def _read_filter_width(path: Path, width: Any) -> int:
+    if type(width) is not int or width not in range(1, 100, 2):
+        raise ModelError(f"config.json in {path} has median_filter_width {width!r}, expected an odd number below 100")
+    return width
 
 
 def _codes_by_name() -> Mapping[str, str]:
@@ -103,6 +134,7 @@ class Segment:
     start: float
     end: float
     token_ids: list[int]  # with the timestamps around it
+    first_token: int = 0  # its index in the output for the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +169,9 @@ def split_window(
     segments, first = [], 0
     for cut in cuts:
         part = tokens[first:cut]
-        first = cut
         if any(each < model.end for each in part):
-            segments.append(Segment(start_s + model.seconds(part[0]), start_s + model.seconds(part[-1]), part))
+            segments.append(Segment(start_s + model.seconds(part[0]), start_s + model.seconds(part[-1]), part, first))
+        first = cut
     if ends_alone:
         return Window(segments, window_frames)
     num_steps = tokens[cuts[-1] - 1] - model.first_timestamp

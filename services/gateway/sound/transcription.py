@@ -7,12 +7,15 @@ long as the encoder reads and begins where the last complete segment before it e
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from services.gateway.access.access import Caller
-from services.gateway.core.chunks import Completion
+from services.gateway.core.chunks import Completion, Prompt
 from services.gateway.core.request_service import RequestService
+from services.gateway.features.installed import ALIGNMENT
 from services.gateway.sound.attempts import MAX_TEMPERATURE_BEFORE, Output, best_output, compression_ratio
 from services.gateway.sound.sound_reader import Sound
 from services.gateway.sound.speech_model import (
@@ -23,6 +26,7 @@ from services.gateway.sound.speech_model import (
     Task,
     split_window,
 )
+from services.gateway.sound.word_times import LANGUAGES_WITHOUT_SPACES, Word, split_words, token_steps
 from services.pb import gateway_pb2, sampling_pb2, source_pb2
 
 _NEVER = -100.0  # the bias of tokens that are no speech
@@ -37,7 +41,8 @@ class TranscriptionOptions:
     language: str | None  # None: it is detected
     prompt: str
     temperature: float | None  # None: a window that is doubtful at 0 is tried again at higher ones
-    has_no_speech: bool  # whether the answer names the probability that a window has no speech
+    has_words: bool  # whether the answer has words with their times
+    has_segments: bool  # whether it has segments with all that is known of their windows
     request_id: str
     traceparent: str
     sampling: Mapping[str, float | int] = field(default_factory=dict)  # further fields of `SamplingParams`
@@ -52,6 +57,7 @@ class SpokenSegment:
     text: str
     first_frame: int  # of its window
     output: Output  # of its window
+    words: Sequence[Word] = ()  # if they were asked for
 
 
 @dataclass(slots=True)
@@ -89,9 +95,10 @@ class Transcription:
             window = split_window(
                 self.model, output.token_ids, start_s, window_s, min(num_frames, last_frame - first_frame)
             )
-            for segment in window.segments:
+            words = await self._words(window.segments, output, first_frame, num_frames, prompt)
+            for segment, of_segment in zip(window.segments, words, strict=True):
                 before += segment.token_ids
-                yield SpokenSegment(segment, self._text(segment.token_ids), first_frame, output)
+                yield SpokenSegment(segment, self._text(segment.token_ids), first_frame, output, of_segment)
             if self.options.temperature is None and output.temperature > MAX_TEMPERATURE_BEFORE:
                 before = []
             first_frame += window.num_frames
@@ -112,9 +119,56 @@ class Transcription:
             output = await best_output(attempt, no_speech)
         else:
             output = await attempt(self.options.temperature)
-        if self.options.has_no_speech and output.no_speech_prob is None:
+        if self.options.has_segments and output.no_speech_prob is None:
             output = replace(output, no_speech_prob=await no_speech())
         return output
+
+    async def _words(
+        self, segments: Sequence[Segment], output: Output, first_frame: int, num_frames: int, prompt: list[int]
+    ) -> list[list[Word]]:
+        """The words of each segment of a window; none if they were not asked for.
+
+        The decoder computes the output once more, as a prompt, and reports where it attends to the sound. The last
+        token is mostly the end; if it is cut off there, nothing tells when it was said, as in transformers.
+        """
+        if not self.options.has_words or not segments:
+            return [[] for _ in segments]
+        message = self._message(first_frame, num_frames, [*prompt, *output.token_ids[:-1]], max_tokens=0)
+        message.ClearField("logprobs")
+        num_sound_frames = math.ceil(round(self.sound.seconds * FRAMES_PER_STEP / SECONDS_PER_STEP, 6))
+        num_steps = min(num_frames, num_sound_frames - first_frame) // FRAMES_PER_STEP
+        message.alignment.CopyFrom(
+            source_pb2.Alignment(
+                first_token=len(prompt),
+                num_rows=max(1, num_steps),
+                heads=[source_pb2.AlignmentHead(layer=layer, head=head) for layer, head in self.model.alignment_heads],
+                filter_width=self.model.filter_width,
+            )
+        )
+        _, answered = await self._run_whole(message)
+        assert answered is not None, "the report comes with the prompt"
+        weights = answered.reports[ALIGNMENT.name].array()
+        start_s = first_frame / FRAMES_PER_STEP * SECONDS_PER_STEP
+        return await self.service.heavy_work.in_thread(self._find_words, segments, weights, start_s)
+
+    def _find_words(self, segments: Sequence[Segment], weights: np.ndarray, start_s: float) -> list[list[Word]]:
+        # A token's time is where the decoder attends when it has written the token, so the next one begins there.
+        times = [start_s, *(start_s + SECONDS_PER_STEP * token_steps(weights)).tolist()]
+        times.append(times[-1])  # of the last token
+        found = []
+        for segment in segments:
+            places = [i for i, token_id in enumerate(segment.token_ids) if token_id < self.model.end]
+            words = split_words(
+                self._decode,
+                [segment.token_ids[i] for i in places],
+                has_spaces=self.language not in LANGUAGES_WITHOUT_SPACES,
+            )
+            found.append([])
+            for text, first, last in words:
+                start = times[segment.first_token + places[first]]
+                end = times[segment.first_token + places[last] + 1]
+                found[-1].append(Word(text, round(start, 2), round(end, 2)))
+        return found
 
     async def _no_speech_prob(self, first_frame: int, num_frames: int, prompt: list[int]) -> float:
         """How likely the model's mark of silence is right after the token that begins its answer."""
@@ -125,7 +179,10 @@ class Transcription:
         return math.exp(dict(completion.logprobs[0].top)[self.model.no_speech])
 
     def _text(self, token_ids: list[int]) -> str:
-        return self.service.tokenizer.decode(self.model.text_tokens(token_ids), skip_special_tokens=True)
+        return self._decode(self.model.text_tokens(token_ids))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.service.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     async def _prompt_tokens(self) -> list[int]:
         prompt = self.options.prompt.strip()
@@ -177,11 +234,14 @@ class Transcription:
         )
 
     async def _run(self, message: gateway_pb2.GenerateRequest) -> Completion:
+        return (await self._run_whole(message))[0]
+
+    async def _run_whole(self, message: gateway_pb2.GenerateRequest) -> tuple[Completion, Prompt | None]:
         generation = await self.service.start(message, self.caller, prompt_name="file")
         try:
-            [completion], _ = await generation.completions()
+            [completion], prompt = await generation.completions()
         finally:
             generation.close()
         self.num_prompt_tokens += len(message.decoder_prompt_token_ids.ids)
         self.num_tokens += len(completion.token_ids)
-        return completion
+        return completion, prompt

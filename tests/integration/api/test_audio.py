@@ -6,7 +6,9 @@ import itertools
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import numpy as np
@@ -14,7 +16,8 @@ import openai
 import pytest
 import torch
 from openai.types.audio import TranscriptionVerbose
-from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.speech import (
@@ -33,6 +36,7 @@ from tests.support.speech import (
 
 LONG_S = 2.6  # several windows
 WHOLE_S = 80.0
+WORDS_S = 7.6  # with a window that ends within the sound
 MAX_SECONDS = 90
 MAX_BYTES = 6_000_000  # more than gateway.max_body_bytes
 KEY, SLOW_KEY = "without-any-limit", "one-file-a-minute"
@@ -87,9 +91,11 @@ def upload(sound: np.ndarray, kind: str = "WAV", **options: object) -> tuple[str
     return f"speech.{kind.lower()}", sound_file(sound, kind, **options)
 
 
-def true_segments(path: Path, sound: np.ndarray) -> list[tuple[float, float, list[int]]]:
-    """Times and tokens of the segments with text, by transformers' algorithm for long files."""
-    model = WhisperForConditionalGeneration.from_pretrained(path).eval()
+def generate_truth(
+    path: Path, sound: np.ndarray, attention: str | None = None, **options: object
+) -> list[dict[str, torch.Tensor]]:
+    """The segments by transformers' algorithm for long files."""
+    model = WhisperForConditionalGeneration.from_pretrained(path, attn_implementation=attention).eval()
     extractor = WhisperFeatureExtractor.from_pretrained(path)
     features = extractor(
         sound[:, 0],
@@ -112,15 +118,36 @@ def true_segments(path: Path, sound: np.ndarray) -> list[tuple[float, float, lis
             return_segments=True,
             condition_on_prev_tokens=True,
             max_new_tokens=MAX_NEW_TOKENS,
+            **options,
         )
+    return output["segments"][0]
+
+
+def true_segments(path: Path, sound: np.ndarray) -> list[tuple[float, float, list[int]]]:
+    """Times and tokens of the segments with text."""
     segments = []
-    for each in output["segments"][0]:
+    for each in generate_truth(path, sound):
         tokens = each["tokens"].tolist()
         if tokens[-1] >= FIRST_TIMESTAMP and tokens[-2:-1] and tokens[-2] >= FIRST_TIMESTAMP:
             tokens.pop()  # the beginning of the next window, which it keeps to know that the last segment is complete
         assert any(token < END for token in tokens), "transformers keeps what has no text for the next windows"
         segments.append((float(each["start"]), float(each["end"]), tokens))
     return segments
+
+
+def true_words(path: Path, sound: np.ndarray) -> list[tuple[str, float, float]]:
+    """The words of all segments with their times."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    split = SimpleNamespace(decode=lambda ids, decode_with_timestamps: tokenizer.decode(ids), eos_token_id=END)
+    found = []
+    for each in generate_truth(path, sound, "eager", return_token_timestamps=True):
+        times = each["token_timestamps"].tolist()
+        places = [i for i, token in enumerate(each["tokens"].tolist()) if token < END]
+        token_ids = [each["tokens"][i].item() for i in places]
+        texts, _, indexes = _combine_tokens_into_words(split, token_ids, "english")
+        for text, of_word in zip(texts, indexes, strict=True):
+            found.append((text.strip(), times[places[of_word[0]] - 1], times[places[of_word[-1]]]))
+    return [each for each in found if each[0]]
 
 
 def true_no_speech(path: Path, sound: np.ndarray, answer: TranscriptionVerbose) -> list[float]:
@@ -156,6 +183,29 @@ def test_segments_equal_those_of_transformers(path: Path, client: openai.OpenAI,
     answer = client.audio.transcriptions.create(model=path.name, file=upload(sound, subtype="FLOAT"), **options)
     check_segments(answer.segments, true_segments(path, sound))
     assert answer.language == "en" and answer.duration == seconds and answer.task == "transcribe"
+
+
+def check_words(answer: TranscriptionVerbose, expected: list[tuple[str, float, float]]) -> None:
+    assert [each.word for each in answer.words] == [text for text, _, _ in expected]
+    times = [(each.start, each.end) for each in answer.words]
+    assert times == [pytest.approx(each[1:], abs=0.011) for each in expected]
+
+
+def test_words_have_the_times_of_transformers(path: Path, client: openai.OpenAI) -> None:
+    sound = sound_of(WORDS_S, seed=5)
+    options = {"language": "en", "temperature": 0, "response_format": "verbose_json"}
+    file, model = upload(sound, subtype="FLOAT"), path.name
+    words = client.audio.transcriptions.create(
+        model=model, file=file, timestamp_granularities=["word"], **options
+    )
+    expected = true_words(path, sound)
+    check_words(words, expected)
+    assert words.segments is None and len({start for _, start, _ in expected}) > 10
+    both = client.audio.transcriptions.create(
+        model=model, file=file, timestamp_granularities=["word", "segment"], **options
+    )
+    segments = client.audio.transcriptions.create(model=model, file=file, **options)
+    assert both.words == words.words and both.segments == segments.segments and segments.words is None
 
 
 def test_longer_sound_goes_on_where_the_last_segment_ended(path: Path, client: openai.OpenAI) -> None:
@@ -279,7 +329,8 @@ def test_hostile_files_are_refused(path: Path, client: openai.OpenAI, data: byte
         ({"language": "klingon"}, "language is 'klingon', the model knows: en, de"),
         ({"response_format": "diarized_json"}, "response_format is 'diarized_json', supported"),
         ({"temperature": 2.0}, "temperature is '2.0', must be a number from 0 to 1"),
-        ({"timestamp_granularities": ["word"]}, "timestamp_granularities has 'word', supported: segment"),
+        ({"timestamp_granularities": ["line"]}, "timestamp_granularities has 'line', supported: segment, word"),
+        ({"timestamp_granularities": ["word"]}, "only the response_format verbose_json has words"),
         ({"stream": True, "response_format": "srt"}, "srt cannot be streamed"),
         ({"prompt": "a" * 5000}, "prompt has 5000 characters"),
         ({"extra_body": {"top_p": "x"}}, "top_p is 'x', must be a number"),
@@ -354,6 +405,35 @@ def test_a_file_of_several_windows_is_one_request_and_all_its_tokens_count(
     with pytest.raises(openai.RateLimitError, match="has used up its 1 tokens a minute") as refused:
         slow.audio.transcriptions.create(model=path.name, file=file)
     assert int(refused.value.response.headers["retry-after"]) > 60 * (num_tokens - 2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
+def test_words_are_the_same_over_the_death_of_a_worker(
+    path: Path, cluster: Cluster, client: openai.OpenAI, role: str
+) -> None:
+    file = upload(sound_of(WORDS_S, seed=5))
+
+    def words() -> list[tuple[str, float, float]]:
+        answer = client.audio.transcriptions.create(
+            model=path.name,
+            file=file,
+            language="en",
+            temperature=0,
+            response_format="verbose_json",
+            timestamp_granularities=["word"],
+        )
+        return [(each.word, each.start, each.end) for each in answer.words]
+
+    expected = words()
+    pid = cluster.pid_of(role)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(words)
+        while not cluster.attention_status().num_sequences:
+            assert not found.done(), "it has ended before anything was killed"
+        cluster.kill(role)
+        assert found.result(timeout=200) == expected and len(expected) > 10
+    assert cluster.pid_of(role) != pid
 
 
 def test_openapi_knows_the_routes(http: httpx2.Client) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.dense_worker.encoders.source.picture_tokens import SourceTokens
+    from services.dense_worker.features.source.alignment import Alignment
     from services.step import SequenceOpened
 
 _Key = tuple[int, bytes]  # the KV cache, and the content
@@ -20,6 +21,7 @@ class Readers:
     """The running sequences of a worker because of which a KV cache has an encoder's output, or a plan writes it."""
 
     def __init__(self) -> None:
+        self.num_aligned = 0  # running sequences with an alignment
         self._seq_ids = defaultdict[_Key, dict[int, None]](dict)
 
     def add(self, key: _Key, seq_id: int) -> None:
@@ -40,16 +42,26 @@ class Readers:
 class SequenceSource(SequenceFeature):
     """Holds what the encoder reads, on the host, until the sequence ends: it may have to be read again.
 
-    The first step of a sequence writes the output to the KV cache, unless it is there because of another sequence.
+    The first step of a sequence writes the output to the KV cache, unless it is there because of another sequence. One
+    with an alignment has no output, and its first step runs the encoder in any case: it needs the keys here.
     """
 
-    def __init__(self, source: torch.Tensor | SourceTokens, num_rows: int, readers: Readers) -> None:
+    def __init__(
+        self,
+        source: torch.Tensor | SourceTokens,
+        num_rows: int,
+        readers: Readers,
+        alignment: Alignment | None = None,
+    ) -> None:
         """source: int64 [length] token ids, or these with pictures, float32 [num_mel_bins, length] features of sound,
         or the bytes of a picture
 
-        num_rows: of the output; readers: those of the worker
+        num_rows: of the output; readers: those of the worker; alignment: None: it is not asked for
         """
         self.source = source
+        self.alignment = alignment
+        self.reports = self.reports_prompt = self.ignores_prefix_cache = alignment is not None
+        self.has_output = alignment is None
         self.num_extra_rows = num_rows
         self._readers = readers
         self._is_missing = False  # the output is not in the cache, and no plan writes it for this sequence
@@ -65,22 +77,26 @@ class SequenceSource(SequenceFeature):
         """Not in the step that runs the encoder."""
         return not self._is_missing
 
+    def enter(self) -> None:
+        """Counts it among those with an alignment, if it has one."""
+        self._readers.num_aligned += self.alignment is not None
+
     def opened(self, sequence: PlannedSequence, answer: SequenceOpened) -> None:
         """The answer says whether the output is in the cache."""
-        self._is_missing = not answer.has_extra_rows
+        self._is_missing = not answer.has_extra_rows or self.alignment is not None
         if not self._is_missing:
             self._keep(sequence)
 
     def chunk(self, sequence: PlannedSequence, num_tokens: int, step: StepInPlanning) -> int:
         """As many as fit beside the output, if the step has to write it."""
-        if not self._is_missing or self._readers.any_of(_key(sequence)) is not None:
+        if not self._is_missing or self._reader(sequence) is not None:
             return num_tokens
         return max(0, min(num_tokens, step.room_beside(self.num_extra_rows)))
 
     def planned(self, sequence: PlannedSequence, step: StepInPlanning) -> None:
         """The step writes the output, or keeps it by keeping another sequence open. A fork has that of its parent."""
         if self._is_missing:
-            reader = self._readers.any_of(_key(sequence))
+            reader = self._reader(sequence)
             if reader is None:
                 step.add_extra_rows(sequence.seq_id, self.num_extra_rows)
             else:
@@ -91,10 +107,15 @@ class SequenceSource(SequenceFeature):
 
     def leave(self, last_step_id: int) -> None:
         """The cache keeps nothing because of it any more."""
+        self._readers.num_aligned -= self.alignment is not None
         self._is_missing = False
         if self._kept is not None:
             self._readers.remove(*self._kept)
             self._kept = None
+
+    def _reader(self, sequence: PlannedSequence) -> int | None:
+        """The seq_id of another sequence that keeps its output in the cache; None: it has to write it."""
+        return None if self.alignment is not None else self._readers.any_of(_key(sequence))
 
     def _keep(self, sequence: PlannedSequence) -> None:
         self._kept = _key(sequence), sequence.seq_id

@@ -21,15 +21,19 @@ def json_object(transcription: Transcription, segments: Sequence[SpokenSegment])
 
 
 def verbose_object(transcription: Transcription, segments: Sequence[SpokenSegment]) -> dict[str, Any]:
-    """The format `verbose_json`."""
-    return {
+    """The format `verbose_json`, with segments, or words, or both."""
+    answer: dict[str, Any] = {
         "task": transcription.options.task,
         "language": transcription.language,
         "duration": transcription.sound.seconds,
         "text": text_of(segments),
-        "segments": [_segment_object(index, each) for index, each in enumerate(segments)],
-        "usage": usage_object(transcription),
     }
+    if transcription.options.has_words:
+        words = [word for each in segments for word in each.words]
+        answer["words"] = [{"word": each.text, "start": each.start, "end": each.end} for each in words]
+    if transcription.options.has_segments:
+        answer["segments"] = [_segment_object(index, each) for index, each in enumerate(segments)]
+    return answer | {"usage": usage_object(transcription)}
 
 
 class Chunks:

@@ -198,15 +198,17 @@ async def _read_form(
             raise InvalidRequest(f"{name} is not supported", name.removesuffix("[]"))
     name = "timestamp_granularities"
     granularities = {str(each) for each in (*form.getlist(f"{name}[]"), *form.getlist(name))}
-    if unsupported := granularities - {"segment"}:
-        raise InvalidRequest(
-            f"timestamp_granularities has {quote(min(unsupported))}, supported: segment", "timestamp_granularities"
-        )
+    if unsupported := granularities - {"segment", "word"}:
+        raise InvalidRequest(f"{name} has {quote(min(unsupported))}, supported: segment, word", name)
     response_format = _text(form, "response_format") or "json"
     if response_format not in FORMATS:
         raise InvalidRequest(
             f"response_format is {quote(response_format)}, supported: {', '.join(FORMATS)}", "response_format"
         )
+    has_words = "word" in granularities
+    if has_words and response_format != "verbose_json":
+        raise InvalidRequest(f"{name} has 'word', and only the response_format verbose_json has words", name)
+    has_segments = response_format == "verbose_json" and ("segment" in granularities or not has_words)
     streaming = Streaming(*(_flag(form, name) for name in _STREAM_FLAGS))
     if streaming.is_on and response_format not in ("json", "text"):
         raise InvalidRequest(f"response_format {response_format} cannot be streamed, json and text can", "stream")
@@ -226,7 +228,8 @@ async def _read_form(
         language=_text(form, "language") or None,
         prompt=prompt,
         temperature=_number(form, "temperature", 0.0, 1.0) if _text(form, "temperature") else None,
-        has_no_speech=response_format == "verbose_json",
+        has_words=has_words,
+        has_segments=has_segments,
         request_id=request.state.request_id,
         traceparent=request.headers.get("traceparent", ""),
         sampling=sampling,

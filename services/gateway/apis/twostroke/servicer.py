@@ -239,8 +239,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def _start_generation(
         self, message: gateway_pb2.GenerateRequest, *, in_one_message: bool = False
     ) -> Generation:
+        given = {field.name for field, _ in message.ListFields()}
         for report in REPORTS.values():
-            if not report.is_in_grpc and getattr(message, report.field):
+            if not report.is_in_grpc and report.field in given:
                 field = report.field
                 raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
         return await self._service.start(message, current_caller(), in_one_message=in_one_message)

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from services.attn_worker.cache.build_cache import SourceSlots, build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.servicer import describe_opened
+from services.common.families.shape import LayerHeads
 from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.features.source.alignment import Alignment
 from services.dense_worker.features.source.sequence_source import Readers, SequenceSource
+from services.pb import source_pb2
 from services.step import PlanAccepted, SequenceOpened, SequenceSpec, SourceRef, StepPlan
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
@@ -205,7 +208,22 @@ def test_each_cache_gets_an_output_of_its_own() -> None:
     assert planned is not None and planned.plan.extra_rows == ((1, 8), (2, 8))
 
 
-def open_in(scheduler: Scheduler, sequence: Sequence) -> None:
+def test_a_sequence_with_an_alignment_has_the_encoder_run_for_it_alone() -> None:
+    """Though the cache has the output, and another sequence keeps it there."""
+    scheduler = Scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sequences=8)))
+    readers = Readers()
+    first, aligned = (reader(readers, seq_id, 2, 10, 1, 8) for seq_id in (1, 2))
+    request = source_pb2.Alignment(num_rows=8, heads=[source_pb2.AlignmentHead()], filter_width=7)
+    alignment = Alignment(request, 2, {1: LayerHeads(1, 1, 8, is_cross=True)}, None)
+    aligned.features = (SequenceSource(torch.zeros(1), 8, readers, alignment),)
+    open_in(scheduler, first)
+    open_in(scheduler, aligned, has_extra_rows=True)
+    planned = scheduler.schedule()
+    assert planned is not None and planned.plan.extra_rows == ((1, 8), (2, 8))
+
+
+def open_in(scheduler: Scheduler, sequence: Sequence, *, has_extra_rows: bool = False) -> None:
     scheduler.add(sequence)
     assert scheduler.next_to_open() == [sequence]
-    scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_extra_rows=False))
+    scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_extra_rows=has_extra_rows))
