@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rpooling.proto\x12\x0ctwostroke.v1\"<\n\x0ePoolingRequest\x12\x16\n\x0esecond_segment\x18\x01 \x01(\r\x12\x12\n\nall_tokens\x18\x02 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rpooling.proto\x12\x0ctwostroke.v1\"i\n\x0ePoolingRequest\x12\x16\n\x0esecond_segment\x18\x01 \x01(\r\x12\x12\n\nall_tokens\x18\x02 \x01(\x08\x12+\n\ntoken_head\x18\x03 \x01(\x0e\x32\x17.twostroke.v1.TokenHead*V\n\tTokenHead\x12\x1a\n\x16TOKEN_HEAD_UNSPECIFIED\x10\x00\x12\x15\n\x11TOKEN_HEAD_SPARSE\x10\x01\x12\x16\n\x12TOKEN_HEAD_COLBERT\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pooling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TOKENHEAD']._serialized_start=138
+  _globals['_TOKENHEAD']._serialized_end=224
   _globals['_POOLINGREQUEST']._serialized_start=31
-  _globals['_POOLINGREQUEST']._serialized_end=91
+  _globals['_POOLINGREQUEST']._serialized_end=136
 # @@protoc_insertion_point(module_scope)

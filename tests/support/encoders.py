@@ -60,6 +60,24 @@ def make_colbert(path: Path, fields: dict[str, Any], size: int) -> tuple[torch.n
     return model, linear
 
 
+def make_bge_m3(path: Path, fields: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.nn.Linear]]:
+    """Writes an encoder of XLM-R's form with BGE-M3's layers for tokens, and returns it and these by name.
+
+    About half of the tokens count.
+    """
+    model, size = make_encoder(path, "xlm-roberta", fields), fields["hidden_size"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        layers = {"sparse": torch.nn.Linear(size, 1), "colbert": torch.nn.Linear(size, size)}
+    with torch.no_grad():
+        layers["sparse"].weight.mul_(20)
+        words = torch.arange(len(SPECIAL), VOCAB_SIZE)[None]
+        layers["sparse"].bias.sub_(layers["sparse"](model(input_ids=words).last_hidden_state).median())
+    for name, layer in layers.items():
+        save_file(dict(layer.state_dict()), path / f"{name}_linear.safetensors")
+    return model, layers
+
+
 def add_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """Writes a tokenizer of BERT's form: [CLS] a [SEP] b [SEP]. Its words are `WORDS`."""
     vocab = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}

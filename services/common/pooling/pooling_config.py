@@ -40,6 +40,21 @@ class PoolingMethod(enum.Enum):
     ALL = "all"  # those of all tokens: a vector for each
 
 
+class TokenHead(enum.Enum):
+    """A layer for the state of each token that a checkpoint has besides what makes its vector (BGE-M3).
+
+    It is in a file of its own, `..._linear.safetensors`, as `weight` and `bias`.
+    """
+
+    SPARSE = "sparse"  # a number: how much the token counts, at least 0
+    COLBERT = "colbert"  # a vector as long as the state
+
+    @property
+    def file_stem(self) -> str:
+        """The name of its file without the last part."""
+        return f"{self.value}_linear"
+
+
 class PooledActivation(enum.Enum):
     """What follows a dense layer after pooling."""
 
@@ -84,6 +99,8 @@ class PoolingConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)  # what stands before texts for a purpose, by its name
     template: PairTemplate | None = None  # in which a scorer reads pairs; None: as the tokenizer joins them
     max_input_tokens: int | None = None  # which sentence-transformers keeps of longer inputs; None: it says nothing
+    token_heads: tuple[TokenHead, ...] = ()  # of an encoder that makes embeddings
+    edge_token_ids: tuple[int, int] | None = None  # what an input begins and ends with, of a model with `token_heads`
 
     @property
     def is_classifier(self) -> bool:
@@ -137,13 +154,32 @@ def read_pooling(section: ModelSection) -> PoolingConfig | None:
             )
         head, labels = ClassifierHead.TOKENS, tokens[-1:]
         return PoolingConfig(PoolingMethod.LAST, False, head=head, labels=labels, tokens=tokens, template=template)
-    modules = read_json_list(path / MODULES_FILE)
+    modules, pooling = read_json_list(path / MODULES_FILE), None
     if modules is not None:
-        return replace(_read_modules(modules, path), prompts=_read_prompts(path))
-    if section.runner == "pooling" or is_encoder or not has_language_head(raw):
+        pooling = replace(_read_modules(modules, path), prompts=_read_prompts(path))
+    elif section.runner == "pooling" or is_encoder or not has_language_head(raw):
         method = PoolingMethod.CLS if is_encoder else PoolingMethod.LAST
-        return PoolingConfig(method, normalizes=True, prompts=_read_prompts(path))
-    return None
+        pooling = PoolingConfig(method, normalizes=True, prompts=_read_prompts(path))
+    if pooling is None or not is_encoder or pooling.has_each_token:
+        return pooling
+    return _with_token_heads(pooling, path, raw)
+
+
+def _with_token_heads(pooling: PoolingConfig, path: Path, raw: dict[str, Any]) -> PoolingConfig:
+    """The same with the layers for tokens that lie beside the checkpoint."""
+    heads = tuple(head for head in TokenHead if (path / f"{head.file_stem}.safetensors").is_file())
+    for head in TokenHead:
+        if head not in heads and (file := path / f"{head.file_stem}.pt").is_file():
+            raise ModelError(
+                f"{file} is a file of pickled tensors, which is never loaded: convert it to "
+                f"{head.file_stem}.safetensors with the tensors weight and bias (docs/embeddings.md), or remove it"
+            )
+    if not heads:
+        return pooling
+    edges = raw.get("bos_token_id", 0), raw.get("eos_token_id", 2)  # otherwise those of XLM-R's class
+    if not all(type(each) is int for each in edges):
+        raise ModelError(f"{path} has bos_token_id and eos_token_id {edges!r}, expected token ids")
+    return replace(pooling, token_heads=heads, edge_token_ids=edges)
 
 
 def _read_prompts(path: Path) -> dict[str, str]:

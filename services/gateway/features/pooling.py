@@ -48,7 +48,9 @@ class Pooling(Report):
         if not message.return_pooled:
             return None
         request = pooling_pb2.PoolingRequest(
-            second_segment=message.second_segment, all_tokens=message.return_token_vectors
+            second_segment=message.second_segment,
+            all_tokens=message.return_token_vectors,
+            token_head=message.token_head,
         )
         return request.SerializeToString()
 

@@ -17,7 +17,7 @@ import numpy as np
 from services.common.errors import InvalidRequest, PeerError, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
 from services.common.pooling.pair_template import PairTemplate
-from services.common.pooling.pooling_config import PoolingConfig
+from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.gateway.access.access import Caller
 from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import POOLING
@@ -32,11 +32,16 @@ from services.gateway.request.generation_request import (
 )
 from services.gateway.resources.gather import gather_or_cancel
 from services.gateway.resources.memory_budget import HeldMemory
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, pooling_pb2
 
 MAX_AT_ONCE = 256  # inputs of all requests that wait or run in the dense worker, and as many of bulk ones
 MAX_PROMPT_INPUTS = 64  # somebody may wait for a request with so many; one with more is bulk
 _MAX_SPECIAL_TOKENS = 16  # that a tokenizer adds to an input
+_TOKEN_HEADS = {
+    None: pooling_pb2.TOKEN_HEAD_UNSPECIFIED,
+    TokenHead.SPARSE: pooling_pb2.TOKEN_HEAD_SPARSE,
+    TokenHead.COLBERT: pooling_pb2.TOKEN_HEAD_COLBERT,
+}
 BULK_DELAY = 10  # by how many priorities bulk comes later, unless the client says which it has
 
 Text = str | Sequence[int]  # or its token ids, used as they are
@@ -67,6 +72,7 @@ class InputOptions:
     keeps_last: bool = False  # texts are cut at their beginning
     cache_salt: str = ""
     all_tokens: bool = False  # a vector for each token, whatever the model is made for
+    token_head: TokenHead | None = None  # with it: the layer that makes them; None: those of the model's vector
     instruction: str | None = None  # what a reranker is told of pairs; None: what its template says
 
 
@@ -77,7 +83,11 @@ class PooledInput:
     # Of an embedding, or of a classifier's labels, before any activation: float32 [size], or [num_tokens, size] with a
     # vector for each token.
     values: np.ndarray
-    num_tokens: int
+    token_ids: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 class Vectors:
@@ -218,7 +228,7 @@ class Vectors:
             if not isinstance(vector, PooledVector):  # it was aborted
                 raise PeerError(f"{each.name} ended without its vector")
             values = vector.values if options.all_tokens else vector.values[0]
-            results[index] = PooledInput(values, len(prompt.token_ids))
+            results[index] = PooledInput(values, prompt.token_ids)
 
     def _most_tokens(self, each: VectorInput) -> int:
         """No text has more tokens than bytes, but for the special ones."""
@@ -289,6 +299,7 @@ class Vectors:
             return_pooled=True,
             second_segment=second_segment,
             return_token_vectors=options.all_tokens,
+            token_head=_TOKEN_HEADS[options.token_head],
         )
         message.sampling.temperature = 0.0
         message.prompt_token_ids.ids.extend(token_ids)

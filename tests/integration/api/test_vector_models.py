@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
-from tests.support.encoders import SIZES, add_tokenizer, make_colbert
+from tests.support.encoders import SIZES, add_tokenizer, make_bge_m3, make_colbert
 from tests.support.reference import reference_model
 
 TOLERANCE = 2e-5
@@ -99,3 +99,50 @@ def test_late_interaction_scores_by_the_vectors_of_tokens(tmp_path: Path) -> Non
         assert "a vector of each token" in refused["error"]["message"]
         refused = post(cluster, "/pooling", {"input": "w1", "task": "embed"}, 400)
         assert "does token_embed" in refused["error"]["message"]
+
+
+@torch.inference_mode()
+def test_bge_m3_has_numbers_and_vectors_of_tokens(tmp_path: Path) -> None:
+    """In the forms of vLLM and Text Embeddings Inference, beside the formulas of its own code."""
+    path = tmp_path / "model"
+    model, layers = make_bge_m3(path, SIZES | {"bos_token_id": 2, "eos_token_id": 3})
+    tokenizer = add_tokenizer(path)
+    texts = [*DOCUMENTS[:3], "w5 w5 w5 w6", "w1"]
+
+    def states(text: str) -> tuple[list[int], torch.Tensor]:
+        ids = tokenizer(text).input_ids
+        return ids, model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+
+    settings = (f"model.path={path}", f"gateway.http_address=127.0.0.1:{free_port()}")
+    run_dir = tmp_path / "cluster"
+    run_dir.mkdir()
+    with running_cluster(run_dir, *settings, is_warm=True) as cluster:
+        dense = post(cluster, "/v1/embeddings", {"input": texts})["data"]
+        numbers = post(cluster, "/pooling", {"input": texts, "task": "token_classify"})["data"]
+        vectors = post(cluster, "/pooling", {"input": texts, "task": "token_embed"})["data"]
+        sparse = post(cluster, "/embed_sparse", {"inputs": texts})
+        num_zero = 0
+        for i, text in enumerate(texts):
+            ids, hidden = states(text)
+            weights = layers["sparse"](hidden)[:, 0].relu()
+            num_zero += int((weights == 0).sum())
+            np.testing.assert_allclose(numbers[i]["data"], weights[1:-1], atol=TOLERANCE)
+            of_tokens = torch.nn.functional.normalize(layers["colbert"](hidden), dim=1)
+            np.testing.assert_allclose(vectors[i]["data"], of_tokens[1:], atol=TOLERANCE)
+            vector = torch.nn.functional.normalize(hidden[0], dim=0)
+            np.testing.assert_allclose(dense[i]["embedding"], vector, atol=TOLERANCE)
+            expected: dict[int, float] = {}
+            for token_id, weight in zip(ids[1:-1], weights[1:-1].tolist(), strict=True):
+                expected[token_id] = max(weight, expected.get(token_id, 0.0))
+            expected = {token_id: weight for token_id, weight in expected.items() if weight > 0}
+            assert {each["index"]: each["value"] for each in sparse[i]} == pytest.approx(expected, abs=TOLERANCE)
+        assert num_zero and any(sparse), "some tokens count, and others do not"
+        assert post(cluster, "/embed_sparse", {"inputs": texts[0]}) == sparse[:1]
+        long = " ".join(["w1 w2 w3"] * 40)
+        assert "inputs has" in post(cluster, "/embed_sparse", {"inputs": long}, 400)["error"]["message"]
+        cut = post(cluster, "/embed_sparse", {"inputs": f"w9 {long}", "truncate": True})
+        assert cut != post(
+            cluster, "/embed_sparse", {"inputs": f"w9 {long}", "truncate": True, "truncation_direction": "Left"}
+        )
+        refused = post(cluster, "/pooling", {"input": "w1", "task": "classify"}, 400)
+        assert "does embed, token_embed, token_classify" in refused["error"]["message"]

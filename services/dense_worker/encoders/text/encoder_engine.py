@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from services.common.engine_thread import EngineThread
 from services.common.errors import InvalidRequest, TwostrokeError
-from services.common.pooling.pooling_config import PoolingMethod
+from services.common.pooling.pooling_config import PoolingMethod, TokenHead
 from services.dense_worker.encoders.text.pooled_text import PooledText
 from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEncoder
 from services.dense_worker.engine.limits import SchedulerLimits
@@ -44,9 +44,9 @@ class _Step:
     run: EncoderRun
     step_id: int
     begin_s: float
-    # float32 [num_rows, size], on the host once `event` has passed: of the sequences with one vector, in order, then
-    # of all tokens of the others
-    values: torch.Tensor | None = None
+    # The indexes of sequences of which the same is made, and what is made of them, float32 [num_rows, size] on the host
+    # once `event` has passed: a row for each, or one for each of their tokens.
+    values: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     event: torch.cuda.Event | None = None  # the end of the step on a GPU
 
     @property
@@ -251,15 +251,17 @@ class EncoderEngine:
             self._report(step)
 
     def _pool(self, step: _Step) -> None:
-        of_tokens, parts = [i for i, each in enumerate(step.sequences) if self._has_each_token(each)], []
-        if len(of_tokens) < len(step.sequences):
-            pooled = step.run.pool(self._method)
-            others = np.delete(np.arange(len(pooled)), of_tokens)
-            parts.append(pooled if not of_tokens else pooled[upload(others, pooled.device)])
-        if of_tokens:
-            parts.append(step.run.tokens(of_tokens))
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        step.values = to_host(values)
+        groups: dict[tuple[bool, TokenHead | None], list[int]] = {}
+        for index, sequence in enumerate(step.sequences):
+            groups.setdefault((self._has_each_token(sequence), _pooled_text(sequence).token_head), []).append(index)
+        for (has_each, head), indexes in groups.items():
+            if has_each:
+                values = step.run.tokens(indexes, head)
+            else:
+                pooled = step.run.pool(self._method)
+                is_whole = len(indexes) == len(step.sequences)
+                values = pooled if is_whole else pooled[upload(np.array(indexes), pooled.device)]
+            step.values.append((indexes, to_host(values)))
         if values.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
@@ -288,17 +290,12 @@ class EncoderEngine:
 
     def _rows_of(self, step: _Step) -> list[np.ndarray]:
         """The rows that each sequence of a step reports: float32 [n, size]."""
-        assert step.values is not None, "it has been pooled"
-        values, has_each = step.values.numpy(), [self._has_each_token(each) for each in step.sequences]
-        next_one, next_tokens, rows = 0, has_each.count(False), list[np.ndarray]()
-        for length, is_each in zip(step.run.lengths, has_each, strict=True):
-            if is_each:
-                rows.append(values[next_tokens : next_tokens + length])
-                next_tokens += length
-            else:
-                rows.append(values[next_one : next_one + 1])
-                next_one += 1
-        return rows
+        rows = dict[int, np.ndarray]()
+        for indexes, values in step.values:
+            has_each = [self._has_each_token(step.sequences[index]) for index in indexes]
+            lengths = [step.run.lengths[index] if each else 1 for index, each in zip(indexes, has_each, strict=True)]
+            rows |= dict(zip(indexes, np.split(values.numpy(), np.cumsum(lengths)[:-1]), strict=True))
+        return [rows[index] for index in range(len(step.sequences))]
 
     def _has_each_token(self, sequence: Sequence) -> bool:
         """Whether a vector is made of each token of it."""

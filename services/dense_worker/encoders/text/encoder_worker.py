@@ -69,7 +69,7 @@ class EncoderWorker:
         use_device(device, config.dense.num_threads)
         await self._start_server(SequenceTracer(tracer))
         servicer, standby = self._servicer, self._options.standby
-        self._weights_hash = servicer.status.weights_hash = weights_hash(config)
+        self._weights_hash = servicer.status.weights_hash = weights_hash(config, pooling)
         if standby not in (None, "loaded"):  # loading takes a moment, and another copy of the weights much memory
             servicer.status.state = dense_pb2.DenseStatus.STANDBY
             await servicer.may_attach.wait()
@@ -102,7 +102,7 @@ class EncoderWorker:
         )
         self._engine.start()
         self._opened.push_async_callback(asyncio.to_thread, self._engine.stop, STOP_GRACE_S)
-        self._servicer.set_engine(self._engine, self._watchdog, [TextPooling()])
+        self._servicer.set_engine(self._engine, self._watchdog, [TextPooling(pooling.token_heads)])
         if standby is None:
             servicer.may_attach.set()
         state = dense_pb2.DenseStatus
@@ -221,9 +221,10 @@ def load(config: Config, shape: TextEncoderConfig, pooling: PoolingConfig, devic
     return encoder
 
 
-def weights_hash(config: Config) -> str:
+def weights_hash(config: Config, pooling: PoolingConfig) -> str:
     """Identifies the weights, as that of decoders does."""
     section = config.model
     if section.load_format == "dummy":
         return f"random-{section.dummy_seed}"
-    return heads_hash(section.path, checkpoint_files(section.path))
+    heads = sorted(section.path / f"{head.file_stem}.safetensors" for head in pooling.token_heads)
+    return heads_hash(section.path, [*checkpoint_files(section.path), *heads])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from services.common.pooling.pooling_config import ClassifierHead, PooledActivat
 from services.dense_worker.encoders.packed_attention import PositionTerms
 from services.dense_worker.encoders.text.encoder_operations import EncoderOperations, TorchEncoderOperations
 from services.dense_worker.encoders.text.text_encoder import Affine, HeadLayer, LayerWeights, TextEncoder
+from services.dense_worker.encoders.text.token_heads import load_token_heads, random_token_heads
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, RmsNormPlusOne
@@ -143,7 +144,7 @@ def load_encoder(
             found = re.match(rf"{re.escape(names.layers)}\.(\d+)\.", name)
             if found and int(found[1]) < config.num_layers:
                 raise ModelError(f"{checkpoint.file_of(name)} holds {name}, for which config.json has no place")
-    return encoder
+    return replace(encoder, token_heads=load_token_heads(path, pooling, config.hidden_size, device))
 
 
 def random_encoder(
@@ -157,7 +158,8 @@ def random_encoder(
             return torch.ones(shape)
         return torch.randn(shape, generator=generator) * 0.02
 
-    return _build(config, pooling, NAMES[config.family], make, dtype, device)
+    encoder = _build(config, pooling, NAMES[config.family], make, dtype, device)
+    return replace(encoder, token_heads=random_token_heads(pooling, config.hidden_size, device, generator))
 
 
 def _build(

@@ -5,15 +5,15 @@ Nothing is kept of an input: attention sees all of its tokens at once, and needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from services.common.encoders.encoder_config import EncoderLayer, TextEncoderConfig
-from services.common.pooling.pooling_config import PoolingMethod
+from services.common.pooling.pooling_config import PoolingMethod, TokenHead
 from services.dense_worker.encoders.packed_attention import PackedSequences, PositionTerms, attend
 from services.dense_worker.encoders.text.encoder_operations import EncoderOperations, Rotation
 from services.dense_worker.kernels.linear.activation import MlpActivation
@@ -94,6 +94,7 @@ class TextEncoder:
     layers: tuple[LayerWeights, ...]
     distance_bias: torch.Tensor | None  # [num_heads, 2 max_input_tokens - 1], see `attend`
     head: tuple[HeadLayer, ...] = ()  # of a classifier, or dense layers after pooling
+    token_heads: Mapping[TokenHead, HeadLayer] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -173,11 +174,16 @@ class EncoderRun:
             pooled = hidden[upload(rows, hidden.device)].float()
         return self._through_head(pooled)
 
-    def tokens(self, indexes: Sequence[int]) -> torch.Tensor:
-        """The vectors of all tokens of some inputs, one after another, or the values of labels: float32 [n, size]."""
+    def tokens(self, indexes: Sequence[int], head: TokenHead | None = None) -> torch.Tensor:
+        """The vectors of all tokens of some inputs, one after another, or the values of labels: float32 [n, size].
+
+        head: the layer that makes them; None: those that make the model's vector
+        """
         ends = np.cumsum(self.lengths)
         rows = np.concatenate([np.arange(ends[index] - self.lengths[index], ends[index]) for index in indexes])
         hidden = self._normed if len(rows) == len(self._normed) else self._normed[upload(rows, self._normed.device)]
+        if head is not None:
+            return self._encoder.token_heads[head].forward(hidden.float())
         return self._through_head(hidden.float())
 
     def _through_head(self, values: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,10 @@ class PoolingFeature(Feature):
             return None
         if self._pooling is None:
             raise InvalidRequest("this model makes no vectors: model.runner is not pooling")
-        wants_all = pooling_pb2.PoolingRequest.FromString(spec.features[NAME]).all_tokens
+        request = pooling_pb2.PoolingRequest.FromString(spec.features[NAME])
+        if request.token_head:
+            raise InvalidRequest("this model has no layer of its own for tokens: it is no encoder")
+        wants_all = request.all_tokens
         return PooledSequence(spec.num_prompt_tokens, PoolingMethod.ALL if wants_all else self._pooling.method)
 
     def max_hidden_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.common.pooling.pooling_config import PoolingConfig
+from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, usage_of
 from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
@@ -30,9 +30,11 @@ from services.gateway.apis.vectors.schema import (
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.vectors.scores import probabilities, score_pairs
+from services.gateway.vectors.sparse import without_edges
 from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors, shaped
 
 MAX_INLINE_PAIRS = 64
+_HEADS = {"token_embed": TokenHead.COLBERT, "token_classify": TokenHead.SPARSE}  # by vLLM's name of the task
 
 
 def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
@@ -141,17 +143,28 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         tasks = _tasks_of(pooling)
         if body.task is not None and body.task not in tasks:
             raise InvalidRequest(f"task is {body.task!r}, this model does {', '.join(tasks)}", "task")
-        options = replace(options, all_tokens=body.task == "token_embed")
+        head = _HEADS.get(body.task) if not pooling.has_each_token else None
+        head = head if head in pooling.token_heads else None
+        options = replace(options, all_tokens=body.task == "token_embed" or head is not None, token_head=head)
         vectors.check_dimensions(body.dimensions)
+        if body.dimensions is not None and head is TokenHead.SPARSE:
+            raise InvalidRequest("dimensions cannot be used with token_classify: a token has one number", "dimensions")
         normalizes = pooling.normalizes if body.normalize is None else body.normalize
+        normalizes = normalizes and head is not TokenHead.SPARSE
         is_plain = _shows_raw(body, vectors) or not pooling.is_classifier
 
         def shape(values: np.ndarray) -> np.ndarray:
             return shaped(values if is_plain else probabilities(values, pooling), body.dimensions, normalizes)
 
+        def values_of(each: PooledInput) -> np.ndarray:
+            if head is None:
+                return each.values
+            rows = without_edges(each, pooling, head)
+            return rows[:, 0] if head is TokenHead.SPARSE else rows
+
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (
-                vector_pieces("pooling", "data", index, each.values, shape, body.encoding_format)
+                vector_pieces("pooling", "data", index, values_of(each), shape, body.encoding_format)
                 for index, each in enumerate(pooled)
             )
             return answer(request_id, body, objects, pooled)
@@ -192,7 +205,9 @@ def _tasks_of(pooling: PoolingConfig) -> tuple[str, ...]:
     """What a model can be asked to do."""
     if pooling.has_each_token:
         return ("token_classify",) if pooling.is_classifier else ("token_embed",)
-    return ("classify", "score") if pooling.is_classifier else ("embed", "token_embed")
+    if pooling.is_classifier:
+        return "classify", "score"
+    return ("embed", "token_embed", *(["token_classify"] if TokenHead.SPARSE in pooling.token_heads else []))
 
 
 def _whole(value: dict[str, Any]) -> Iterator[bytes]:

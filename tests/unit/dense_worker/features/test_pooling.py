@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,19 @@ from transformers import (
 )
 
 from services.common.config import EMBEDDED_MODEL, ModelSection
-from services.common.errors import ConfigError, ModelError
-from services.common.pooling.pooling_config import PoolingConfig, PoolingMethod, read_pooling
+from services.common.errors import ConfigError, InvalidRequest, ModelError
+from services.common.pooling.pooling_config import PoolingConfig, PoolingMethod, TokenHead, read_pooling
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.encoders.text.pooled_text import TextPooling
 from services.dense_worker.features.pooling.pooling_feature import PooledSequence, PoolingFeature
 from services.dense_worker.features.pooling.pooling_head import PoolingHead, load_pooling_head
 from services.dense_worker.features.step_part import FeatureRows, StepView
+from services.pb import dense_pb2, pooling_pb2
 from services.step import NO_ROWS, PlanEntries, PlanEntry, StepResult
+from tests.support.dense.sequences import new_sequence
 from tests.support.dense.whole_model import WholeModel
+from tests.support.encoders import SIZES as ENCODER_SIZES
+from tests.support.encoders import make_bge_m3
 
 VOCAB_SIZE = 96
 SIZES = {
@@ -257,3 +264,21 @@ def test_the_config_says_what_the_checkpoint_does_not(tmp_path: Path) -> None:
     assert one is not None and one.is_scorer and one.template is None
     with pytest.raises(ConfigError, match=r"model\.runner is generate"):
         read_pooling(ModelSection(path=tmp_path, runner="generate", classifier_from_token=("no", "yes")))
+
+
+def test_layers_for_tokens_lie_beside_the_checkpoint_and_are_no_pickles(tmp_path: Path) -> None:
+    make_bge_m3(tmp_path, ENCODER_SIZES | {"bos_token_id": 2, "eos_token_id": 3})
+    pooling = read_pooling(ModelSection(path=tmp_path))
+    assert pooling is not None and pooling.token_heads == tuple(TokenHead) and pooling.edge_token_ids == (2, 3)
+    (tmp_path / "sparse_linear.safetensors").unlink()
+    pooling = read_pooling(ModelSection(path=tmp_path))
+    assert pooling is not None and pooling.token_heads == (TokenHead.COLBERT,)
+    with pytest.raises(InvalidRequest, match=r"has no sparse_linear\.safetensors"):
+        request = pooling_pb2.PoolingRequest(all_tokens=True, token_head=pooling_pb2.TOKEN_HEAD_SPARSE)
+        spec = replace(
+            new_sequence(1, "r", [5, 6], SamplingParams(), 1).spec, features={"pooling": request.SerializeToString()}
+        )
+        TextPooling(pooling.token_heads).admit(spec, dense_pb2.Submit(), 0)
+    (tmp_path / "sparse_linear.pt").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"sparse_linear\.pt is a file of pickled tensors.*convert it"):
+        read_pooling(ModelSection(path=tmp_path))

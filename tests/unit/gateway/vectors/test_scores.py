@@ -31,7 +31,7 @@ def test_labels_compete_or_count_by_themselves_or_are_shown_as_they_are() -> Non
 
 def test_a_score_may_be_the_value_before_the_sigmoid() -> None:
     scorer = replace(CLASSIFIER, labels=("a",))
-    pooled = [PooledInput(VALUES[1:2], 1)]
+    pooled = [PooledInput(VALUES[1:2], [5])]
     for shows_raw, wanted in ((False, torch.tensor(VALUES[1]).sigmoid().item()), (True, VALUES[1])):
         _, scores_of = score_pairs([("a", "b")], [("query", "documents[0]")], scorer, shows_raw=shows_raw)
         assert scores_of(pooled) == pytest.approx([wanted], abs=1e-6)
@@ -51,7 +51,7 @@ def test_embeddings_of_equal_texts_are_computed_once() -> None:
     vectors = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     similar = torch.nn.functional.cosine_similarity
     wanted = [similar(vectors[0], vectors[i], dim=0).item() for i in (1, 2, 1, 1)]
-    assert scores_of([PooledInput(each.numpy(), 1) for each in vectors]) == pytest.approx(wanted, abs=1e-6)
+    assert scores_of([PooledInput(each.numpy(), [5]) for each in vectors]) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_vectors_of_tokens_are_scored_by_the_best_match_of_each() -> None:
@@ -66,7 +66,7 @@ def test_vectors_of_tokens_are_scored_by_the_best_match_of_each() -> None:
     def wanted(first: torch.Tensor, second: torch.Tensor) -> float:
         return torch.nn.functional.cosine_similarity(first[:, None], second[None], dim=2).max(1).values.sum().item()
 
-    found = scores_of([PooledInput(each.numpy(), len(each)) for each in (query, short, long)])
+    found = scores_of([PooledInput(each.numpy(), [5] * len(each)) for each in (query, short, long)])
     assert found == pytest.approx([wanted(query, short), wanted(query, long), wanted(short, query)], abs=1e-5)
     with pytest.raises(InvalidRequest, match="a classifier of tokens"):
         score_pairs(pairs, [("a", "b")] * 3, replace(CLASSIFIER, method=PoolingMethod.ALL))

@@ -13,12 +13,12 @@ import torch
 from services.common.config import ModelSection
 from services.common.encoders.encoder_config import read_encoder_config
 from services.common.errors import InvalidRequest
-from services.common.pooling.pooling_config import PoolingMethod, read_pooling
+from services.common.pooling.pooling_config import PoolingMethod, TokenHead, read_pooling
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.encoders.text.encoder_engine import EncoderEngine
 from services.dense_worker.encoders.text.load_encoder import load_encoder
 from services.dense_worker.encoders.text.pooled_text import PooledText
-from services.dense_worker.encoders.text.text_encoder import TextEncoder
+from services.dense_worker.encoders.text.text_encoder import Affine, HeadLayer, TextEncoder
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.step_report import StepReport
@@ -49,13 +49,21 @@ class Run:
         self.engine = EncoderEngine(encoder, PoolingMethod.CLS, limits, self.reports.put)
 
     def submit(
-        self, seq_id: int, num_tokens: int, client: int = 0, num_crashes: int = 0, *, all_tokens: bool = False
+        self,
+        seq_id: int,
+        num_tokens: int,
+        client: int = 0,
+        num_crashes: int = 0,
+        *,
+        all_tokens: bool = False,
+        token_head: int = 0,
     ) -> Sequence:
         prompt = [5 + (seq_id * 7 + i) % 80 for i in range(num_tokens)]
         sequence = new_sequence(seq_id, f"r{seq_id}", prompt, SamplingParams(), 1)
         sequence.spec = replace(sequence.spec, client=client)
         sequence.num_crashes = num_crashes
-        sequence.features = (PooledText(pooling_pb2.PoolingRequest(all_tokens=all_tokens)),)
+        request = pooling_pb2.PoolingRequest(all_tokens=all_tokens, token_head=token_head)
+        sequence.features = (PooledText(request),)
         self.engine.submit(sequence)
         return sequence
 
@@ -105,6 +113,23 @@ def test_inputs_with_one_vector_run_with_those_with_a_vector_for_each_token(
         states = bert[1](torch.tensor([sequence.spec.prompt_token_ids])).last_hidden_state[0]
         wanted = states if is_each else states[:1]
         torch.testing.assert_close(run.rows[sequence.seq_id], wanted, rtol=0, atol=2e-5)
+
+
+@torch.inference_mode()
+def test_layers_for_tokens_run_beside_others_in_a_step(bert: tuple[TextEncoder, torch.nn.Module]) -> None:
+    size = bert[0].config.hidden_size
+    layers = {head: torch.nn.Linear(size, 1 if head is TokenHead.SPARSE else size) for head in TokenHead}
+    activations = {TokenHead.SPARSE: "relu", TokenHead.COLBERT: None}
+    heads = {head: HeadLayer(Affine(each.weight, each.bias), activations[head]) for head, each in layers.items()}
+    run = Run(replace(bert[0], token_heads=heads))
+    kinds = (pooling_pb2.TOKEN_HEAD_COLBERT, 0, pooling_pb2.TOKEN_HEAD_SPARSE)
+    sequences = [run.submit(i, 4 + i, all_tokens=bool(kind), token_head=kind) for i, kind in enumerate(kinds)]
+    assert run.until(3) == [[0, 1, 2]]
+    run.engine.stop(TIMEOUT_S)
+    states = [bert[1](torch.tensor([each.spec.prompt_token_ids])).last_hidden_state[0] for each in sequences]
+    wanted = [layers[TokenHead.COLBERT](states[0]), states[1][:1], layers[TokenHead.SPARSE](states[2]).relu()]
+    for sequence, each in zip(sequences, wanted, strict=True):
+        torch.testing.assert_close(run.rows[sequence.seq_id], each, rtol=0, atol=2e-5)
 
 
 @torch.inference_mode()
