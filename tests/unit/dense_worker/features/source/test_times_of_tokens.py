@@ -52,7 +52,7 @@ def test_times_of_tokens_are_those_of_transformers(seconds: float, seed: int, tm
     alignment, operations = Alignment(request, len(tokens), layers, None), TorchOperations()
     encoder, answers, position = model.weights.encoder, [], 0
     with torch.inference_mode():
-        output = encoder.forward(operations, [source])
+        output = encoder.body.forward(operations, [source])
         for layer, rows in zip(layers, encoder.keys_and_values(operations, output), strict=True):
             if layer in alignment.layers:
                 alignment.take_keys(layer, rows)
