@@ -62,4 +62,5 @@ class Pooling(Report):
             raise InvalidRequest("the dense worker's backend cannot give vectors: dense.backend must be torch", None)
         request = pooling_pb2.PoolingRequest.FromString(size.spec.features[self.name])
         num_rows = size.spec.num_prompt_tokens if request.all_tokens else 1
-        return HeldBytes(2 * BYTES_PER_VALUE * size.hidden_size * num_rows, "vectors", "send fewer inputs")
+        num_values = 1 if request.token_head == pooling_pb2.TOKEN_HEAD_SPARSE else size.hidden_size
+        return HeldBytes(2 * BYTES_PER_VALUE * num_values * num_rows, "vectors", "send fewer inputs")

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from services.common.errors import PeerError
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Completion, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import ALIGNMENT
+from services.gateway.features.token_rows import TokenRows
 from services.gateway.sound.attempts import MAX_TEMPERATURE_BEFORE, Output, best_output, compression_ratio
 from services.gateway.sound.sound_reader import Sound
 from services.gateway.sound.speech_model import (
@@ -146,8 +148,10 @@ class Transcription:
             )
         )
         _, answered = await self._run_whole(message)
-        assert answered is not None, "the report comes with the prompt"
-        weights = answered.reports[ALIGNMENT.name].array()
+        found = answered and answered.reports.get(ALIGNMENT.name)
+        if not isinstance(found, TokenRows):  # it was aborted
+            raise PeerError("the file ended without the times of its words")
+        weights = found.array()
         start_s = first_frame / FRAMES_PER_STEP * SECONDS_PER_STEP
         return await self.service.heavy_work.in_thread(self._find_words, segments, weights, start_s)
 

@@ -9,6 +9,7 @@ all inputs of a request are one request with one answer, and their tokens.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -181,7 +182,8 @@ class Vectors:
             self.check_num_given(num_given, field)
             options = replace(options, all_tokens=options.all_tokens or self.pooling.has_each_token)
             num_vectors = sum(map(self._most_tokens, inputs)) if options.all_tokens else len(inputs)
-            num_bytes = 4 * self.size * num_vectors
+            size = 2 if options.token_head is TokenHead.SPARSE else self.size  # a number, and the token's id
+            num_bytes = 4 * size * num_vectors
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
             caller.usage.open_request()
         except TwostrokeError as error:
@@ -228,7 +230,7 @@ class Vectors:
             if not isinstance(vector, PooledVector):  # it was aborted
                 raise PeerError(f"{each.name} ended without its vector")
             values = vector.values if options.all_tokens else vector.values[0]
-            results[index] = PooledInput(values, prompt.token_ids)
+            results[index] = PooledInput(values, array("i", prompt.token_ids))
 
     def _most_tokens(self, each: VectorInput) -> int:
         """No text has more tokens than bytes, but for the special ones."""

@@ -80,4 +80,4 @@ def sparse_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
 
 
 def _pieces(vector: Mapping[int, float]) -> Iterator[bytes]:
-    yield to_json([{"index": token_id, "value": value} for token_id, value in vector.items()])
+    yield from list_pieces(iter([to_json({"index": token_id, "value": value})]) for token_id, value in vector.items())
