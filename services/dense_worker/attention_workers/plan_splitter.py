@@ -49,7 +49,7 @@ class PlanSplitter:
         of_entries = self._caches_of(plan.entries.seq_ids)
         own = {cache_id: of_entries == cache_id for cache_id in np.unique(of_entries).tolist()}
         for cache_id, seq_ids in self._parts.items():
-            if (has_part := np.isin(plan.entries.seq_ids, np.array(list(seq_ids), np.uint64))).any():
+            if seq_ids and (has_part := np.isin(plan.entries.seq_ids, np.array(list(seq_ids), np.uint64))).any():
                 own[cache_id] = own.get(cache_id, False) | has_part
         opens = {new.cache_id for new in plan.new_sequences}
         parts = {}

@@ -49,7 +49,8 @@ class OnlyPlacement:
 
     def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger]) -> Room:
         num_blocks = max((each.num_blocks for each in ledgers.values()), default=0)
-        return Room(num_blocks, f"the cache has {num_blocks}")
+        which = "the largest cache" if len(ledgers) > 1 else "the cache"
+        return Room(num_blocks, f"{which} has {num_blocks}")
 
     def divide(self, sequence: Sequence, num_blocks: int, session: Session) -> DividedLedger | None:
         return None

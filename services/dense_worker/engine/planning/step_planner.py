@@ -66,7 +66,8 @@ class StepPlanner:
         rows = session.rows.unfinished() if suspect is None else session.rows.none.positions
         rows = session.rows.of_lane(rows, self._lane, len(session.lanes))
         decodes, prefills = self._find_others(suspect)
-        decodes, prefills = self._take_host_turns(decodes, prefills)
+        if decodes or prefills:
+            decodes, prefills = self._take_host_turns(decodes, prefills)
         is_shared = self._waiting.has_several_clients
         if is_shared and session.running:
             if not self._has_given_way and self._awaits_newcomers():
@@ -169,7 +170,7 @@ class StepPlanner:
         growing = rows[lacks_block]
         step.num_tokens -= len(rows)
         step.num_logits -= len(rows)
-        takes_blocks = len(growing) or (len(rows) and decodes)
+        takes_blocks = len(growing) or (decodes and len(rows))
         growing_by_cache = session.rows.by_cache(growing, session.ledgers) if takes_blocks else []
         if self._may_be_short(growing_by_cache, decodes):
             self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
