@@ -104,9 +104,9 @@ class CudaModelRunner(ModelRunner):
                 qkv, attn_out = (
                     torch.zeros(num_rows, size, dtype=self._dtype, device="cuda") for size in self._seam_sizes
                 )
-                for _, num_sampled, active in self._sizes([num_rows]):
-                    with self._activated(active):
-                        self._run_segments(qkv, attn_out, attn_out, num_sampled)
+                for size in self._sizes([num_rows]):
+                    with self._activated(size.active):
+                        self._run_segments(qkv, attn_out, attn_out, size.num_sampled)
             self._stream.synchronize()
 
     def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def make_encoder_decoder(path: Path, variant: str, seed: int = 0, **overrides: A
     family, fields = ENCODER_DECODERS[variant]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(family, **fields | overrides)
+        config = AutoConfig.for_model(family, **copy.deepcopy(fields) | overrides)  # it takes inner ones apart
         if family == "vision-encoder-decoder":
             model = VisionEncoderDecoderModel(config)
         else:
