@@ -352,7 +352,8 @@ class WatchdogSection(Section):
 class PeerSection(Section):
     """Calls between the services."""
 
-    connect_timeout_s: Seconds = 120.0  # how long a service waits at start for the services it needs
+    # how long a service waits at start for the services it needs; a gateway, without progress of a worker that loads
+    connect_timeout_s: Seconds = 120.0
     rpc_timeout_s: Seconds = 10.0  # time limit of one unary call between services
     max_message_bytes: MessageBytes = 64 * 2**20  # size of one gRPC message between services
     tls_certificate: Path | None = None  # PEM file; if set, the services use TLS, and each must present a certificate

@@ -25,11 +25,11 @@ from services.launch.child import DENSE_ROLE, Child
 from services.launch.children import Children
 from services.launch.probe import compute_one_token
 from services.launch.standby import Standby
-from services.launch.start_deadline import StartDeadline
 from services.launch.switched_address import SwitchedAddress
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from services.pb.launch_pb2 import ReplaceDenseRequest
 from services.rpc.client import open_channel
+from services.rpc.start_deadline import StartDeadline
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()

@@ -44,10 +44,10 @@ from services.launch.service_manager import ServiceManager
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
 from services.launch.standby import Spares, Standby
-from services.launch.start_deadline import StartDeadline
 from services.launch.summary import print_summary
 from services.launch.switched_address import SwitchedAddress
 from services.rpc.metrics import new_registry, serving_metrics
+from services.rpc.start_deadline import StartDeadline
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
@@ -219,7 +219,7 @@ class Launcher:
             await asyncio.gather(*(wait_started(child, deadline) for child in self._children))
             return
         [dense] = self._children.of_role(DENSE_ROLE)
-        watching = asyncio.create_task(deadline.watch(dense))
+        watching = asyncio.create_task(deadline.watch(dense.address, dense.config.peers))
         try:
             await asyncio.gather(*(wait_serving(child, deadline) for child in self._children.of_role("gateway")))
         finally:

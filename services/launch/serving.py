@@ -15,10 +15,10 @@ from services.common.errors import PeerError
 from services.common.logs import print_to_stderr
 from services.gateway import chat_client
 from services.launch.child import DENSE_ROLE, Child
-from services.launch.start_deadline import StartDeadline
 from services.pb import dense_pb2_grpc
 from services.rpc.client import open_channel
 from services.rpc.server import LIVENESS
+from services.rpc.start_deadline import StartDeadline
 
 log = structlog.get_logger()
 

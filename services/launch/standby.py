@@ -27,10 +27,10 @@ from services.common.process import proportional_bytes
 from services.launch.child import DENSE_ROLE, Child
 from services.launch.children import Children
 from services.launch.service_configs import with_address
-from services.launch.start_deadline import StartDeadline
 from services.launch.switched_address import SwitchedAddress
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, launch_pb2
 from services.rpc.client import open_channel
+from services.rpc.start_deadline import StartDeadline
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()

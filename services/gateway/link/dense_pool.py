@@ -24,6 +24,7 @@ from services.gateway.link.served_model import ServedModel
 from services.pb import stall_pb2
 from services.rpc.client import is_balanced, open_channel, read_peer_tls
 from services.rpc.server import run_together
+from services.rpc.start_deadline import StartDeadline
 from services.rpc.watchdog import describe_stall
 
 log = structlog.get_logger()
@@ -61,12 +62,22 @@ class DensePool:
         self._client_of = {client.sequences: client for client in self._clients}
 
     async def wait_connected(self) -> None:
-        """Waits until a stream is connected. Raises `PeerError` after `peers.connect_timeout_s`."""
+        """Waits until a stream is connected.
+
+        Raises `PeerError` after `peers.connect_timeout_s` in which no dense worker that loads has made progress.
+        """
+        deadline = StartDeadline(self._peers.connect_timeout_s)
+        watching = asyncio.create_task(deadline.watch(self._address, self._peers))
         try:
-            async with asyncio.timeout(self._peers.connect_timeout_s):
-                await self._is_connected.wait()
-        except TimeoutError:
-            raise self._clients[0].absence() from None
+            while (remaining_s := deadline.remaining_s) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(remaining_s):
+                        await self._is_connected.wait()
+                        return
+            raise self._clients[0].absence()
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
 
     @property
     def is_connected(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
 
 import grpc
 import pytest
@@ -12,11 +14,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.config import PeerSection
 from services.common.errors import PeerError, RequestAborted
+from services.gateway.link import dense_pool
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc import start_deadline
 from services.rpc.client import DENSE_WORKER
+from services.rpc.start_deadline import StartDeadline
 from tests.support.clients.generation_requests import make_request, open_entry, take
 from tests.support.cluster import free_port
 from tests.support.running_gateway import run, until
@@ -46,6 +51,20 @@ class Replica(FakeDense):
     async def set_serving(self, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
         await self.health.set(DENSE_WORKER, status.SERVING if is_serving else status.NOT_SERVING)
+
+
+class BuildingWorker(dense_pb2_grpc.DenseWorkerServicer):
+    """Loads without end: while `is_building`, each answer reports a part more."""
+
+    def __init__(self) -> None:
+        self.is_building, self.num_built, self.num_asked = True, 0, 0
+
+    async def GetStatus(
+        self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.DenseStatus:
+        self.num_asked += 1
+        self.num_built += self.is_building
+        return dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING, loading=f"[{self.num_built}/99]")
 
 
 class Gateway:
@@ -283,3 +302,40 @@ def test_a_name_is_resolved_by_grpc() -> None:
         await replica.kill()
 
     run(test())
+
+
+def test_a_gateway_waits_for_a_worker_that_builds_and_not_for_one_that_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(start_deadline, "POLL_S", 0.005)
+    monkeypatch.setattr(dense_pool, "StartDeadline", partial(StartDeadline, now=lambda: now_s))
+
+    async def asked_twice(worker: BuildingWorker) -> None:
+        before = worker.num_asked
+        await until(lambda: worker.num_asked > before + 1)  # so one answer has arrived that was asked for in between
+
+    async def main() -> None:
+        nonlocal now_s
+        server, worker = grpc.aio.server(), BuildingWorker()
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(worker, server)
+        server.add_insecure_port(address := f"unix:{tmp_path}/dense.sock")
+        await server.start()
+        gateway = Gateway(address, num_streams=1, connect_timeout_s=0.05)
+        running = asyncio.create_task(gateway.pool.run())
+        waiting = asyncio.create_task(gateway.pool.wait_connected())
+        await asked_twice(worker)
+        for _ in range(20):
+            now_s += 0.04
+            await asked_twice(worker)
+        assert not waiting.done()
+        worker.is_building = False
+        await asked_twice(worker)
+        now_s += 0.05
+        with pytest.raises(PeerError, match=r"no dense worker at .* within 0.05 s"):
+            await waiting
+        running.cancel()
+        await asyncio.wait([running])
+        await server.stop(None)
+
+    run(main())

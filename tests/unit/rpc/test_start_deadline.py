@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from services.common.config import load_config
+from services.common.config import PeerSection
 from services.common.errors import PeerError
-from services.launch.start_deadline import StartDeadline
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.start_deadline import StartDeadline
 
 BUILDING = "[2/3] middle 1-16@4: building, no plan yet"
 
@@ -68,8 +67,7 @@ def test_it_asks_the_dense_worker_also_if_that_listens_later(tmp_path: Path) -> 
     async def main() -> None:
         clock, address = Clock(), f"unix:{tmp_path}/dense.sock"
         deadline = StartDeadline(10.0, clock)
-        child = SimpleNamespace(address=address, config=load_config(None), tls=None)
-        watching = asyncio.create_task(deadline.watch(child))
+        watching = asyncio.create_task(deadline.watch(address, PeerSection()))
         server = grpc.aio.server()
         dense_pb2_grpc.add_DenseWorkerServicer_to_server(LoadingWorker(), server)
         await asyncio.sleep(0)

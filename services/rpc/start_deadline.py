@@ -1,7 +1,8 @@
-"""`StartDeadline`: until when services may start. Each new progress of a dense worker that loads extends it.
+"""`StartDeadline`: until when services may start, or a gateway waits for its first dense worker. Each new progress of a
+dense worker that loads extends it.
 
 Building TensorRT plans takes minutes. The dense worker reports each plan, and there are only a few, so that a start
-that makes progress ends in finite time, and one that makes none ends after `launch.start_timeout_s`.
+that makes progress ends in finite time, and one that makes none ends after the time given.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Callable
 
 import grpc
 
+from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError
-from services.launch.child import Child
 from services.pb import dense_pb2, dense_pb2_grpc
-from services.rpc.client import open_channel
+from services.rpc.client import open_channel, read_peer_tls
 
 POLL_S = 0.5
 LOADED_POLL_S = 0.05
@@ -37,9 +38,14 @@ class StartDeadline:
             self._progress = status.loading
             self._ends_at = self._now() + self._timeout_s
 
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; 0 or less if it has passed."""
+        return self._ends_at - self._now()
+
     def check(self, what: str) -> None:
         """Raises `PeerError` with `what` if the deadline has passed."""
-        if self._now() < self._ends_at:
+        if self.remaining_s > 0:
             return
         if not self._progress:
             raise PeerError(f"{what} within {self._timeout_s:g} s")
@@ -59,12 +65,12 @@ class StartDeadline:
             self.check(f"{name} has not loaded its weights")
             await asyncio.sleep(LOADED_POLL_S)
 
-    async def watch(self, dense: Child) -> None:
-        """Asks the dense worker for its progress until cancelled."""
+    async def watch(self, address: str, peers: PeerSection) -> None:
+        """Asks the dense worker at `address` for its progress until cancelled."""
         while True:
             # It may not listen yet; its TLS files are checked elsewhere.
             with contextlib.suppress(grpc.aio.AioRpcError, ConfigError):
-                async with open_channel(dense.address, dense.config.peers.max_message_bytes, dense.tls) as channel:
+                async with open_channel(address, peers.max_message_bytes, read_peer_tls(peers)) as channel:
                     stub = dense_pb2_grpc.DenseWorkerStub(channel)
                     while True:
                         self.note(await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
