@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -33,8 +34,10 @@ from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.service import attach_options, scheduler_limits
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
 from tests.support.dense.sequences import new_sequence
+from tests.support.reference import random_prompts, reference_tokens
 
 EPOCH, TIMEOUT_S = 0x5EA1_ED5E_0000_0018, 120.0
+NUM_TOKENS = 24  # of an answer
 _attachment_ids = itertools.count(1)
 
 
@@ -99,6 +102,7 @@ class LanePair:
         resolved = resolve_dense_model(config, Rank.of(config.dense, 0))
         self.model = load_model(config, resolved, lambda line: None)
         self.side = self.make_side(config, 0, kv_events)
+        self.sides = [self.side]
         self.attention = self.side.engine
         self.reports: queue.Queue[StepReport] = queue.Queue()
         self.engine = Engine(
@@ -156,6 +160,18 @@ class LanePair:
         self.side.close()
         for feature in self.model.features:
             feature.close()
+
+
+def check_shared_prefix_and_preemption(pair: LanePair, path: Path) -> None:
+    """Sequences that share a prefix, and give way to each other because blocks are few, keep Hugging Face's tokens."""
+    (prefix,) = random_prompts(1, longest=40, seed=4)
+    tails = random_prompts(12, longest=12, seed=5)
+    prompts = {seq_id: [*prefix, *tail] for seq_id, tail in enumerate(tails, start=1)}
+    expected = {seq_id: reference_tokens(path, prompt, NUM_TOKENS) for seq_id, prompt in prompts.items()}
+    assert pair.generate({1: prompts.pop(1)}, NUM_TOKENS) == {1: expected.pop(1)}
+    assert pair.generate(prompts, NUM_TOKENS) == expected
+    assert pair.engine.counts.num_preemptions > 0
+    assert all(side.engine.num_cached_tokens > 0 for side in pair.sides)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ class StagePipeline(LanePair):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         count = config.dense.pipeline_parallel_size
-        self.sides = [self.side, *(self.make_side(config, rank) for rank in range(1, count))]
+        self.sides += [self.make_side(config, rank) for rank in range(1, count)]
         self.shards = [_Shard(config, Rank.of(config.dense, rank), self.sides[rank]) for rank in range(1, count)]
         self.num_opened_again = 0
         self._threads = ThreadPoolExecutor(count)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import httpx2
 import openai
 import pytest
 import torch
@@ -15,6 +14,7 @@ from PIL import Image
 from transformers import AutoTokenizer, Blip2Processor, BlipImageProcessorPil, PreTrainedModel
 
 from services.pb import gateway_pb2
+from tests.support.clients.openai_client import openai_client
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.dense.vision_models import VARIANTS, load_true_model, noise
@@ -33,11 +33,6 @@ class Server:
     cluster: Cluster
     model: Path
     variant: str
-
-    def client(self) -> openai.OpenAI:
-        transport = httpx2.HTTPTransport(uds=self.cluster.http_address.removeprefix("unix:"))
-        http_client = httpx2.Client(transport=transport, timeout=60)
-        return openai.OpenAI(api_key="none", base_url="http://gateway/v1", http_client=http_client, max_retries=0)
 
     @cached_property
     def truth(self) -> PreTrainedModel:
@@ -88,7 +83,7 @@ def test_chats_become_the_questions_that_the_model_was_trained_for(server: Serve
         "": [{"role": "user", "content": [picture_part(FIRST)]}],
         "Question: What is it? Answer: A cat. Question: Why? Answer:": turns,
     }
-    with server.client() as client:
+    with openai_client(server.cluster) as client:
         for text, messages in texts.items():
             answer = client.chat.completions.create(messages=messages, **asked)
             assert answer.choices[0].token_ids == server.expected(text, FIRST, 12), text
@@ -110,7 +105,7 @@ def test_streams_survive_kills_beside_hostile_pictures(server: Server) -> None:
 
     def disturb() -> None:
         server.cluster.kill("dense_worker", "attn_worker")
-        with server.client() as client:
+        with openai_client(server.cluster) as client:
             for url in ("data:image/png;base64,AAAA", data_url(noise(50, 37, 1))[:200], "http://127.0.0.1:1/a.png"):
                 head = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
                 with pytest.raises(openai.BadRequestError):

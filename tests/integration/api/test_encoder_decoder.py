@@ -7,13 +7,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import openai
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from services.pb import gateway_pb2, sampling_pb2
+from tests.support.clients.openai_client import openai_client
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import Cluster, request, running_cluster
 from tests.support.dense.encoder_decoder_models import (
@@ -129,10 +129,7 @@ def test_openai_with_text_and_a_prompt_of_the_decoder(
     served: tuple[Path, Cluster], truth: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     path, cluster = served
-    transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
-    with openai.OpenAI(
-        api_key="none", base_url="http://localhost/v1", http_client=httpx2.Client(transport=transport), max_retries=0
-    ) as client:
+    with openai_client(cluster) as client:
         text, tokens = " ".join(f"w{each}" for each in prompts[0]), true_tokens(truth, prompts[0])
         options = {"model": path.name, "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
         answer = client.completions.create(prompt=text, **options)
@@ -154,10 +151,7 @@ def test_openai_with_several_prompts_answers_and_log_probabilities(
     served: tuple[Path, Cluster], truth: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     path, cluster = served
-    transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
-    with openai.OpenAI(
-        api_key="none", base_url="http://localhost/v1", http_client=httpx2.Client(transport=transport), max_retries=0
-    ) as client:
+    with openai_client(cluster) as client:
         create, options = client.completions.create, {"model": path.name, "max_tokens": 5, "logprobs": 2}
         options["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
         prompts = [[each for each in prompt if each // 10 != 3] for prompt in prompts]  # "w3" is unknown words

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import httpx2
 import openai
 import pytest
 import torch
@@ -16,6 +15,7 @@ from PIL import Image
 from transformers import NougatImageProcessorPil, PreTrainedModel
 
 from services.pb import gateway_pb2, sampling_pb2
+from tests.support.clients.openai_client import openai_client
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.dense.encoder_decoder_models import (
@@ -38,11 +38,6 @@ TEXT, TEXT_IDS = "w7 w9", [7, 9]
 class Server:
     cluster: Cluster
     model: Path
-
-    def client(self) -> openai.OpenAI:
-        transport = httpx2.HTTPTransport(uds=self.cluster.http_address.removeprefix("unix:"))
-        http_client = httpx2.Client(transport=transport, timeout=60)
-        return openai.OpenAI(api_key="none", base_url="http://gateway/v1", http_client=http_client, max_retries=0)
 
     @cached_property
     def truth(self) -> PreTrainedModel:
@@ -96,7 +91,7 @@ def test_openai_with_a_page_alone_and_with_what_the_decoder_begins_with(server: 
     asked = {"model": "model", "max_tokens": 12, "temperature": 0}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
     text = {"type": "text", "text": TEXT}
-    with server.client() as client:
+    with openai_client(server.cluster) as client:
         answer = client.chat.completions.create(messages=user(page_part(PAGES[0])), **asked)
         assert [answer.choices[0].token_ids] == server.expected(PAGES[0], 12)
         assert answer.usage is not None and answer.usage.prompt_tokens == NUM_ROWS + 1
@@ -139,7 +134,7 @@ def test_streams_survive_kills_beside_hostile_pages(server: Server) -> None:
 
     def disturb(*roles: str) -> None:
         server.cluster.kill(*roles)
-        with server.client() as client:
+        with openai_client(server.cluster) as client:
             for url in (data_url(Image.new("RGB", (1, 300))), data_url(PAGES[0])[:200], "http://127.0.0.1:1/a.png"):
                 head = {"type": "image_url", "image_url": {"url": url}}
                 with pytest.raises(openai.BadRequestError):

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import httpx2
 import numpy as np
 import openai
 import pytest
 from transformers import AutoTokenizer
 
 from services.pb import triton_pb2_grpc
+from tests.support.clients.http_clients import client
 from tests.support.clients.inference_messages import int32, message, output, texts
+from tests.support.clients.openai_client import openai_client
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, children_of, running_cluster
 from tests.support.dense.vision_models import noise
@@ -45,11 +46,6 @@ class Server:
     cluster: Cluster
     model: Path
 
-    def client(self) -> openai.OpenAI:
-        transport = httpx2.HTTPTransport(uds=self.cluster.http_address.removeprefix("unix:"))
-        http_client = httpx2.Client(transport=transport, timeout=60)
-        return openai.OpenAI(api_key="none", base_url="http://gateway/v1", http_client=http_client, max_retries=0)
-
     def expected(self, turns: Sequence[Turn], max_tokens: int) -> list[int]:
         return expected_tokens(self.model, rendered(turns), pictures_of(turns), max_tokens)
 
@@ -73,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_the_openai_client_sends_pictures_and_prefixes_with_them_are_cached(server: Server) -> None:
     turns: list[Turn] = [("user", ["What is ", FIRST, " beside ", SECOND, "?"])]
     extra = {"ignore_eos": True, "return_token_ids": True}
-    with server.client() as client:
+    with openai_client(server.cluster) as api:
         for num_turns in (1, 2):
             messages = [
                 {
@@ -89,7 +85,7 @@ def test_the_openai_client_sends_pictures_and_prefixes_with_them_are_cached(serv
                 }
                 for role, parts in turns
             ]
-            answer = client.chat.completions.create(
+            answer = api.chat.completions.create(
                 model="model", messages=messages, max_tokens=12, temperature=0, extra_body=extra
             )
             assert answer.choices[0].token_ids == server.expected(turns, 12)
@@ -106,19 +102,18 @@ def test_messages_and_responses_have_pictures(server: Server) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": data_url(SECOND).partition(",")[2]}
     blocks = [{"type": "text", "text": "Look"}, {"type": "image", "source": source}, {"type": "text", "text": "Now?"}]
     asked = {"model": "model", "messages": [{"role": "user", "content": blocks}]}
-    transport = httpx2.HTTPTransport(uds=server.cluster.http_address.removeprefix("unix:"))
-    with httpx2.Client(transport=transport, base_url="http://gateway", timeout=60) as client:
-        answer = client.post("/v1/messages", json=asked | {"max_tokens": 12, "temperature": 0}).json()
+    with client(server.cluster.http_address) as http:
+        answer = http.post("/v1/messages", json=asked | {"max_tokens": 12, "temperature": 0}).json()
         assert answer["content"][0]["text"] and text.startswith(answer["content"][0]["text"])
-        counted = client.post("/v1/messages/count_tokens", json=asked).json()
+        counted = http.post("/v1/messages/count_tokens", json=asked).json()
         assert counted["input_tokens"] == answer["usage"]["input_tokens"] > 16
-    with server.client() as client:
+    with openai_client(server.cluster) as api:
         parts = [
             {"type": "input_text", "text": "Look"},
             {"type": "input_image", "image_url": data_url(SECOND), "detail": "high"},
             {"type": "input_text", "text": "Now?"},
         ]
-        response = client.responses.create(
+        response = api.responses.create(
             model="model", input=[{"role": "user", "content": parts}], max_output_tokens=12, temperature=0
         )
         assert response.output_text and text.startswith(response.output_text)
@@ -139,13 +134,12 @@ def test_triton_has_pictures_as_pixels_and_as_urls(server: Server) -> None:
         assert output(answer, "text_output") == [expected]
         with pytest.raises(grpc.RpcError, match="shape"):
             infer(message("ensemble", inputs | {"image_bytes_input": pixels[..., :2]}))
-    transport = httpx2.HTTPTransport(uds=server.cluster.http_address.removeprefix("unix:"))
-    with httpx2.Client(transport=transport, base_url="http://gateway", timeout=60) as client:
+    with client(server.cluster.http_address) as http:
         urls = [data_url(FIRST), data_url(SECOND)]
         body = {"text_input": text, "max_tokens": 12, "exclude_input_in_output": True, "image_url_input": urls}
-        answer = client.post("/v2/models/ensemble/generate", json=body).json()
+        answer = http.post("/v2/models/ensemble/generate", json=body).json()
         assert answer["text_output"] == expected
-        refused = client.post("/v2/models/ensemble/generate", json=body | {"image_bytes_input": [1, 2, 3]})
+        refused = http.post("/v2/models/ensemble/generate", json=body | {"image_bytes_input": [1, 2, 3]})
         assert refused.status_code == 400 and "image_url_input" in refused.json()["error"]
 
 
@@ -161,11 +155,11 @@ def test_hostile_pictures_disturb_no_stream(server: Server) -> None:
     ]
 
     def send_all() -> None:
-        with server.client() as client:
+        with openai_client(server.cluster) as api:
             for url in urls:
                 head["content"][0]["image_url"]["url"] = url
                 with pytest.raises(openai.BadRequestError):
-                    client.chat.completions.create(model="model", messages=[head], max_tokens=1)
+                    api.chat.completions.create(model="model", messages=[head], max_tokens=1)
 
     [found] = collect_all(server.cluster.gateway, [chat_message(turns, NUM_LONG_TOKENS)], send_all)
     assert found.token_ids[0] == server.expected(turns, NUM_LONG_TOKENS)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx2
 import pytest
 
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.adapters import make_adapter, merge_adapter
+from tests.support.clients.http_clients import client
 from tests.support.clients.streams import Collected, collect, collect_all
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, ctl, request, running_cluster
 from tests.support.reference import make_served_model, random_prompts, reference_beams, reference_tokens
@@ -153,9 +153,8 @@ def run_steps(server: Server, num_steps: int, num_sequences: int, answers: Seque
 
 
 def test_more_adapters_than_slots_take_turns_and_others_go_on(server: Server) -> None:
-    with httpx2.Client(transport=httpx2.HTTPTransport(uds=server.cluster.http_address.removeprefix("unix:"))) as client:
-        body = {"lora_name": "3", "lora_path": "3"}
-        assert client.post("http://gateway/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    with client(server.cluster.http_address) as http:
+        assert http.post("/v1/load_lora_adapter", json={"lora_name": "3", "lora_path": "3"}).status_code == 200
     sent = [(name, prompt) for prompt in PROMPTS for name in ("3", "0", "", "1", "2")]
     found = collect_all(server.cluster.gateway, messages(sent, 12))
     server.check(sent, found, 12)

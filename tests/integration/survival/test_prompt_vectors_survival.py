@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from services.pb import gateway_pb2
 from tests.support.adapters import make_adapter, merge_adapter
+from tests.support.clients.http_clients import client
 from tests.support.clients.streams import Collected, collect_all
 from tests.support.cluster import Cluster, ctl, request, running_cluster
 from tests.support.prompt_vectors import (
@@ -61,9 +62,8 @@ class Server:
         return messages
 
     def post(self, body: dict[str, object]) -> httpx2.Response:
-        transport = httpx2.HTTPTransport(uds=self.cluster.http_address.removeprefix("unix:"))
-        with httpx2.Client(transport=transport, timeout=60) as client:
-            return client.post("http://gateway/v1/completions", json=body)
+        with client(self.cluster.http_address) as http:
+            return http.post("/v1/completions", json=body)
 
     def check(self, sent: Sequence[tuple[str, list[int]]], found: Sequence[Collected], num_tokens: int) -> None:
         for (name, prompt), each in zip(sent, found, strict=True):

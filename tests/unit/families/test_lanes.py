@@ -12,7 +12,7 @@ from services.attn_worker.kv_events.kv_events import KVEvents, Removed, Stored
 from services.channel.turns import Turns
 from services.common.config import Config
 from tests.support.dense.family_models import make_family_model
-from tests.support.lane_pair import TIMEOUT_S, lane_pair
+from tests.support.lane_pair import TIMEOUT_S, check_shared_prefix_and_preemption, lane_pair
 from tests.support.reference import VOCAB_SIZE, random_prompts, reference_tokens
 
 torch.set_num_threads(1)
@@ -43,16 +43,8 @@ def test_tokens_of_each_family_equal_hugging_face(tmp_path: Path, variant: str) 
 
 def test_prompts_that_share_a_prefix_and_sequences_that_are_preempted_keep_their_tokens(tmp_path: Path) -> None:
     path = make(tmp_path, "smollm3")
-    (prefix,) = random_prompts(1, longest=40, seed=4)
-    tails = random_prompts(12, longest=12, seed=5)
-    prompts = {seq_id: [*prefix, *tail] for seq_id, tail in enumerate(tails, start=1)}
-    expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
     with lane_pair(config_of(path, policy="max_utilization", num_blocks=36)) as pair:
-        assert pair.generate({1: prompts[1]}, MAX_TOKENS) == {1: expected[1]}
-        del prompts[1], expected[1]
-        assert pair.generate(prompts, MAX_TOKENS) == expected
-        assert pair.engine.counts.num_preemptions > 0
-        assert pair.attention.num_cached_tokens > 0
+        check_shared_prefix_and_preemption(pair, path)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])

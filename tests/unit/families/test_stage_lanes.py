@@ -22,7 +22,7 @@ from services.dense_worker.runner.step_input import StepInput
 from services.step import StepPlan
 from tests.support.dense.family_models import VARIANTS, make_family_model
 from tests.support.dense.sequences import new_sequence
-from tests.support.lane_pair import TIMEOUT_S
+from tests.support.lane_pair import TIMEOUT_S, check_shared_prefix_and_preemption
 from tests.support.reference import VOCAB_SIZE, random_prompts, reference_model, reference_tokens
 from tests.support.stage_pipeline import stage_pipeline
 
@@ -80,16 +80,8 @@ def test_three_stages_have_a_step_each(tmp_path: Path) -> None:
 
 def test_prompts_that_share_a_prefix_and_sequences_that_are_preempted_keep_their_tokens(tmp_path: Path) -> None:
     path = make(tmp_path, "smollm3")
-    (prefix,) = random_prompts(1, longest=40, seed=4)
-    tails = random_prompts(12, longest=12, seed=5)
-    prompts = {seq_id: [*prefix, *tail] for seq_id, tail in enumerate(tails, start=1)}
-    expected = {seq_id: reference_tokens(path, prompt, MAX_TOKENS) for seq_id, prompt in prompts.items()}
     with stage_pipeline(config_of(path, policy="max_utilization", num_blocks=36)) as pipeline:
-        assert pipeline.generate({1: prompts[1]}, MAX_TOKENS) == {1: expected[1]}
-        del prompts[1], expected[1]
-        assert pipeline.generate(prompts, MAX_TOKENS) == expected
-        assert pipeline.engine.counts.num_preemptions > 0
-        assert all(side.engine.num_cached_tokens > 0 for side in pipeline.sides)
+        check_shared_prefix_and_preemption(pipeline, path)
 
 
 def test_what_is_cancelled_leaves_all_stages_and_the_others_keep_their_tokens(tmp_path: Path) -> None:
