@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import REPOSITORY
+from tests.support.warm_process import REPOSITORY, RUN_TIMEOUT_S, run_warm
 
 CONFTEST = """
+import os
+from pathlib import Path
+
 from tests.support.file_queue import FileQueue
 
 def pytest_configure(config):
+    os.chdir(Path(__file__).parent)
     config.pluginmanager.register(FileQueue(2{}))
 """
 COLLECTED_ONCE = """
@@ -99,17 +103,20 @@ def test_other(): pass
 """
 
 
-def run_pytest(directory: Path, arguments: str = "", **files: str) -> str:
-    """`arguments`: more of them for the queue."""
+def run_pytest(directory: Path, arguments: str = "", *, is_warm: bool = True, **files: str) -> str:
+    """`arguments`: more of them for the queue. A warm process unloads nothing at its end."""
     directory.joinpath("conftest.py").write_text(CONFTEST.format(arguments))
     for name, text in files.items():
         directory.joinpath(f"test_{name}.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-rsf", "-c", os.devnull, "--rootdir=.", "--timeout=3"]
+    command = ["pytest", str(directory), "-rsf", "-c", os.devnull, f"--rootdir={directory}", "--timeout=3"]
     command += ["--timeout-method=thread", "-ppytest_timeout", "-pno:cacheprovider"]
-    changed = {"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # their imports take a second
-    options = {"cwd": directory, "env": {**os.environ, **changed}, "timeout": 100.0}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
-    return f"{done.stdout}\nstatus {done.returncode}"
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # their imports take a second
+    if is_warm:
+        done = run_warm(*command, env=env)
+    else:
+        options = {"cwd": REPOSITORY, "env": env, "capture_output": True, "text": True, "timeout": RUN_TIMEOUT_S}
+        done = subprocess.run([sys.executable, "-m", *command], **options)
+    return f"{done.stdout}{done.stderr}\nstatus {done.returncode}"
 
 
 def test_every_outcome_is_reported_and_who_fails_has_a_second_chance_alone(tmp_path: Path) -> None:
@@ -136,7 +143,7 @@ def test_more_failures_than_chances_all_count_at_once(tmp_path: Path, arguments:
 
 
 def test_fixtures_of_a_file_end_after_its_last_test(tmp_path: Path) -> None:
-    said = run_pytest(tmp_path, fixtures=FIXTURES, other=UNLOADED)
+    said = run_pytest(tmp_path, is_warm=False, fixtures=FIXTURES, other=UNLOADED)
     assert "3 passed" in said and said.endswith("status 0"), said
     assert "terminate called" not in said
     assert (tmp_path / "ends").read_text() == "x"

@@ -69,7 +69,7 @@ def nothing_is_left(cluster: Cluster) -> Iterator[None]:
 
 def operations_of(cluster: Cluster) -> list[schemathesis.APIOperation]:
     """The operations in the server's OpenAPI document."""
-    document = httpx2.get(f"http://{cluster.http_address}/openapi.json").json()
+    document = httpx2.get(f"http://{cluster.http_address}/openapi.json", timeout=REQUEST_TIMEOUT_S).json()
     return [result.ok() for result in schemathesis.openapi.from_dict(document).get_all_operations()]
 
 
