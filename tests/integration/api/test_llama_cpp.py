@@ -13,6 +13,7 @@ import pytest
 
 from services.common.config import EMBEDDED_MODEL
 from tests.support.cluster import Cluster, free_port, running_cluster
+from tests.support.models import TWO_LAYERS
 from tests.support.reference import random_prompts, reference_logprobs, reference_tokens
 
 URL = "/completion"
@@ -39,7 +40,7 @@ def test_tokens_and_log_probabilities_are_those_of_hugging_face(cluster: Cluster
 
 def test_a_stream_goes_on_over_a_kill_of_the_dense_worker(tmp_path: Path) -> None:
     http_address = f"gateway.http_address=127.0.0.1:{free_port()}"
-    with running_cluster(tmp_path, http_address, is_warm=True) as cluster:
+    with running_cluster(tmp_path, http_address, TWO_LAYERS, is_warm=True) as cluster:
         check_stream_over_kill(cluster)
 
 

@@ -18,6 +18,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.clients.http_clients import async_client, client, events, socket_path
 from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.models import TWO_LAYERS
 from tests.support.reference import random_prompts, reference_logprobs
 
 MODEL = EMBEDDED_MODEL.name
@@ -34,7 +35,7 @@ EXTENSIONS = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("openai"), is_warm=True) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("openai"), TWO_LAYERS, is_warm=True) as cluster:
         yield cluster
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.cluster import Cluster, request, running_cluster
-from tests.support.models import TWO_LAYERS
+from tests.support.models import ONE_LAYER
 
 MAX_NUM_SEQS = 8  # places in a step
 NUM_QUEUED = 32
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(400)
 def few_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster that believes what a client at its socket says about addresses."""
     overrides = (
-        TWO_LAYERS,
+        ONE_LAYER,
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
         f"scheduler.max_num_waiting={MAX_NUM_WAITING}",
         'gateway.trusted_proxies=["unix"]',

@@ -19,6 +19,7 @@ import pytest
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.clients.streams import collect
 from tests.support.cluster import Cluster, children_of, free_port, request, reserve_port, running_cluster
+from tests.support.models import TWO_LAYERS
 from tests.support.scrape import Scrape
 
 PROMPT = "San Francisco is a"
@@ -49,7 +50,7 @@ def two_gateways(directory: Path, **settings: str) -> Iterator[Cluster]:
         "gateway.metrics_address": f"127.0.0.1:{free_metrics_ports()}",
         "launch.gateway_processes": "2",
     }
-    values = [f"{key}={value}" for key, value in (overrides | settings).items()]
+    values = [TWO_LAYERS, *(f"{key}={value}" for key, value in (overrides | settings).items())]
     with running_cluster(directory, *values, is_warm=True) as cluster:
         yield cluster
 

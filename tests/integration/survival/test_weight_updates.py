@@ -142,7 +142,7 @@ def test_running_requests_end_with_the_old_weights_if_the_change_waits(
 
 @pytest.mark.usefixtures("weights_a")
 def test_a_change_that_waits_too_long_is_undone(cluster: Cluster, references: dict[str, PreTrainedModel]) -> None:
-    reply, answers, errors = change_under_streams(cluster, "wait", 300, wait_timeout_s=0.01)
+    reply, answers, errors = change_under_streams(cluster, "wait", 150, wait_timeout_s=0.01)
     assert reply.status_code == 409 and "requests still run after 0.01 s" in reply.text, reply.text
     assert not errors
     for prompt, token_ids in answers:
