@@ -130,7 +130,7 @@ def test_a_structural_tag(http: httpx2.Client, form: dict[str, Any]) -> None:
 
 
 def test_a_json_object(http: httpx2.Client) -> None:
-    options = {"n": 4, "temperature": 1.5, "max_tokens": 150}
+    options = {"n": 8, "temperature": 1.5, "max_tokens": 150}
     answers = post(http, CHAT | options, response_format={"type": "json_object"})
     ended = [text_of(each) for each in answers if each["finish_reason"] == "stop"]
     assert ended and all(isinstance(json.loads(text), dict) for text in ended)
