@@ -176,6 +176,11 @@ class Answer(Response):
         Plain chunks go to `writer` in the call that brings their tokens, and this task waits until one cannot.
         """
         form = self._format
+        # A list of likely tokens takes as long to write as a hundred plain tokens. Written in the call that brings the
+        # tokens, those of many streams would keep the next ones of all streams waiting in the connection to the worker.
+        has_lists = self._messages[0].logprobs > 0
+        if has_lists:
+            writer = None
 
         def write(prompt_index: int, chunk: Chunk) -> None:
             assert writer is not None, "chunks are forwarded only to a writer"
@@ -191,6 +196,8 @@ class Answer(Response):
             next_chunk = await first
             while next_chunk is not None:
                 prompt_index, chunk = next_chunk
+                if has_lists:
+                    await self._service.heavy_work.turn()
                 is_large = self._is_large(chunk)
                 if not is_large:
                     body += self._events(form.chunk(prompt_index, chunk))
