@@ -22,6 +22,7 @@ from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.chat_vectors import encode_around
 from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
+from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.fill_in_middle import FillInMiddle
 from services.gateway.text.harmony.markers import MARKERS
 from services.gateway.text.parsing import ChatFormats
@@ -80,6 +81,7 @@ class Tokenizer:
         self._picture_text: PictureText | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self._texts: dict[int, str] = {}  # of single tokens, those that have been asked for
+        self._names: dict[int, str] = {}  # likewise
 
     def use_pictures(self, picture_text: PictureText) -> None:
         """The model sees pictures: chats may have some from now on, for which this stands."""
@@ -182,6 +184,21 @@ class Tokenizer:
         if text is None:
             text = self._texts[token_id] = self.decode([token_id], False)
         return text
+
+    def name_of(self, token_id: int) -> str:
+        """The text that a token adds within a text; an incomplete character as OpenAI writes it: `bytes:\\xe2\\x80`.
+
+        It is made once: lists of likely tokens have twenty for each token of an answer.
+        """
+        name = self._names.get(token_id)
+        if name is None:
+            data = token_bytes(self.hf_tokenizer, token_id)
+            try:
+                name = data.decode()
+            except UnicodeDecodeError:
+                name = "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+            self._names[token_id] = name
+        return name
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the tokenizer writes it; empty for ids that it does not know."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.openai.answer_objects import PromptLogprob
 from services.gateway.apis.openai.completion_schema import LegacyLogprobs
-from services.gateway.apis.shared.logprobs import LEAST_LOGPROB, token_name, token_text
+from services.gateway.apis.shared.logprobs import LEAST_LOGPROB, token_name
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ def prompt_logprobs(
             str(other_id): {
                 "logprob": max(logprob, LEAST_LOGPROB),
                 "rank": rank,
-                "decoded_token": token_text(tokenizer, other_id),
+                "decoded_token": tokenizer.name_of(other_id),
             }
             for other_id, (logprob, rank) in ranked.items()
         }

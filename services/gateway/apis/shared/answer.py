@@ -176,11 +176,9 @@ class Answer(Response):
         Plain chunks go to `writer` in the call that brings their tokens, and this task waits until one cannot.
         """
         form = self._format
-        # A list of likely tokens takes as long to write as a hundred plain tokens. Written in the call that brings the
-        # tokens, those of many streams would keep the next ones of all streams waiting in the connection to the worker.
+        # A list of likely tokens takes as long to write as several plain tokens. Written as soon as their tokens come,
+        # those of many streams would keep other requests, and the next tokens of all, waiting.
         has_lists = self._messages[0].logprobs > 0
-        if has_lists:
-            writer = None
 
         def write(prompt_index: int, chunk: Chunk) -> None:
             assert writer is not None, "chunks are forwarded only to a writer"

@@ -37,18 +37,9 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of a token; an incomplete character as OpenAI writes it: `bytes:\\xe2\\x80`."""
-    data = token_bytes(tokenizer.hf_tokenizer, token_id)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
-
-
 def token_name(tokenizer: Tokenizer, token_id: int, has_ids: bool) -> str:
     """The text of a token, or with `has_ids` its id as vLLM writes it: several tokens may have the same text."""
-    return f"token_id:{token_id}" if has_ids else token_text(tokenizer, token_id)
+    return f"token_id:{token_id}" if has_ids else tokenizer.name_of(token_id)
 
 
 def chat_logprobs(
