@@ -10,11 +10,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from services.gateway.resources.heavy_work import HeavyWork
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids, text_of
 from tests.support.clients.http_clients import events
 from tests.support.clients.http_gateway import CHATS, COMPLETIONS, USER, say, with_client
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense, fake_logprob
 
 
@@ -255,3 +256,34 @@ def test_an_answer_with_many_logprobs_is_sent_while_it_is_made(tmp_path: Path, i
         assert num_bytes > 1_500_000 and peak < num_bytes, peak
 
     with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+@pytest.mark.parametrize(("path", "options"), [(COMPLETIONS, {"logprobs": 2}), (CHATS, {"top_logprobs": 2})])
+def test_lists_of_likely_tokens_are_written_in_turns_and_tokens_that_come_meanwhile_together(
+    tmp_path: Path, path: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lists of many streams are work for which the plain tokens of others do not wait."""
+    token_ids = ids(" one two three four five six")
+    may_work = asyncio.Event()
+
+    async def turn(work: HeavyWork) -> None:
+        await may_work.wait()
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        monkeypatch.setattr(HeavyWork, "turn", turn)
+        body: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": USER, "logprobs": True}
+        body |= {"max_tokens": len(token_ids), "stream": True}
+        with_lists = asyncio.create_task(client.post(path, json={**body, **options}))
+        await until(lambda: len(dense.submits) == 1)
+        plain = body | ({} if path == COMPLETIONS else {"logprobs": False})
+        assert len(events((await client.post(path, json=plain)).text)) >= len(token_ids)
+        await until(lambda: not dense.running)
+        assert not with_lists.done()
+        may_work.set()
+        chunks = [each["choices"][0]["logprobs"] for each in events((await with_lists).text) if each["choices"]]
+        of_chunks = [each["tokens" if path == COMPLETIONS else "content"] for each in chunks if each]
+        assert sum(map(len, of_chunks)) == len(token_ids)
+        assert len(of_chunks) < len(token_ids)
+
+    dense = FakeDense(lambda submit: token_ids)
+    with_client(tmp_path, dense, test)
