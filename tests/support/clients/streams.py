@@ -24,20 +24,21 @@ class Collected:
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     prompt_logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def assert_equals(self, expected: Collected) -> None:
-        """Tokens, texts and ends must be equal; log-probabilities may differ by rounding."""
+    def assert_equals(self, expected: Collected, tolerance: float = 1e-3) -> None:
+        """Tokens, texts and ends must be equal; log-probabilities may differ by rounding, or by `tolerance`."""
         assert self.token_ids == expected.token_ids
         assert self.text == expected.text
         assert self.reasons == expected.reasons
-        _assert_close(self.logprobs, expected.logprobs)
-        _assert_close(self.prompt_logprobs, expected.prompt_logprobs)
+        _assert_close(self.logprobs, expected.logprobs, tolerance)
+        _assert_close(self.prompt_logprobs, expected.prompt_logprobs, tolerance)
 
 
-def _assert_close(found: dict[int, list[float]], expected: dict[int, list[float]]) -> None:
+def _assert_close(found: dict[int, list[float]], expected: dict[int, list[float]], tolerance: float) -> None:
     assert found.keys() == expected.keys()
     for index, logprobs in found.items():
         assert len(logprobs) == len(expected[index])
-        assert all(abs(a - b) < 1e-3 for a, b in zip(logprobs, expected[index], strict=True))
+        most = max([abs(a - b) for a, b in zip(logprobs, expected[index], strict=True)], default=0.0)
+        assert most <= tolerance, f"log-probabilities of answer {index} differ by {most}"
 
 
 def collect(
