@@ -301,4 +301,5 @@ def scheduler_limits(config: Config, model: ResolvedModel) -> SchedulerLimits:
         policy=scheduler.policy,
         max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
         priority_ageing_s=scheduler.priority_ageing_s,
+        return_timeout_s=config.peers.connect_timeout_s,
     )

@@ -24,8 +24,8 @@ class Placement(Protocol):
     def choose(self, sequence: Sequence, fitting: SequenceOf[int], session: Session) -> int:
         """One of `fitting`, the cache_ids that have room for the sequence now; there is at least one."""
 
-    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger]) -> Room:
-        """The most blocks that these KV caches can ever have for a sequence."""
+    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger], *, awaits: bool = False) -> Room:
+        """The most blocks that these KV caches have for a sequence; with `awaits` those that are missing count, too."""
 
     def divide(self, sequence: Sequence, num_blocks: int, session: Session) -> DividedLedger | None:
         """So many blocks of several KV caches, for a sequence that may need more than one has; None: too few are free.
@@ -47,7 +47,7 @@ class OnlyPlacement:
     def choose(self, sequence: Sequence, fitting: SequenceOf[int], session: Session) -> int:
         return fitting[0]
 
-    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger]) -> Room:
+    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger], *, awaits: bool = False) -> Room:
         num_blocks = max((each.num_blocks for each in ledgers.values()), default=0)
         which = "the largest cache" if len(ledgers) > 1 else "the cache"
         return Room(num_blocks, f"{which} has {num_blocks}")

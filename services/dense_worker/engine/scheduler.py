@@ -32,7 +32,6 @@ from services.dense_worker.features.row_policy import RowPolicy
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns, spans_of
 
 GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id
-_RETURN_TIMEOUT_S = 60.0  # in which an attention worker that has died comes back, or never
 
 
 class Scheduler:
@@ -186,7 +185,7 @@ class Scheduler:
 
     def _await_caches(self, num_blocks: int) -> None:
         """For some time, sequences that need KV caches with so many blocks together wait for those that are missing."""
-        self._awaits_caches_until_s = time.monotonic() + _RETURN_TIMEOUT_S
+        self._awaits_caches_until_s = time.monotonic() + self.limits.return_timeout_s
         self._placement.expect(num_blocks, self._awaits_caches_until_s)
 
     def _refuse_too_large(self) -> list[SequenceOutput]:
@@ -194,7 +193,7 @@ class Scheduler:
         outputs, ledger = list[SequenceOutput](), self.session.ledger
         for sequence in list(self._waiting):
             num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
-            room = self._placement.room_for(sequence, self.session.ledgers)
+            room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
             if num_blocks > room.num_blocks:
                 self._finish(sequence)
                 error = CapacityError(
@@ -229,7 +228,7 @@ class Scheduler:
         if sequence.policy is not None:
             sequence.policy.check(ledger, self.limits)
         num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
-        room = self._placement.room_for(sequence, self.session.ledgers)
+        room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
         if num_blocks > room.num_blocks:
             raise CapacityError(f"{num_tokens} tokens need {num_blocks} KV cache blocks, {room.text}")
         self._waiting.admit(sequence)

@@ -23,12 +23,12 @@ class DividingPlacement(SpreadPlacement):
         self._most_blocks = 0  # of all KV caches together, those that are missing included
         self._awaits_until_s = 0.0  # on the monotonic clock
 
-    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger]) -> Room:
+    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger], *, awaits: bool = False) -> Room:
         whole = super().room_for(sequence, ledgers)
-        if len(ledgers) > 1 and (reason := _why_whole(sequence)) is not None:
-            return Room(whole.num_blocks, f"the largest cache has {whole.num_blocks}, and {reason} is not split")
+        if (reason := _why_whole(sequence)) is not None:
+            return whole._replace(text=f"{whole.text}, and {reason} is not split")
         num_blocks = sum(each.num_blocks for each in ledgers.values())
-        if time.monotonic() < self._awaits_until_s:
+        if awaits and time.monotonic() < self._awaits_until_s:
             num_blocks = max(num_blocks, self._most_blocks)
         return Room(num_blocks, f"all caches together have {num_blocks}")
 

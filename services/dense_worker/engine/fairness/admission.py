@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from services.dense_worker.engine.fairness.victims import choose_victims
+from services.dense_worker.engine.fairness.victims import Newcomer, choose_victims
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
@@ -38,6 +38,7 @@ class Admission:
         self._placement = placement
         self._is_guaranteed = is_guaranteed
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
+        self._tried: set[int] = set()  # seq_ids of heads that have found nobody to take room from
 
     def next_to_open(self, suspect: Sequence | None) -> Sequence | None:
         """The next sequence, if it has room now. A waiting suspect goes before all, and takes nothing from others.
@@ -175,9 +176,13 @@ class Admission:
 
         Without those that are leaving, and without those that wait for a KV cache to come back.
         """
-        num_blocks = sum(each.num_blocks for each in self._session.ledgers.values())
-        for sequence in filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks)):
-            if sequence.policy is not None or self._most_blocks(sequence) <= num_blocks:
+        session = self._session
+        for sequence in filter(self.has_left, self._waiting.heads(session.orphaned_blocks)):
+            num_blocks = self._most_blocks(sequence)
+            if (
+                num_blocks <= session.ledger.num_blocks
+                or num_blocks <= self._placement.room_for(sequence, session.ledgers).num_blocks
+            ):
                 yield sequence
 
     def _make_room(self) -> Sequence | None:
@@ -189,8 +194,15 @@ class Admission:
             return None
         if self._entitled is not None and self._session.awaits_blocks:
             return None
-        heads = ((each, self.blocks_to_reserve(each), self._home_of(each)) for each in self._ready_heads())
-        self._entitled, victims = choose_victims(self._session, heads, self._num_places)
+        heads = map(self._newcomer, self._ready_heads())
+        self._entitled, victims = choose_victims(self._session, heads, self._num_places, self._tried)
         for victim in victims:
             self._residency.preempt(victim)
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None
+
+    def _newcomer(self, sequence: Sequence) -> Newcomer:
+        session, num_blocks = self._session, self._most_blocks(sequence)
+        if num_blocks > session.ledger.num_blocks:  # it needs them all at once, in several caches
+            return Newcomer(sequence, num_blocks, session.ledgers.keys() - session.draining)
+        home = self._home_of(sequence)
+        return Newcomer(sequence, self.blocks_to_reserve(sequence), None if home is None else (home,))

@@ -13,12 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
+from typing import NamedTuple
 
 from services.dense_worker.engine.fairness.step_shares import Client, client_of
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 
 MAX_TRIED = 4  # newcomers for which victims are looked for in one call
+
+
+class Newcomer(NamedTuple):
+    """A waiting sequence that looks for room."""
+
+    sequence: Sequence
+    num_blocks: int  # that it needs
+    cache_ids: Collection[int] | None  # the KV caches in which it needs them; None: in any one
 
 
 class Holdings:
@@ -69,24 +78,24 @@ def _claim(held: int, amount: int) -> int:
 
 
 def choose_victims(
-    session: Session, newcomers: Iterable[tuple[Sequence, int, int | None]], num_free_places: int
+    session: Session, newcomers: Iterable[Newcomer], num_free_places: int, tried: set[int]
 ) -> tuple[Sequence | None, list[Sequence]]:
     """The first of `newcomers` that has a right to room; and whom to preempt for it.
 
-    They are given with the blocks that they need, and the KV cache that has the rest; None: they need it in any cache.
     None, and nobody, if none has; nobody if blocks are about to come back. Only sequences that are not more urgent give
     way, and never the very first one, so that at least that one always advances.
+
+    `tried`: seq_ids for which earlier calls have found nobody, so that the next ones get their turn; changed here.
     """
     opening = [each.sequence for each in session.openings.values()]
     places = Holdings([*opening, *session.to_fork], held_places, session.rows_of_client)
     blocks: Holdings | None = None  # counted only if blocks are scarce
     num_in_caches = _num_available(session)
-    taking = [each for each in num_in_caches if each not in session.draining]
-    roomiest = max(taking, key=num_in_caches.__getitem__, default=0)
+    roomiest = max(num_in_caches, key=num_in_caches.__getitem__, default=0)
     num_tried = 0
     for newcomer, num_blocks, home in newcomers:
-        cache_id = roomiest if home is None else home
-        num_available = num_in_caches.get(cache_id, 0)
+        cache_ids = (roomiest,) if home is None else home
+        num_available = sum(num_in_caches.get(each, 0) for each in cache_ids)
         num_missing, num_missing_places = num_blocks - num_available, newcomer.num_rows - num_free_places
         if num_missing_places > 0:
             is_poor = places.may_be_poor(newcomer, newcomer.num_rows)
@@ -99,35 +108,46 @@ def choose_victims(
             return newcomer, []  # it fits beside a sequence of a richer client that does not
         if num_missing > 0 and session.awaits_blocks:
             return newcomer, []
-        victims = _victims_of(newcomer, num_blocks, num_missing, num_missing_places, session, cache_id)
+        if newcomer.seq_id in tried:
+            continue
+        victims = _victims_of(newcomer, num_blocks, num_missing, num_missing_places, session, cache_ids)
         if victims:
+            tried.clear()
             return newcomer, victims
+        tried.add(newcomer.seq_id)
         num_tried += 1
         if num_tried == MAX_TRIED:
-            break
+            return None, []
+    tried.clear()
     return None, []
 
 
 def _num_available(session: Session) -> dict[int, int]:
-    """The available blocks of each KV cache; none where a running sequence could not grow, or which is given up."""
+    """The available blocks of each KV cache that is not given up; none where a running sequence could not grow."""
     return {
-        cache_id: 0 if cache_id in session.short_caches | session.draining else ledger.num_available_blocks
+        cache_id: 0 if cache_id in session.short_caches else ledger.num_available_blocks
         for cache_id, ledger in session.ledgers.items()
+        if cache_id not in session.draining
     }
 
 
 def _victims_of(
-    newcomer: Sequence, num_blocks: int, num_missing: int, num_missing_places: int, session: Session, cache_id: int
+    newcomer: Sequence,
+    num_blocks: int,
+    num_missing: int,
+    num_missing_places: int,
+    session: Session,
+    cache_ids: Collection[int],
 ) -> list[Sequence]:
     """The sequences to preempt so that there are so many more blocks and places; empty without a right to them.
 
-    Blocks are of use in one KV cache only.
+    Blocks are of use in these KV caches only.
     """
     holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
     places, blocks = Holdings(holders, held_places), Holdings(holders, orphaned_blocks)
     candidates = [each for each in reversed(session.running[1:]) if each.spec.priority >= newcomer.spec.priority]
     if num_missing > 0:
-        candidates = [each for each in candidates if cache_id in each.cache_ids]
+        candidates = [each for each in candidates if not set(cache_ids).isdisjoint(each.cache_ids)]
     victims: list[Sequence] = []
     while num_missing_places > 0 or num_missing > 0:
         holdings, amount = (places, newcomer.num_rows) if num_missing_places > 0 else (blocks, num_blocks)
@@ -139,7 +159,7 @@ def _victims_of(
         places.remove(victim)
         blocks.remove(victim)
         victims.append(victim)
-        num_missing -= victim.num_blocks_in(cache_id) if cache_id in victim.cache_ids else 0
+        num_missing -= sum(victim.num_blocks_in(each) for each in victim.cache_ids if each in cache_ids)
         num_missing_places -= held_places(victim)
     return victims
 

@@ -271,6 +271,25 @@ def test_a_cache_that_a_waiting_request_needs_is_not_given_up() -> None:
     assert running.output_token_ids == expected_output(running)
 
 
+def test_others_do_not_wait_behind_a_sequence_whose_larger_cache_is_missing() -> None:
+    """The dense worker was started again, and so far has found only the smaller caches."""
+    workers = Workers(1)
+    large, small = make_sequence(1, 10 * BLOCK_SIZE, 8), make_sequence(2, 6, 4)
+    workers.scheduler.add(large)
+    others = (AttachedCache(1, 8, 8, {}),)
+    workers.scheduler.begin(Session(Attachment(1, 2, {}, BLOCK_SIZE, 8, 8, {}, MAX_MODEL_LEN, others=others)))
+    workers.caches = {0: new_cache(8), 1: new_cache(8)}
+    ask(small, client=1)
+    workers.scheduler.add(small)
+    for _ in range(10):
+        workers.step()
+    assert small.output_token_ids == expected_output(small)
+    workers.num_blocks, workers.next_id = NUM_BLOCKS, 2
+    workers.add()
+    workers.run_until_idle()
+    assert large.output_token_ids == expected_output(large)
+
+
 def test_a_sequence_that_moves_names_the_cache_it_has_left_until_it_runs_elsewhere() -> None:
     workers = Workers(1)
     sequence = make_sequence(1, 20, 30)

@@ -189,11 +189,33 @@ def test_one_whose_worker_does_not_come_back_ends_with_both_numbers() -> None:
     run(workers, 5)
     workers.lose(1)
     run(workers, 5)
-    assert workers.scheduler.expire(time.monotonic()) == []
+    timeout_s = workers.scheduler.limits.return_timeout_s
+    assert workers.scheduler.expire(time.monotonic() + timeout_s - 10.0) == []
     workers.scheduler._placement.expect(0, 0.0)
-    [output] = workers.scheduler.expire(time.monotonic() + 61.0)
+    [output] = workers.scheduler.expire(time.monotonic() + timeout_s + 1.0)
     assert isinstance(output.error, CapacityError)
     assert "needs 10 KV cache blocks, of those that are left all caches together have 6" in str(output.error)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_what_must_be_whole_is_refused_at_once_also_while_a_worker_is_away(is_away: bool) -> None:
+    workers = PartedWorkers(2)
+    if is_away:
+        workers.lose(1)
+    answer = make_sequence(1, 30, 10)
+    answer.group_id = 7
+    with pytest.raises(CapacityError, match="cache has 6, and one of several answers"):
+        workers.scheduler.add(answer)
+    workers.scheduler.add(make_sequence(2, 30, 10))  # it may wait for the other one
+
+
+def test_a_worker_that_others_cannot_replace_while_one_is_away_stays() -> None:
+    workers = PartedWorkers(3)
+    workers.scheduler.add(make_sequence(1, 30, 10))  # 10 blocks
+    workers.lose(2)
+    workers.scheduler.give_up_cache(1)
+    reason = workers.scheduler.why_needed()
+    assert reason == "a request needs 10 KV cache blocks, of those that would be left all caches together have 6"
 
 
 def test_what_no_worker_has_room_for_is_refused() -> None:
@@ -201,10 +223,50 @@ def test_what_no_worker_has_room_for_is_refused() -> None:
     workers.scheduler._placement.expect(0, 0.0)  # nobody is missing
     with pytest.raises(CapacityError, match="60 tokens need 15 KV cache blocks, all caches together have 12"):
         workers.scheduler.add(make_sequence(1, 40, 20))
-    answer = make_sequence(2, 30, 10)
-    answer.group_id = 7
-    with pytest.raises(CapacityError, match="10 KV cache blocks, the largest cache has 6, and one of several answers"):
-        workers.scheduler.add(answer)
+
+
+def crowd(workers: PartedWorkers, num_rich: int, max_tokens: int) -> list[Sequence]:
+    """One client fills both KV caches."""
+    rich = [make_sequence(seq_id, 4, max_tokens) for seq_id in range(1, 1 + num_rich)]
+    for sequence in rich:
+        ask(sequence, client=1)
+        workers.scheduler.add(sequence)
+    run(workers, 3)
+    assert all(each.num_available_blocks == 0 for each in workers.scheduler.session.ledgers.values())
+    return rich
+
+
+def arrive(workers: PartedWorkers, seq_id: int, prompt_len: int, max_tokens: int) -> Sequence:
+    """From a client of its own."""
+    sequence = make_sequence(seq_id, prompt_len, max_tokens)
+    ask(sequence, client=seq_id)
+    workers.scheduler.add(sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("num_large", [1, 4, 9])
+def test_a_small_newcomer_does_not_wait_behind_others_that_need_several_caches(num_large: int) -> None:
+    workers = PartedWorkers(2, num_blocks=12)
+    rich = crowd(workers, 4, 20)  # 6 blocks each
+    for number in range(num_large):  # each needs 16 blocks, more than it has a right to
+        arrive(workers, 10 + number, 50, 14)
+    small = arrive(workers, 100, 6, 4)
+    run(workers, 8)
+    assert small.output_token_ids, "it takes the place of a rich one"
+    assert sum(each.status is SequenceStatus.RUNNING for each in rich) == 3
+    workers.run_until_idle()
+    assert not any(each.error for each in workers.outputs)
+
+
+def test_a_newcomer_that_needs_several_caches_takes_room_in_all_of_them() -> None:
+    workers = PartedWorkers(3, num_blocks=12)
+    rich = crowd(workers, 6, 20)  # 6 blocks each
+    large = arrive(workers, 10, 30, 20)  # 13 blocks
+    run(workers, 8)
+    assert large.output_token_ids and large.divided is not None
+    assert sum(each.status is SequenceStatus.RUNNING for each in rich) == 3
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in (*rich, large)] == [expected_output(each) for each in (*rich, large)]
 
 
 def test_a_refused_part_is_an_error_of_its_worker() -> None:
