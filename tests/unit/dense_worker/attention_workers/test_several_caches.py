@@ -71,7 +71,10 @@ class Workers:
 
     def step(self) -> None:
         """Does the work of `Engine._step`, of the client, and of all attention workers."""
-        for sequence in self.scheduler.next_to_open():
+        chosen = self.scheduler.next_to_open()
+        if (openings := self.scheduler.plan_openings()) is not None:  # no answer comes before it is sent
+            self.splitter.split(openings)
+        for sequence in chosen:
             if sequence.status is SequenceStatus.OPENING:
                 self.open(sequence)
         published = self.scheduler.schedule()
