@@ -66,6 +66,7 @@ TYPE_NAMES = {
     "LoraModule": "`NAME=DIRECTORY`",
     "ModelName": "string of 1 to 256 characters",
     "Device": "`auto`, `cpu`, `cuda` or `cuda:N`",
+    "Gpu": "`cuda:N`",
     "Address": "`HOST:PORT` or `unix:PATH`",
     "TcpAddress": "`HOST:PORT`",
     "ZmqEndpoint": "`tcp://HOST:PORT` or `ipc://FILE`",

@@ -45,6 +45,7 @@ RootPath = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._~-]+)*$")]  # such as /
 ZmqEndpoint = Annotated[str, Field(pattern=r"^(tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:.]+\]):\d{1,5}|ipc://.+)$")]
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+Gpu = Annotated[str, Field(pattern=r"^cuda:\d+$")]
 Count = Annotated[int, Field(ge=1)]
 LoraModule = Annotated[str, Field(pattern=rf"^[^=]{{1,{MAX_MODEL_NAME_CHARACTERS}}}=.")]
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARACTERS)]
@@ -273,6 +274,9 @@ class AttentionSection(Section):
     # there is one, at address, or there are those that the launcher starts
     addresses: tuple[Address, ...] = ()
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
+    # the GPUs of several attention workers that the launcher starts, dealt in turn, as in ["cuda:0", "cuda:1"]; empty:
+    # all are on device
+    devices: tuple[Gpu, ...] = ()
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     block_size: Count = 16  # tokens of one KV cache block
     # how keys and values are stored. model: in the model's dtype; auto: fp8 if the checkpoint says so, else model

@@ -17,11 +17,24 @@ def has_several(config: Config) -> bool:
     return config.attention.workers > 1 or config.attention.elastic or bool(config.attention.addresses)
 
 
+def device_of_worker(config: Config, index: int) -> str:
+    """The device of an attention worker that the launcher starts, or adds later."""
+    attention = config.attention
+    return attention.devices[index % len(attention.devices)] if attention.devices else attention.device
+
+
+def devices_of_workers(config: Config) -> list[str]:
+    """The device of each attention worker with which the launcher starts."""
+    return [device_of_worker(config, index) for index in range(config.attention.workers)]
+
+
 def check_attention_workers(config: Config, model: ModelConfig | None = None) -> None:
     """Raises `ConfigError`, which names what is in the way and what to do, if several cannot serve this.
 
     `model`: where it is known
     """
+    if config.attention.devices:
+        _check_devices(config)
     if has_several(config):
         attention = config.attention
         names = f"attention.workers is {attention.workers}"
@@ -31,6 +44,18 @@ def check_attention_workers(config: Config, model: ModelConfig | None = None) ->
             names = f"attention.addresses names {len(attention.addresses)}"
         for obstacle, mend in (*_obstacles(config), *(() if model is None else _of_model(model))):
             raise ConfigError(f"{names}, but {obstacle}: {mend}")
+
+
+def _check_devices(config: Config) -> None:
+    attention, names = config.attention, ", ".join(config.attention.devices)
+    if attention.device != "auto":
+        raise ConfigError(f"attention.devices is {names}, and attention.device {attention.device!r}: leave one out")
+    least = max(2, len(attention.devices))
+    if attention.workers < least and not attention.elastic:
+        raise ConfigError(
+            f"attention.devices is {names}, and attention.workers {attention.workers}: set it to {least} or more, or"
+            " attention.elastic to true"
+        )
 
 
 def _of_model(model: ModelConfig) -> Iterator[tuple[str, str]]:

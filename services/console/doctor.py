@@ -22,6 +22,7 @@ from services.channel.shm_cleanup import SHM_DIR
 from services.common.config import Config
 from services.common.errors import CapacityError, ConfigError, ModelError, TwostrokeError
 from services.common.process import importing
+from services.common.several_attention_workers import devices_of_workers
 from services.gateway.resources.open_files import RESERVE
 from services.launch.addresses import check_free
 from services.launch.arguments import parse_args
@@ -137,7 +138,7 @@ def check_gpu(config: Config) -> Iterator[Finding]:
         return
     cuda = torch_cuda()
     if not has_gpu():
-        if config.dense.device.startswith("cuda") or config.attention.device.startswith("cuda"):
+        if any(each.startswith("cuda") for each in (config.dense.device, *devices_of_workers(config))):
             yield Finding("failure", "GPU", "the config asks for one, and there is none", "set both devices to auto")
         else:
             yield Finding("ok", "GPU", "none: everything runs on the CPU")

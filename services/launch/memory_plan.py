@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from services.common.errors import CapacityError, ModelError
 from services.common.families.names import NAMES, CheckpointNames
 from services.common.json_files.read_json import read_json
 from services.common.process import GPU_STANDBY_BYTES, STANDBY_BYTES, available_bytes
+from services.common.several_attention_workers import devices_of_workers
 from services.common.shorten import shorten
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE
 from services.launch.gpus import find_gpu, is_on_gpu, list_gpus
@@ -95,14 +97,15 @@ def plan_memory(config: Config) -> list[Place]:
     drafts = list(_drafts(config, on_gpu=is_dense_on_gpu)) if has_dense else []
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
-    tier = _of_each(config, tier)
+    num_workers = config.attention.workers
+    tier = _of_each(tier, num_workers)
     has_tier = has_attention and tier_bytes > 0
     tiers = [tier] if has_tier and is_tier_in_memory else []
     host, num_ranks = [*tiers], config.dense.num_ranks
     if has_attention and not is_attention_on_gpu:
         num_bytes = config.attention.kv_cache_bytes * num_ranks
         mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)
-        host.append(_of_each(config, _blocks(config, on_gpu=False) or Need("the KV cache", num_bytes, mend)))
+        host.append(_of_each(_blocks(config, on_gpu=False) or Need("the KV cache", num_bytes, mend), num_workers))
     if not is_dense_on_gpu:
         host += weights + drafts
         host += [_workspaces(config, rank=0, num_parts=1)] if has_dense else []
@@ -111,7 +114,7 @@ def plan_memory(config: Config) -> list[Place]:
     host += _standbys(config)
     places = [Place("host memory", available_bytes(), tuple(host), MORE)]
     if has_attention and SHM_DIR.is_dir():
-        shared = [*tiers] if is_dense_on_gpu else [*tiers, _of_each(config, _region(config))]
+        shared = [*tiers] if is_dense_on_gpu else [*tiers, _of_each(_region(config), num_workers)]
         last = "in a container raise --shm-size by {excess} bytes"
         places.append(Place(f"shared memory {SHM_DIR}", shutil.disk_usage(SHM_DIR).free, tuple(shared), last))
     if has_tier and not is_tier_in_memory:
@@ -127,12 +130,13 @@ def plan_memory(config: Config) -> list[Place]:
 
 def _gpus(config: Config, rank: int, weights: list[Need] | None) -> list[Place]:
     """The GPUs of a rank's workers. `weights`: None if the dense worker has no GPU."""
-    num_ranks = config.dense.num_ranks
-    dense_device, attention_device = config.dense.device, config.attention.device
-    has_attention = ATTENTION_ROLE in config.launch.services and is_on_gpu(attention_device)
-    if num_ranks > 1:
-        dense_device = attention_device = f"cuda:{rank}"
-    is_shared = weights is not None and has_attention and share_gpu(dense_device, attention_device)
+    dense_device, attention_devices = config.dense.device, devices_of_workers(config)
+    if ATTENTION_ROLE not in config.launch.services or not is_on_gpu(config.attention.device):
+        attention_devices = []
+    if config.dense.num_ranks > 1:
+        dense_device, attention_devices = f"cuda:{rank}", [f"cuda:{rank}" for _ in attention_devices]
+    near = [each for each in attention_devices if weights is not None and share_gpu(dense_device, each)]
+    far = Counter(each for each in attention_devices if each not in near)
     of_dense: list[Need] = []
     if weights is not None:
         num_parts = config.dense.tensor_parallel_size
@@ -141,30 +145,29 @@ def _gpus(config: Config, rank: int, weights: list[Need] | None) -> list[Place]:
     places = []
     if weights is not None:
         later = [*_graphs(config, "dense"), *_gpu_standbys(config, "dense")]
-        if is_shared:
+        if near:
             later += [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
-        needs = [*of_dense, *(of_attention if is_shared else [])]
-        num_workers = 1 + is_shared * config.attention.workers
-        places.append(_gpu(config, dense_device, needs, later, num_workers, has_cache=is_shared))
-    if has_attention and not is_shared:
+        needs = [*of_dense, *(of_attention if near else [])]
+        places.append(_gpu(config, dense_device, needs, later, num_dense=1, num_caches=len(near)))
+    for device, num_caches in far.items():
         later = [*_graphs(config, "attention"), *_gpu_standbys(config, "attention")]
-        places.append(_gpu(config, attention_device, of_attention, later, config.attention.workers, has_cache=True))
+        places.append(_gpu(config, device, of_attention, later, num_dense=0, num_caches=num_caches))
     return [place for place in places if place is not None]
 
 
 def _gpu(
-    config: Config, device: str, first: list[Need], later: list[Need], num_workers: int, *, has_cache: bool
+    config: Config, device: str, first: list[Need], later: list[Need], *, num_dense: int, num_caches: int
 ) -> Place | None:
-    """A GPU, if it is certain which one it is: what is allocated `first`, the KV cache, and what is `later`."""
+    """A GPU, if it is certain which one it is: what is allocated `first`, the KV caches, and what is `later`."""
     gpu = find_gpu(device, list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpu is None:
         return None
-    needs = [*first, Need("contexts", num_workers * CONTEXT_BYTES)]
+    needs = [*first, Need("contexts", (num_dense + num_caches) * CONTEXT_BYTES)]
     fraction = config.attention.kv_cache_memory_fraction
     left = gpu.free_bytes - sum(need.num_bytes for need in needs)
-    if has_cache and (of_blocks := _blocks(config, on_gpu=True)) is not None:
-        needs.append(_of_each(config, of_blocks))
-    elif has_cache and left > 0:
+    if num_caches and (of_blocks := _blocks(config, on_gpu=True)) is not None:
+        needs.append(_of_each(of_blocks, num_caches))
+    elif num_caches and left > 0:
         num_bytes = int(left * fraction)
 
         def mend(excess: int) -> str | None:
@@ -445,9 +448,8 @@ def _lower(key: str, value: int, least: int, count: int = 1) -> Mend:
     return mend
 
 
-def _of_each(config: Config, need: Need) -> Need:
-    """The same for each attention worker."""
-    count = config.attention.workers
+def _of_each(need: Need, count: int) -> Need:
+    """The same for each of so many attention workers."""
     if count == 1:
         return need
     what = f"{need.what} of {count} workers"

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 import structlog
@@ -22,6 +23,7 @@ import structlog
 from services.common.config import Config, LogSection
 from services.common.errors import PeerError
 from services.common.logs import configure_logs
+from services.common.several_attention_workers import devices_of_workers
 from services.rpc.server import run_service
 
 log = structlog.get_logger()
@@ -107,8 +109,9 @@ class MpsDaemon:
 
 
 def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
-    """Starts MPS if both workers share a GPU. Raises `PeerError` if it is configured but not available."""
-    mode, shares_gpu = config.launch.mps, share_gpu(config.dense.device, config.attention.device)
+    """Starts MPS if workers share a GPU. Raises `PeerError` if it is configured but not available."""
+    devices = [config.dense.device, *devices_of_workers(config)]
+    mode, shares_gpu = config.launch.mps, any(share_gpu(*pair) for pair in combinations(devices, 2))
     if mode != "off" and shares_gpu and has_mps():
         daemon = MpsDaemon(run_dir / "mps")
         daemon.start()
@@ -116,7 +119,7 @@ def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
     if mode == "on" and not shares_gpu:
         raise PeerError(
             f"launch.mps is 'on', but the workers share no GPU: dense.device is {config.dense.device!r}, "
-            f"attention.device {config.attention.device!r}"
+            f"attention.device {', '.join(map(repr, devices[1:]))}"
         )
     if mode == "on":
         raise PeerError(f"launch.mps is 'on', but this machine has no {CONTROL} or no NVIDIA GPU")

@@ -18,6 +18,7 @@ from services.common.config import Config, add_api_key, api_keys_of_environment
 from services.common.encoders.encoder_types import is_encoder
 from services.common.errors import ConfigError
 from services.common.process import available_cores
+from services.common.several_attention_workers import device_of_worker, devices_of_workers
 from services.common.shared_counts import SharedCounts
 from services.launch.addresses import control_address
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS
@@ -141,21 +142,24 @@ def with_attention(config: Config, **changes: object) -> Config:
 
 def attention_worker_config(config: Config, index: int, address: str) -> Config:
     """The config of an attention worker that is started beside those that serve, whatever memory they have left."""
-    own = with_address(_of_attention_worker(config, index), ATTENTION_ROLE, address)
-    return with_attention(own, kv_cache_memory_fraction=config.attention.kv_cache_memory_fraction)
+    return with_address(_of_attention_worker(config, index), ATTENTION_ROLE, address)
 
 
 def _of_attention_worker(config: Config, index: int) -> Config:
     """The config of one of several attention workers: its part of the cores and memory, and what it has alone."""
-    section, count = config.attention, config.attention.workers
-    changes: dict[str, object] = {"metrics_address": _metrics_address(section.metrics_address, index)}
+    section, device = config.attention, device_of_worker(config, index)
+    metrics_address = _metrics_address(section.metrics_address, index)
+    changes: dict[str, object] = {"device": device, "metrics_address": metrics_address}
     if index and section.host_kv_path is not None:
         changes["host_kv_path"] = section.host_kv_path.with_name(f"{section.host_kv_path.name}-{index}")
     if is_on_gpu(section.device):
-        part = section.kv_cache_memory_fraction / count  # of the memory that is free before the first one attaches
-        changes["kv_cache_memory_fraction"] = part / (1 - index * part)
+        if index < section.workers:
+            all_devices = devices_of_workers(config)
+            # Of the memory of its GPU that is free before the first one attaches.
+            part = section.kv_cache_memory_fraction / all_devices.count(device)
+            changes["kv_cache_memory_fraction"] = part / (1 - all_devices[:index].count(device) * part)
     elif section.num_threads is None:
-        changes["num_threads"] = max(1, available_cores() // (1 + count))
+        changes["num_threads"] = max(1, available_cores() // (1 + section.workers))
     return with_attention(config, **changes)
 
 

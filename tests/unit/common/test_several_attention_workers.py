@@ -35,3 +35,18 @@ def test_an_address_that_is_named_twice_is_refused() -> None:
 
 def test_all_this_is_allowed_with_one_worker() -> None:
     check("dense.tensor_parallel_size=2", "launch.standby_attention=imports")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("attention.workers=2", "attention.device=cuda:0"), "cuda:0, cuda:1, and attention.device 'cuda:0': leave"),
+        ((), "cuda:0, cuda:1, and attention.workers 1: set it to 2 or more, or attention.elastic to true"),
+    ],
+)
+def test_gpus_without_a_worker_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    devices = 'attention.devices=["cuda:0", "cuda:1"]'
+    with pytest.raises(ConfigError, match=f"attention.devices is {message}"):
+        check(devices, *overrides)
+    check(devices, "attention.workers=2")
+    check(devices, "attention.elastic=true")

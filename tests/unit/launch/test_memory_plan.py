@@ -213,6 +213,22 @@ def test_the_gpu_of_each_rank_is_checked_against_its_part_of_what_a_setting_save
         check_memory(load_config(None, RANKS))
 
 
+def test_each_gpu_of_several_attention_workers_is_checked_for_those_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_two_gpus(monkeypatch, GIB, GIB)
+    devices = ("attention.workers=3", 'attention.devices=["cuda:0", "cuda:1"]', "attention.num_blocks=10")
+    first, second = plan_memory(load_config(None, ["model.dtype=bfloat16", *devices, *LAZY]))[-2:]
+    names = ("contexts", "10 blocks of the KV cache of 2 workers", "10 blocks of the KV cache")
+    of_first, of_second = [
+        {need.what: need.num_bytes for need in place.needs if need.what in names} for place in (first, second)
+    ]
+    block_bytes = 16 * 2 * 2 * 4 * 2 * 64  # tokens, bytes, keys and values, layers, heads, sizes
+    context = memory_plan.CONTEXT_BYTES
+    assert of_first == {"contexts": 3 * context, "10 blocks of the KV cache of 2 workers": 20 * block_bytes}
+    assert of_second == {"contexts": context, "10 blocks of the KV cache": 10 * block_bytes}
+
+
 def test_slots_for_adapters_have_two_matrices_of_each_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = [
         each

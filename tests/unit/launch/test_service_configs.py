@@ -12,7 +12,15 @@ from services.common.cli import parse_service_args
 from services.common.config import dump_config, load_config
 from services.common.errors import ConfigError
 from services.launch import service_configs
-from services.launch.service_configs import ServiceStart, gateway_configs, num_gateways, rank_starts, with_address
+from services.launch.service_configs import (
+    ServiceStart,
+    attention_starts,
+    attention_worker_config,
+    gateway_configs,
+    num_gateways,
+    rank_starts,
+    with_address,
+)
 
 RUN_DIR = Path("/run/x")
 
@@ -119,3 +127,32 @@ def test_ranks_have_no_device_of_a_number() -> None:
     config = load_config(None, ["dense.tensor_parallel_size=2", "dense.device=cuda:1"])
     with pytest.raises(ConfigError, match=r"dense.device is 'cuda:1' and there are 2 ranks: set it to auto"):
         rank_starts(config, RUN_DIR, [])
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ('attention.devices=["cuda:0", "cuda:1"]', {"cuda:0": [36.0, 36.0], "cuda:1": [72.0]}),
+        ("attention.device=cuda:1", {"cuda:1": [24.0, 24.0, 24.0]}),
+    ],
+)
+def test_attention_workers_are_dealt_to_gpus_and_divide_the_memory_of_each(
+    setting: str, expected: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_configs, "is_on_gpu", lambda device: device != "cpu")
+    config = load_config(None, ["attention.workers=3", setting])
+    first = [ServiceStart("attn_worker", "attn_worker", config, ChildOptions())]
+    free_gb, taken_gb = dict.fromkeys(expected, 80.0), {device: list[float]() for device in expected}
+    for start in attention_starts(config, RUN_DIR, first):  # each takes its fraction of what those before have left
+        section = start.config.attention
+        taken_gb[section.device].append(free_gb[section.device] * section.kv_cache_memory_fraction)
+        free_gb[section.device] -= taken_gb[section.device][-1]
+    assert taken_gb == {device: pytest.approx(each) for device, each in expected.items()}
+
+
+def test_an_attention_worker_that_is_added_is_on_the_next_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_configs, "is_on_gpu", lambda device: device != "cpu")
+    settings = ["attention.elastic=true", 'attention.devices=["cuda:0", "cuda:1"]']
+    config = load_config(None, [*settings, "attention.kv_cache_memory_fraction=1"])
+    added = attention_worker_config(config, 1, "unix:/run/x/attn_worker-1.sock").attention
+    assert (added.device, added.kv_cache_memory_fraction) == ("cuda:1", 1.0)

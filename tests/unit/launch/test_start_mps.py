@@ -46,6 +46,21 @@ def test_workers_that_share_a_gpu_get_a_daemon(started: list[Path], tmp_path: Pa
     assert started == [tmp_path / "mps"] and logs == []
 
 
+@pytest.mark.parametrize(
+    ("dense", "workers", "is_shared"),
+    [
+        ("auto", ('attention.devices=["cuda:0", "cuda:1"]',), True),
+        ("cuda:2", ('attention.devices=["cuda:0", "cuda:1"]',), False),
+        ("cuda:0", ("attention.device=cuda:1",), True),
+    ],
+)
+def test_several_attention_workers_get_a_daemon_if_any_of_them_share(
+    started: list[Path], tmp_path: Path, dense: str, workers: tuple[str, ...], is_shared: bool
+) -> None:
+    several = load_config(None, [f"dense.device={dense}", "attention.workers=2", *workers])
+    assert (mps.start_mps(several, tmp_path) is not None) == is_shared == bool(started)
+
+
 @pytest.mark.parametrize(("dense", "attention"), [("cpu", "cpu"), ("cuda", "cpu"), ("cuda:0", "cuda:1")])
 def test_workers_on_different_devices_get_no_daemon_and_no_warning(
     started: list[Path], tmp_path: Path, dense: str, attention: str
