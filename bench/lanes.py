@@ -7,8 +7,8 @@
 
 On two GPUs, two lanes must give 1.6 times the tokens/s of one GPU; 1.85 is the goal. `bench/ratio.py` predicts them.
 Load goes straight to the dense worker (`bench/core.py`). The workers of a CPU write down when each lane's parts run:
-what is printed is the share of each worker's time in which the other one computes, too. With stages it is the ratio of
-tokens/s.
+what is printed is the share of each worker's time in which the other one computes, too. On GPUs, and with stages, it is
+the ratio of tokens/s to those of the first arrangement, for each load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,59 +42,85 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--stages", type=int, metavar="N", help="of a pipeline, instead of two workers")
     parser.add_argument("--shape", choices=SHAPES, help="by default tiny-llama, or llama-2-7b with --gpus")
     parser.add_argument("--format", choices=FORMATS, default="stored")
-    parser.add_argument("--load", type=parse_load, default=Load(64, 32, 64, 64), metavar="RxC:P/O")
+    parser.add_argument("--load", type=parse_load, action="append", metavar="RxC:P/O")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a server's setting")
     args = parser.parse_args(argv)
     shape = args.shape or ("llama-2-7b" if args.gpus else "tiny-llama")
+    args.load = args.load or [Load(64, 32, 64, 64)]
     if args.stages:
-        run_stages(args, shape)
-        return
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if args.gpus:
-        near, far = (("dense.device=cuda:0", f"attention.device=cuda:{gpu}") for gpu in (0, 1))
-        arrangements = {"one GPU": (near, 1), "two GPUs, one lane": (far, 1), "two GPUs, two lanes": (far, 2)}
+        stages = (f"dense.pipeline_parallel_size={args.stages}", *(() if args.gpus else _CPU))
+        counts = (1, args.stages)
+        run_servers(args, shape, {f"{args.stages} stages, lanes: {each}": (*stages, lanes(each)) for each in counts})
+    elif args.gpus:
+        run_servers(args, shape, ON_GPUS)
     else:
-        arrangements = {"two cores, one lane": (_CPU, 1), "two cores, two lanes": (_CPU, 2)}
-    for name, (devices, num_lanes) in arrangements.items():
+        run_on_cores(args, shape)
+
+
+def lanes(count: int) -> str:
+    """The setting."""
+    return f"scheduler.num_lanes={count}"
+
+
+# Each arrangement by name; the first one is what the others are compared with.
+ON_GPUS = {
+    "one GPU": ("dense.device=cuda:0", "attention.device=cuda:0", lanes(1)),
+    "two GPUs, one lane": ("dense.device=cuda:0", "attention.device=cuda:1", lanes(1)),
+    "two GPUs, two lanes": ("dense.device=cuda:0", "attention.device=cuda:1", lanes(2)),
+}
+
+
+def run_servers(args: argparse.Namespace, shape: str, arrangements: Mapping[str, Sequence[str]]) -> None:
+    """A server of each arrangement, one after the other, and the ratio of its tokens/s to those of the first one."""
+    first: list[float] = []
+    for name, own in arrangements.items():
         print(f"\n{name}", flush=True)
         with tempfile.TemporaryDirectory() as text:
             directory = Path(text)
-            model = write_model(directory / "model", shape, args.format)
-            settings = [f"model.path={model}", "model.load_format=dummy", f"scheduler.num_lanes={num_lanes}"]
-            settings += [f"scheduler.max_num_seqs={args.load.concurrency}", *devices, *FORMATS[args.format], *args.set]
-            with workers(directory, settings, None if args.gpus else cores):
-                run_core(f"unix:{directory}/dense.sock", args.load)
-            if num_lanes > 1 and not args.gpus:
+            settings, figures = settings_of(args, shape, directory), directory / "figures.json"
+            found = []
+            with running_cluster(directory, *settings, *own, *args.set):
+                for load in args.load:
+                    run_core(f"unix:{directory}/dense.sock", load, figures)
+                    found.append(json.loads(figures.read_text())["figures"]["output_throughput"])
+        first = first or found
+        for load, rate, compared in zip(args.load, found, first, strict=True):
+            print(f"{load}: {rate / compared:.2f} times the tokens/s of the first", flush=True)
+
+
+def run_on_cores(args: argparse.Namespace, shape: str) -> None:
+    """Both workers on a core of their own, with one lane and with two."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    for name, num_lanes in {"two cores, one lane": 1, "two cores, two lanes": 2}.items():
+        print(f"\n{name}", flush=True)
+        with tempfile.TemporaryDirectory() as text:
+            directory = Path(text)
+            settings = settings_of(args, shape, directory)
+            with workers(directory, [*settings, *_CPU, lanes(num_lanes), *args.set], cores):
+                for load in args.load:
+                    run_core(f"unix:{directory}/dense.sock", load)
+            if num_lanes > 1:
                 print_overlap(directory)
 
 
-def run_stages(args: argparse.Namespace, shape: str) -> None:
-    """Stages of a pipeline with one lane, and with as many as there are stages."""
-    found: list[float] = []
-    for num_lanes in (1, args.stages):
-        print(f"\n{args.stages} stages, lanes: {num_lanes}", flush=True)
-        with tempfile.TemporaryDirectory() as text:
-            directory = Path(text)
-            model, figures = write_model(directory / "model", shape, args.format), directory / "figures.json"
-            settings = [f"model.path={model}", "model.load_format=dummy", *FORMATS[args.format]]
-            settings += [f"dense.pipeline_parallel_size={args.stages}", f"scheduler.num_lanes={num_lanes}"]
-            settings += [f"scheduler.max_num_seqs={args.load.concurrency}", *(() if args.gpus else _CPU), *args.set]
-            with running_cluster(directory, *settings):
-                run_core(f"unix:{directory}/dense.sock", args.load, figures)
-            found.append(json.loads(figures.read_text())["figures"]["output_throughput"])
-    one, several = found
-    print(f"\n{several / one:.2f} times the tokens/s of one lane")
+def settings_of(args: argparse.Namespace, shape: str, directory: Path) -> list[str]:
+    """What all servers have. A step has room for a token of each sequence, and on GPUs for prompts besides."""
+    num_seqs = max(load.concurrency for load in args.load)
+    num_tokens = max(num_seqs, 2048 if args.gpus else 512)
+    model = write_model(directory / "model", shape, args.format)
+    sizes = (f"scheduler.max_num_seqs={num_seqs}", f"scheduler.max_num_batched_tokens={num_tokens}")
+    return [f"model.path={model}", "model.load_format=dummy", *sizes, *FORMATS[args.format]]
 
 
 @contextlib.contextmanager
-def workers(directory: Path, settings: Sequence[str], cores: Sequence[int] | None) -> Iterator[None]:
-    """Both workers, each pinned to a core if there are any; ready when this is entered."""
+def workers(directory: Path, settings: Sequence[str], cores: Sequence[int]) -> Iterator[None]:
+    """Both workers, each pinned to a core; ready when this is entered."""
     addresses = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("dense", "attention")]
     options = [word for setting in (*addresses, *settings) for word in ("--set", setting)]
     processes = []
     try:
         for index, role in enumerate(_ROLES):
-            core = "any" if cores is None else str(cores[index % len(cores)])
+            core = str(cores[index % len(cores)])
             command = [sys.executable, __file__, "worker", role, core, str(directory), *options]
             with (directory / f"{role}.log").open("wb") as log:
                 processes.append(subprocess.Popen(command, stderr=log))
@@ -113,8 +139,7 @@ def workers(directory: Path, settings: Sequence[str], cores: Sequence[int] | Non
 
 def run_worker(role: str, core: str, directory: Path, options: Sequence[str]) -> None:
     """A worker's process, which writes to ROLE.trace: a line with lane, begin and end of each part."""
-    if core != "any":
-        os.sched_setaffinity(0, {int(core)})
+    os.sched_setaffinity(0, {int(core)})
     from services.channel.turns import Turns
 
     file, lanes = (directory / f"{role}.trace").open("w", buffering=1), dict[int, int]()
