@@ -186,7 +186,7 @@ class RequestService:
                 advice = "send fewer or half precision"
                 await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
             limits = replace(self.limits, names=self.names_for(caller))
-            check_counts(message)
+            check_counts(message, self.pictures)
             pictures = await self._read_pictures(message, caller, held)
             read = await read_request(message, self.tokenizer, limits, prompt_name, pictures)
             request = caller.adapt(read)
@@ -271,7 +271,7 @@ class RequestService:
         self.count_requests(len(messages), caller)
         lists = []
         for message in messages:
-            check_counts(message)
+            check_counts(message, self.pictures)
             if self._dense.has_model:
                 check_size(message, self.tokenizer, self.limits)
             held = HeldMemory(self.memory, caller.number)
@@ -291,7 +291,7 @@ class RequestService:
     async def render_chat(self, message: gateway_pb2.TokenizeRequest, caller: Caller) -> str:
         """The text of a chat as its template writes it. Counts as one of the caller's requests."""
         self.count_requests(1, caller)
-        check_counts(message)
+        check_counts(message, self.pictures)
         if self._dense.has_model:
             check_size(message, self.tokenizer, self.limits)
         chat = await read_chat_in_turn(message.chat, self.tokenizer)

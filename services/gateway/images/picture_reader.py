@@ -21,6 +21,8 @@ from services.step.prompt_span import PromptSpan
 Request: TypeAlias = gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest
 
 DETAILS = ("", "auto", "low", "high")
+# Of text in a request, whose body has room for more because of its pictures. To tokenize one takes 140 bytes.
+MAX_CHARACTERS = 2 * 2**20
 
 
 class PictureReader:
@@ -36,6 +38,13 @@ class PictureReader:
         if vision.tower is not None:
             self._token = picture_token(vision, tokenizer)
             self._ids = {name: _token_id(name, tokenizer) for name in (self._token, *vision.layout.other_tokens)}
+
+    def check_text(self, num_characters: int, field: str) -> None:
+        """Raises `InvalidRequest` for more text than models have whose requests have no room for pictures."""
+        if num_characters > MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"{field} has {num_characters} characters of text, at most {MAX_CHARACTERS} beside pictures", field
+            )
 
     async def read(self, message: Request, client: Client, held: HeldMemory) -> list[Picture]:
         """Decodes a message's pictures, whose bytes it takes out of it. Reserves the memory for their pixels.

@@ -390,8 +390,13 @@ async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) 
     )
 
 
-def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
-    """Refuses a message with too many elements before they are checked: two megabytes may hold a million."""
+def check_counts(
+    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, pictures: PictureReader | None = None
+) -> None:
+    """Refuses a message with too many elements before they are checked: two megabytes may hold a million.
+
+    `pictures`: what reads those that a model sees, whose text is limited, too.
+    """
     counted: list[tuple[str, str, Sized, int]] = [("messages", "elements", message.chat.messages, MAX_MESSAGES)]
     if isinstance(message, gateway_pb2.GenerateRequest):
         sampling = message.sampling
@@ -408,26 +413,38 @@ def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequ
         if len(elements) > most:
             raise InvalidRequest(f"{field} has {len(elements)} {what}, at most {most} allowed", field)
     check_tools_size(message.chat.tools)
+    if pictures is not None:
+        pictures.check_text(_num_characters(message), _text_field(message))
+        if isinstance(message, gateway_pb2.GenerateRequest):
+            pictures.check_text(len(message.decoder_prompt), "decoder_prompt")
 
 
 def check_size(
     message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> None:
     """Refuses a text that is too long for any tokens, before tokenizing it costs memory."""
-    text = message.prompt if isinstance(message, gateway_pb2.GenerateRequest) else message.text
-    chat = message.chat
-    num_characters = len(text)
-    if isinstance(message, gateway_pb2.GenerateRequest):
-        num_characters += len(message.suffix) + len(message.middle)
-    for each in chat.messages:
-        num_characters += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
-    most = limits.max_prompt_len * tokenizer.max_token_characters
+    num_characters, most = _num_characters(message), limits.max_prompt_len * tokenizer.max_token_characters
     if num_characters > most:
         raise too_long(
             limits.max_prompt_len,
             f"the text has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
-            "messages" if message.WhichOneof("input") == "chat" else "prompt",
+            _text_field(message),
         )
+
+
+def _text_field(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> str:
+    return "messages" if message.WhichOneof("input") == "chat" else "prompt"
+
+
+def _num_characters(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> int:
+    """Of the text that becomes the prompt's tokens."""
+    if isinstance(message, gateway_pb2.GenerateRequest):
+        count = len(message.prompt) + len(message.suffix) + len(message.middle)
+    else:
+        count = len(message.text)
+    for each in message.chat.messages:
+        count += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
+    return count
 
 
 def _check_length(field: str, text: str, most: int) -> None:

@@ -255,6 +255,8 @@ class Vectors:
         is_cut = options.max_tokens is not None if options.is_cut is None else options.is_cut
         if isinstance(each.first, str):
             texts = [each.first] if each.second is None else [each.first, each.second]
+            if self.service.pictures is not None:
+                self.service.pictures.check_text(sum(map(len, texts)), name)
             num_characters = sum(map(len, texts if each.max_own_tokens is None else texts[:-1]))
             # A space may stand between two tokens. What is cut may be of any length: long texts are read in a thread.
             if not is_cut and num_characters > limit * (1 + tokenizer.max_token_characters):
@@ -278,7 +280,7 @@ class Vectors:
         elif isinstance(each.first, gateway_pb2.Chat):
             adds = options.adds_special_tokens
             chat = gateway_pb2.TokenizeRequest(chat=each.first, add_special_tokens=adds)
-            check_counts(chat)
+            check_counts(chat, self.service.pictures)
             check_size(chat, tokenizer, self.service.limits)
             token_ids, _ = await read_text_or_chat(chat, tokenizer)
             token_ids = token_ids[:most] if is_cut else token_ids

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.clients.http_gateway import CHATS, check_error, with_client
+from tests.support.clients.http_gateway import CHATS, COMPLETIONS, check_error, with_client
 from tests.support.dense.vision_models import noise
 from tests.support.running_gateway import RunningGateway
 from tests.support.served_vision import make_served_vision_model
@@ -68,3 +68,29 @@ def test_what_is_configured_holds_for_every_model(tmp_path: Path, model: Path, p
         check_error(await client.post(CHATS, json=photo), 413, None, "the limit is 4000000 (gateway.max_body_bytes)")
 
     with_client(tmp_path, FakeDense(lambda submit: [5]), test, model=model, max_body_bytes=4_000_000)
+
+
+def test_text_has_no_more_room_than_without_pictures(tmp_path: Path, model: Path) -> None:
+    text = "a" * (2**21 + 1)
+    chat = {"messages": [{"role": "user", "content": text}]}
+    bodies = [
+        (CHATS, chat, "messages"),
+        (COMPLETIONS, {"prompt": text}, "prompt"),
+        (COMPLETIONS, {"prompt": text[1:], "suffix": "a"}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "decoder_prompt": text}, "decoder_prompt"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", chat, "messages"),
+    ]
+    dense = FakeDense(lambda submit: [5], max_model_len=2**20)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, body, field in bodies:
+            words = (f"{field} has 2097153 characters", "at most 2097152")
+            check_error(await client.post(path, json=body), 400, field, *words)
+
+    async def test_vectors(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        answer = await client.post("/v1/embeddings", json={"input": text, "truncate_prompt_tokens": 4})
+        check_error(answer, 400, "input", "input has 2097153 characters", "at most 2097152")
+
+    with_client(tmp_path, dense, test, model=model)
+    with_client(tmp_path, dense, test_vectors, model=model, runner="pooling")
