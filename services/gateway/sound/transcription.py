@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.common.errors import PeerError
+from services.common.errors import RequestAborted
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Completion, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import ALIGNMENT
 from services.gateway.features.token_rows import TokenRows
+from services.gateway.link.journal_entry import FinishReason
 from services.gateway.sound.attempts import MAX_TEMPERATURE_BEFORE, Output, best_output, compression_ratio
 from services.gateway.sound.sound_reader import Sound
 from services.gateway.sound.speech_model import (
@@ -149,8 +150,7 @@ class Transcription:
         )
         _, answered = await self._run_whole(message)
         found = answered and answered.reports.get(ALIGNMENT.name)
-        if not isinstance(found, TokenRows):  # it was aborted
-            raise PeerError("the file ended without the times of its words")
+        assert isinstance(found, TokenRows), "it has been asked for"
         weights = found.array()
         start_s = first_frame / FRAMES_PER_STEP * SECONDS_PER_STEP
         return await self.service.heavy_work.in_thread(self._find_words, segments, weights, start_s)
@@ -248,4 +248,7 @@ class Transcription:
             generation.close()
         self.num_prompt_tokens += len(message.decoder_prompt_token_ids.ids)
         self.num_tokens += len(completion.token_ids)
+        assert completion.finish is not None, "it is whole"
+        if completion.finish.reason is FinishReason.ABORT:  # what there is of it would pass for a whole output
+            raise RequestAborted(f"the file's request {message.request_id} was aborted")
         return completion, prompt

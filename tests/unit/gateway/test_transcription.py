@@ -1,0 +1,50 @@
+"""A transcription whose requests end otherwise than by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx2
+
+from services.pb import dense_pb2, gateway_pb2
+from tests.support.clients.http_gateway import check_error, with_client
+from tests.support.running_gateway import RunningGateway, until
+from tests.support.speech import ENGLISH, FIRST_TIMESTAMP, VOCAB_SIZE, make_speech_model, sound_file, sound_of
+from tests.support.workers.fake_dense import FakeDense
+
+# Tokens of each request of a file, of which the last one does not end by itself, and the fields of its form.
+FILES = {
+    "language": ([[]], {}),
+    "window": ([[ENGLISH], []], {}),
+    "part-of-a-window": ([[ENGLISH], [FIRST_TIMESTAMP, 1, 2]], {"temperature": "0"}),
+    "stream": ([[]], {"language": "en", "stream": "true"}),
+}
+
+
+def test_an_abort_of_any_part_ends_the_file_as_an_aborted_request(tmp_path: Path) -> None:
+    def script(submit: dense_pb2.Submit) -> Sequence[int]:
+        name, number = submit.spec.request_id.rsplit("-", 1)
+        return FILES[name][0][int(number) - 1]
+
+    dense = FakeDense(script, vocab_size=VOCAB_SIZE, max_model_len=64)
+
+    def is_waiting() -> bool:
+        return any(each.num_output_tokens == len(each.token_ids) for each in dense.running.values())
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        sound = ("speech.wav", sound_file(sound_of(0.5)))
+        for name, (tokens, fields) in FILES.items():
+            post = client.post(
+                "/v1/audio/transcriptions", files={"file": sound}, data=fields, headers={"x-request-id": name}
+            )
+            answer = asyncio.create_task(post)
+            last = f"{name}-{len(tokens)}"
+            await until(is_waiting)
+            assert (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id=last))).was_running
+            check_error(response := await answer, 500, None, f"{last} was aborted")
+            assert response.json()["error"]["code"] == "request_aborted"
+            await until(lambda: not dense.running)
+
+    with_client(tmp_path, dense, test, model=make_speech_model(tmp_path))
