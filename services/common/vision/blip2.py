@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.common.families.kinds import Activation
-from services.common.vision.layout import PictureShape
 from services.common.vision.llava import StretchedLayout
-from services.common.vision.patch_tower import BLIP2, PatchTower, read_patch_tower
+from services.common.vision.patch_tower import BLIP2, TowerWithPatches, read_patch_tower
 from services.common.vision.vision_fields import VisionFields
 
 # For files without a chat template: all pictures, the first token of a text, and the paper's form of questions
@@ -49,21 +48,11 @@ class QueryFormer:
 
 
 @dataclass(frozen=True, slots=True)
-class Blip2Tower:
+class Blip2Tower(TowerWithPatches):
     """A tower of patches, the Q-Former, and a matrix."""
 
-    patches: PatchTower
     has_qkv_bias: bool
     queries: QueryFormer
-    width: int  # numbers in a row of the output
-
-    def num_patches(self, shape: PictureShape) -> int:
-        """How many rows the tower computes for a picture."""
-        return self.patches.num_patches(shape)
-
-    def num_outputs(self, shape: PictureShape) -> int:
-        """How many rows of the prompt it computes for a picture."""
-        return shape.num_tokens
 
 
 def read_blip2(fields: VisionFields) -> tuple[Blip2Tower, StretchedLayout]:
@@ -84,9 +73,8 @@ def read_blip2(fields: VisionFields) -> tuple[Blip2Tower, StretchedLayout]:
     )
     if queries.hidden_size % queries.num_heads:
         raise fields.error("num_attention_heads", queries.num_heads, f"expected a divisor of {queries.hidden_size}")
-    size = fields.processor.get("size") or {"height": side, "width": side}
-    fields.only("size", (size.get("height"), size.get("width")), (side, side))
+    fields.only_square("size", side)
     text = fields.outer["text_config"]
     width = text["hidden_size"] if "hidden_size" in text else text["d_model"]
-    tower = Blip2Tower(patches, bool(fields.tower["qkv_bias"]), queries, width)
+    tower = Blip2Tower(patches, width, bool(fields.tower["qkv_bias"]), queries)
     return tower, StretchedLayout(side, fields.resample, queries.num_queries)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from services.common.vision.layout import PictureShape
 from services.common.vision.llava import StretchedLayout
-from services.common.vision.patch_tower import SIGLIP, PatchTower, read_patch_tower
+from services.common.vision.patch_tower import SIGLIP, TowerWithPatches, read_patch_tower
 from services.common.vision.vision_fields import VisionFields
 
 BILINEAR = 2  # as Pillow numbers it
@@ -15,20 +14,10 @@ _START, _END = "<start_of_image>", "<end_of_image>"
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma3Tower:
+class Gemma3Tower(TowerWithPatches):
     """SigLIP's tower, and squares of its rows that are averaged, normalised and multiplied."""
 
-    patches: PatchTower
     num_columns: int  # of averages, along a side
-    width: int  # numbers in a row of the output
-
-    def num_patches(self, shape: PictureShape) -> int:
-        """How many rows the tower computes for a picture."""
-        return self.patches.num_patches(shape)
-
-    def num_outputs(self, shape: PictureShape) -> int:
-        """How many rows of the prompt it computes for a picture."""
-        return shape.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +36,7 @@ def read_gemma3(fields: VisionFields) -> tuple[Gemma3Tower, SquareLayout]:
     num_columns = int(num_tokens**0.5)
     if num_columns**2 != num_tokens or patches.num_columns % num_columns:
         raise fields.error("mm_tokens_per_image", num_tokens, f"expected a square that divides {patches.num_columns}²")
-    size = fields.processor.get("size") or {"height": side, "width": side}
-    fields.only("size", (size.get("height"), size.get("width")), (side, side))
+    fields.only_square("size", side)
     fields.only("do_pan_and_scan", bool(fields.processor.get("do_pan_and_scan")), False)
-    tower = Gemma3Tower(patches, num_columns, fields.outer["text_config"]["hidden_size"])
+    tower = Gemma3Tower(patches, fields.outer["text_config"]["hidden_size"], num_columns)
     return tower, SquareLayout(side, fields.processor.get("resample", BILINEAR), num_tokens)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from services.common.families.kinds import Activation, NormKind
-from services.common.vision.layout import PictureShape
-from services.common.vision.patch_tower import PatchTower
+from services.common.vision.layout import Layout, PictureShape
+from services.common.vision.patch_tower import PatchTower, TowerWithPatches
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
@@ -22,15 +22,13 @@ _NORMS = {"layer_norm": NormKind.LAYER, "rms_norm": NormKind.RMS}
 
 
 @dataclass(frozen=True, slots=True)
-class InternVLTower:
+class InternVLTower(TowerWithPatches):
     """InternViT, and two matrices that make a row of the prompt of a square of its rows."""
 
-    patches: PatchTower
     norm: NormKind  # of its layers
     has_qkv_bias: bool
     has_qk_norms: bool  # over all heads
     square: int  # rows along a side of what becomes a row of the prompt
-    width: int  # numbers in a row of the output
     activation: Activation  # between the matrices
 
     @property
@@ -38,17 +36,12 @@ class InternVLTower:
         """How many rows of the prompt a tile becomes."""
         return (self.patches.num_columns // self.square) ** 2
 
-    def num_patches(self, shape: PictureShape) -> int:
-        """How many rows the tower computes for a picture."""
-        return self.patches.num_patches(shape)
-
     def num_outputs(self, shape: PictureShape) -> int:
-        """How many rows of the prompt it computes for a picture."""
         return shape.num_tiles * self.rows_of_tile
 
 
 @dataclass(frozen=True, slots=True)
-class GridLayout:
+class GridLayout(Layout):
     """The picture is stretched to a grid of tiles, whose proportions are nearest to its own."""
 
     side: int  # pixels along a side of a tile
@@ -56,8 +49,6 @@ class GridLayout:
     max_tiles: int
     rows_of_tile: int  # tokens of a tile
     resample: int
-    marker: ClassVar[str] = ""
-    text: ClassVar[str] = ""
     other_tokens: ClassVar[tuple[str, ...]] = (_START, _END)
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
@@ -129,8 +120,7 @@ def read_internvl(fields: VisionFields) -> tuple[InternVLTower, GridLayout]:
         activation=fields.activation(outer, "projector_hidden_act"),
     )
     fields.only("image_seq_length", outer["image_seq_length"], config.rows_of_tile)
-    size = fields.processor.get("size") or {"height": side, "width": side}
-    fields.only("size", (size.get("height"), size.get("width")), (side, side))
+    fields.only_square("size", side)
     # `crop_to_patches` is not read: the processor of these models sets it, whatever the file says.
     least, most = (fields.processor.get(name, default) for name, default in (("min_patches", 1), ("max_patches", 12)))
     if type(least) is not int or type(most) is not int or not 1 <= least <= most <= MAX_TILES:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,11 +33,12 @@ class PictureShape:
 
 
 class Layout(Protocol):
-    """Of one model."""
+    """Of one model. What is given here is that of most families."""
 
-    marker: str  # what the chat template writes for a picture; empty: the picture's token
-    text: str  # what is tokenized instead, with "{}" for the picture's token; empty: the token alone
-    other_tokens: Sequence[str]  # that stand for pictures, too, but have embeddings as other tokens have
+    marker: ClassVar[str] = ""  # what the chat template writes for a picture; empty: the picture's token
+    # What is tokenized instead, with "{}" for the picture's token; empty: the token alone.
+    text: ClassVar[str] = ""
+    other_tokens: ClassVar[Sequence[str]] = ()  # that stand for pictures, too, but have embeddings as other tokens have
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         """What becomes of a picture. `is_low`: the client asks for little detail.
@@ -50,3 +51,4 @@ class Layout(Protocol):
 
     def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
         """The tokens that stand for it; `token`: the one whose embeddings are the tower's output."""
+        return [token] * shape.num_tokens

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from services.common.families.kinds import Activation
-from services.common.vision.layout import PictureShape
-from services.common.vision.patch_tower import CLIP, SIGLIP, PatchTower, read_patch_tower
+from services.common.vision.layout import Layout, PictureShape
+from services.common.vision.patch_tower import CLIP, SIGLIP, TowerWithPatches, read_patch_tower
 from services.common.vision.pixtral import PIXTRAL, PixtralLayout, PixtralTower, read_pixtral
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
@@ -21,12 +21,10 @@ Size = tuple[int, int]  # height and width
 
 
 @dataclass(frozen=True, slots=True)
-class LlavaTower:
+class LlavaTower(TowerWithPatches):
     """The tower of CLIP or SigLIP up to one of its layers, and two matrices."""
 
-    patches: PatchTower
     drops_class_token: bool
-    width: int  # numbers in a row of the output
     activation: Activation  # between the matrices
     has_bias: bool
     resolutions: tuple[Size, ...] = ()  # of grids of tiles, height and width; empty: there is one tile
@@ -43,17 +41,9 @@ class LlavaTower:
         """How many rows of the prompt a tile becomes."""
         return self.patches.num_rows - self.drops_class_token
 
-    def num_patches(self, shape: PictureShape) -> int:
-        """How many rows the tower computes for a picture."""
-        return self.patches.num_patches(shape)
-
-    def num_outputs(self, shape: PictureShape) -> int:
-        """How many rows of the prompt it computes for a picture."""
-        return shape.num_tokens
-
 
 @dataclass(frozen=True, slots=True)
-class CropLayout:
+class CropLayout(Layout):
     """The shorter side gets a given length, and what is in the middle is kept."""
 
     shorter_side: int
@@ -61,9 +51,6 @@ class CropLayout:
     width: int
     resample: int
     num_tokens: int
-    marker: ClassVar[str] = ""
-    text: ClassVar[str] = ""
-    other_tokens: ClassVar[tuple[str, ...]] = ()
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         return PictureShape(1, self.height, self.width, height, width, self.num_tokens)
@@ -78,29 +65,20 @@ class CropLayout:
         left, top = (size[0] - self.width) // 2, (size[1] - self.height) // 2
         return [resize(picture, size, self.resample).crop((left, top, left + self.width, top + self.height))]
 
-    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
-        return [token] * shape.num_tokens
-
 
 @dataclass(frozen=True, slots=True)
-class StretchedLayout:
+class StretchedLayout(Layout):
     """A picture is stretched to a square."""
 
     side: int
     resample: int
     num_tokens: int
-    marker: ClassVar[str] = ""
-    text: ClassVar[str] = ""
-    other_tokens: ClassVar[tuple[str, ...]] = ()
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         return PictureShape(1, self.side, self.side, height, width, self.num_tokens)
 
     def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
         return [resize(picture, (self.side, self.side), self.resample)]
-
-    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
-        return [token] * shape.num_tokens
 
 
 def read_llava(
@@ -113,12 +91,11 @@ def read_llava(
     tower = read_llava_tower(fields)
     side, size = tower.patches.image_size, fields.processor.get("size") or {}
     if "height" in size:  # as SigLIP's processor has it, which cuts nothing off
-        fields.only("size", (size["height"], size.get("width")), (side, side))
+        fields.only_square("size", side)
         return tower, StretchedLayout(side, fields.resample, tower.rows_of_tile)
     shorter = size.get("shortest_edge", side)
-    crop = fields.processor.get("crop_size") or {"height": side, "width": side}
     fields.only("do_pad", bool(fields.processor.get("do_pad", False)), False)
-    fields.only("crop_size", (crop["height"], crop["width"]), (side, side))
+    fields.only_square("crop_size", side)
     if type(shorter) is not int or shorter < side:
         raise fields.error("size", fields.processor.get("size"), f"expected a shortest_edge of at least {side}")
     return tower, CropLayout(shorter, side, side, fields.resample, tower.rows_of_tile)
@@ -128,16 +105,11 @@ def read_llava_tower(fields: VisionFields) -> LlavaTower:
     """The tower of all LLaVA models with CLIP or SigLIP."""
     kind = fields.tower.get("model_type")
     fields.only("model_type", kind, CLIP, SIGLIP)
-    layer, num_layers = fields.outer["vision_feature_layer"], fields.size("num_hidden_layers")
-    if type(layer) is not int or not -num_layers <= layer <= num_layers:
-        raise fields.error("vision_feature_layer", layer, f"expected one layer from {-num_layers} to {num_layers}")
-    # Hidden states are counted from the embedding: -1 is what the last layer gives.
-    num_computed = layer if layer >= 0 else num_layers + 1 + layer
     strategy = fields.outer["vision_feature_select_strategy"]
     # The default leaves the first row out, which is that of a patch in SigLIP's towers.
     fields.only("vision_feature_select_strategy", strategy, *(("default", "full") if kind == CLIP else ("full",)))
     return LlavaTower(
-        read_patch_tower(fields, num_computed, has_final_norm=False),
+        read_patch_tower(fields, fields.num_computed_layers(), has_final_norm=False),
         drops_class_token=strategy == "default",
         width=fields.outer["text_config"]["hidden_size"],
         activation=fields.activation(fields.outer, "projector_hidden_act"),

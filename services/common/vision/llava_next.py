@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from services.common.vision.layout import PictureShape
+from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.llava import LlavaTower, Size, best_resolution, read_llava_tower
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
@@ -23,7 +22,7 @@ _MAX_RATIO = 1.1  # of the sides of a grid to those that it may have; the publis
 
 
 @dataclass(frozen=True, slots=True)
-class TiledLayout:
+class TiledLayout(Layout):
     """The picture keeps its proportions, with black borders; tokens of borders are left out."""
 
     side: int  # pixels along a side of a tile
@@ -32,9 +31,6 @@ class TiledLayout:
     rows_of_tile: int  # tokens of the tile with the whole picture
     resample: int
     max_tiles: int | None = None  # the rows of a grid are made as few as those of so many tiles; None: all are kept
-    marker: ClassVar[str] = ""
-    text: ClassVar[str] = ""
-    other_tokens: ClassVar[tuple[str, ...]] = ()
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         rows, columns = (size // self.side for size in best_resolution((height, width), self.resolutions))
@@ -60,9 +56,6 @@ class TiledLayout:
             tiles += [padded.crop((x, y, x + self.side, y + self.side)) for x in range(0, target_width, self.side)]
         return tiles
 
-    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
-        return [token] * shape.num_tokens
-
 
 def borders(size: Size, grid: Size) -> Size:
     """How many lines of patches above (and as many below), and to the left and right, belong to borders alone."""
@@ -82,8 +75,7 @@ def read_llava_next(fields: VisionFields) -> tuple[LlavaTower, TiledLayout]:
     """The tower and the layout of a model's files."""
     tower = read_llava_tower(fields)
     side = tower.patches.image_size
-    crop = fields.processor.get("crop_size") or {"height": side, "width": side}
-    fields.only("crop_size", (crop["height"], crop["width"]), (side, side))
+    fields.only_square("crop_size", side)
     fields.only("size", (fields.processor.get("size") or {}).get("shortest_edge", side), side)
     return _read_tiles(fields, tower)
 
@@ -92,8 +84,7 @@ def read_llava_onevision(fields: VisionFields) -> tuple[LlavaTower, TiledLayout]
     """The tower and the layout of a model's files."""
     tower = read_llava_tower(fields)
     side = tower.patches.image_size
-    size = fields.processor.get("size") or {"height": side, "width": side}
-    fields.only("size", (size.get("height"), size.get("width")), (side, side))
+    fields.only_square("size", side)
     ratio = fields.outer["vision_aspect_ratio"]
     if not (found := re.fullmatch(r"anyres_max_([1-9]\d?)", ratio)):
         raise fields.error("vision_aspect_ratio", ratio, "expected anyres_max_ and a number from 1 to 99")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
-from services.common.vision.layout import PictureShape
+from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
@@ -23,7 +23,7 @@ _NOUGAT, _DONUT = "Nougat", "Donut"
 
 
 @dataclass(frozen=True, slots=True)
-class PageLayout:
+class PageLayout(Layout):
     """A page keeps its proportions, with black borders. No token of a prompt stands for it."""
 
     height: int
@@ -33,9 +33,6 @@ class PageLayout:
     crops_margin: bool
     turns: bool  # a page whose longer side is not that of the picture
     is_nougat: bool  # which makes pages smaller with another filter than Donut
-    marker: ClassVar[str] = ""
-    text: ClassVar[str] = ""
-    other_tokens: ClassVar[tuple[str, ...]] = ()
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         return PictureShape(1, self.height, self.width, height, width, self.num_rows)

@@ -39,6 +39,22 @@ class PatchTower:
         return self.num_rows * shape.num_tiles
 
 
+@dataclass(frozen=True, slots=True)
+class TowerWithPatches:
+    """A tower of patches, and what makes rows of the prompt of its rows."""
+
+    patches: PatchTower
+    width: int  # numbers in a row of the output
+
+    def num_patches(self, shape: PictureShape) -> int:
+        """How many rows the tower computes for a picture."""
+        return self.patches.num_patches(shape)
+
+    def num_outputs(self, shape: PictureShape) -> int:
+        """How many rows of the prompt it computes for a picture."""
+        return shape.num_tokens
+
+
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"  # as a vision_config names them
 BLIP2 = "blip_2_vision_model"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from services.common.families.kinds import Activation
-from services.common.vision.layout import PictureShape
+from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
@@ -52,14 +52,12 @@ class PixtralTower:
 
 
 @dataclass(frozen=True, slots=True)
-class PixtralLayout:
+class PixtralLayout(Layout):
     """A picture that is too large is made smaller; then both sides become multiples of a token's."""
 
     unit: int  # pixels along a side of what becomes a token
     longest_side: int
     resample: int
-    marker: ClassVar[str] = ""
-    text: ClassVar[str] = ""
     other_tokens: ClassVar[tuple[str, ...]] = (_BREAK, _END)
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
@@ -86,15 +84,12 @@ def read_mistral3(fields: VisionFields) -> tuple[PixtralTower, PixtralLayout]:
 
 def read_pixtral(fields: VisionFields, merge: int) -> tuple[PixtralTower, PixtralLayout]:
     """The same for squares of so many patches along a side."""
-    layer, num_layers = fields.outer["vision_feature_layer"], fields.size("num_hidden_layers")
-    if type(layer) is not int or not -num_layers <= layer <= num_layers:
-        raise fields.error("vision_feature_layer", layer, f"expected one layer from {-num_layers} to {num_layers}")
     patch, text = fields.size("patch_size"), fields.outer["text_config"]
     longest = (fields.processor.get("size") or {}).get("longest_edge", 1024)
     if type(longest) is not int or longest < patch * merge:
         raise fields.error("longest_edge", longest, f"expected a whole number of at least {patch * merge}")
     tower = PixtralTower(
-        num_layers=layer if layer >= 0 else num_layers + 1 + layer,
+        num_layers=fields.num_computed_layers(),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_heads=fields.size("num_attention_heads"),

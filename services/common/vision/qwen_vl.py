@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
 from services.common.families.kinds import Activation
-from services.common.vision.layout import PictureShape
+from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.resize import resize
 from services.common.vision.vision_fields import VisionFields
 
@@ -59,16 +58,13 @@ class QwenTower:
 
 
 @dataclass(frozen=True, slots=True)
-class QwenLayout:
+class QwenLayout(Layout):
     """A picture keeps its proportions nearly: both sides become multiples of a token's (transformers' smart_resize)."""
 
     unit: int  # pixels along a side of what becomes a token
     min_pixels: int
     max_pixels: int
     resample: int  # as Pillow numbers its filters
-    marker: ClassVar[str] = ""
-    text: ClassVar[str] = ""
-    other_tokens: ClassVar[tuple[str, ...]] = ()
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         most = max(self.min_pixels, min(self.max_pixels, LOW_DETAIL_PIXELS)) if is_low else self.max_pixels
@@ -89,9 +85,6 @@ class QwenLayout:
 
     def tiles_of(self, picture: Image, shape: PictureShape) -> list[Image]:
         return [resize(picture, (shape.width, shape.height), self.resample)]
-
-    def tokens_of(self, shape: PictureShape, token: str) -> Sequence[str]:
-        return [token] * shape.num_tokens
 
 
 def read_qwen2_5_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:

@@ -50,6 +50,21 @@ class VisionFields:
             raise self.error(name, value, f"supported: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
 
+    def num_computed_layers(self) -> int:
+        """How many layers give the rows that `vision_feature_layer` names. Raises `ModelError` for none of them.
+
+        Hidden states are counted from the embedding: -1 is what the last layer gives.
+        """
+        layer, num_layers = self.outer["vision_feature_layer"], self.size("num_hidden_layers")
+        if type(layer) is not int or not -num_layers <= layer <= num_layers:
+            raise self.error("vision_feature_layer", layer, f"expected one layer from {-num_layers} to {num_layers}")
+        return layer if layer >= 0 else num_layers + 1 + layer
+
+    def only_square(self, name: str, side: int) -> None:
+        """Refuses a size of the processor's pictures, if it has one, other than a square with this side."""
+        size = self.processor.get(name) or {"height": side, "width": side}
+        self.only(name, (size.get("height"), size.get("width")), (side, side))
+
     @property
     def resample(self) -> int:
         """The filter for resizing."""
