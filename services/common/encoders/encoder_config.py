@@ -6,17 +6,17 @@ is not supported is refused by name.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from services.common.encoders.encoder_types import is_encoder, is_encoder_type
 from services.common.errors import ModelError
+from services.common.families.kinds import Activation, NormKind
 from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig, load_model_config
@@ -24,11 +24,11 @@ from services.common.model_config import ModelConfig, load_model_config
 MAX_SIZE = 2**24  # of anything that a config counts
 
 _ACTIVATIONS = {  # by transformers' names
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "silu": Activation.SILU,
 }
 
 
@@ -38,13 +38,6 @@ class EncoderLayer:
 
     rope_theta: float | None = None  # None: positions are not rotated
     window: int | None = None  # a token sees those at most so many places away; None: all
-
-
-class NormKind(enum.Enum):
-    """How rows are normalised."""
-
-    LAYER = "layer"  # LayerNorm
-    RMS_PLUS_ONE = "rms_plus_one"  # RMSNorm with the factor 1 + weight (Gemma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,7 @@ class TextEncoderConfig:
     num_heads: int
     layers: tuple[EncoderLayer, ...]
     norm_eps: float
-    activation: str  # gelu, gelu_tanh, relu or silu
+    activation: Activation
     max_input_tokens: int
     checkpoint_dtype: str
     position_offset: int | None = 0  # row of the table of the first token's position; None: there is no table
@@ -87,9 +80,8 @@ class TextEncoderConfig:
     is_gated: bool = False  # the MLP multiplies its activation by a second projection
     has_attention_bias: bool = True
     has_mlp_bias: bool = True
-    has_norm_bias: bool = True
-    classifier_activation: str = "tanh"  # of the layer before a classifier's last one
-    norm: NormKind = NormKind.LAYER
+    classifier_activation: Activation | Literal["tanh"] = "tanh"  # of the layer before a classifier's last one
+    norm: NormKind = NormKind.LAYER  # or without bias, or RMS_PLUS_ONE
     has_norms_after: bool = False  # what a half of a layer adds is normalised, too
     has_embedding_norm: bool = True
     embedding_multiplier: float = 1.0
@@ -167,7 +159,7 @@ class _EncoderFields(Fields):
             raise self.error(name, value, f"expected a whole number from 1 to {MAX_SIZE}")
         return value
 
-    def activation(self, name: str) -> str:
+    def activation(self, name: str) -> Activation:
         value = self.get(name)
         if value not in _ACTIVATIONS:
             raise self.unsupported(name, value, ", ".join(_ACTIVATIONS))
@@ -191,25 +183,38 @@ def _check_positions(fields: _EncoderFields) -> None:
     fields.one_of(name, ("absolute",), "absolute")
 
 
-def _read_bert(fields: _EncoderFields) -> TextEncoderConfig:
-    """BERT, and what RoBERTa, XLM-R and MPNet have in common with it."""
-    _check_positions(fields)
-    fields.refuse("is_decoder", "add_cross_attention")
-    num_positions = fields.size("max_position_embeddings")
+def _read_base(
+    fields: _EncoderFields, layers: tuple[EncoderLayer, ...], *, eps: str, activation: str
+) -> TextEncoderConfig:
+    """What all families but DistilBERT name alike; `eps` and `activation` name the fields of these."""
     return TextEncoderConfig(
         family=fields.get("model_type"),
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_heads=fields.size("num_attention_heads"),
-        layers=(EncoderLayer(),) * fields.size("num_hidden_layers"),
-        norm_eps=float(fields.number("layer_norm_eps") or 0.0),
-        activation=fields.activation("hidden_act"),
-        max_input_tokens=num_positions,
+        layers=layers,
+        norm_eps=float(fields.number(eps) or 0.0),
+        activation=fields.activation(activation),
+        max_input_tokens=fields.size("max_position_embeddings"),
         checkpoint_dtype=fields.dtype,
-        num_positions=num_positions,
-        num_token_types=fields.get("type_vocab_size", 0),
     )
+
+
+def _read_plain(fields: _EncoderFields) -> TextEncoderConfig:
+    """BERT's layers, which are all alike, and its types of tokens."""
+    layers = (EncoderLayer(),) * fields.size("num_hidden_layers")
+    config = _read_base(fields, layers, eps="layer_norm_eps", activation="hidden_act")
+    return replace(
+        config, num_positions=config.max_input_tokens, num_token_types=fields.get("type_vocab_size", 0)
+    )
+
+
+def _read_bert(fields: _EncoderFields) -> TextEncoderConfig:
+    """BERT, and what RoBERTa, XLM-R and MPNet have in common with it."""
+    _check_positions(fields)
+    fields.refuse("is_decoder", "add_cross_attention")
+    return _read_plain(fields)
 
 
 def _read_roberta(fields: _EncoderFields) -> TextEncoderConfig:
@@ -249,23 +254,15 @@ def _read_distilbert(fields: _EncoderFields) -> TextEncoderConfig:
 
 def _read_modernbert(fields: _EncoderFields) -> TextEncoderConfig:
     """ModernBERT: rotated positions, windows in most layers, gated MLPs, norms before both halves of a layer."""
-    return TextEncoderConfig(
-        family="modernbert",
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
-        num_heads=fields.size("num_attention_heads"),
-        layers=_rotated_layers(fields, fields.size("local_attention") // 2),
-        norm_eps=float(fields.number("norm_eps") or 0.0),
-        activation=fields.activation("hidden_activation"),
-        max_input_tokens=fields.size("max_position_embeddings"),
-        checkpoint_dtype=fields.dtype,
+    layers = _rotated_layers(fields, fields.size("local_attention") // 2)
+    return replace(
+        _read_base(fields, layers, eps="norm_eps", activation="hidden_activation"),
         position_offset=None,
         has_norms_before=True,
         is_gated=True,
         has_attention_bias=bool(fields.get("attention_bias")),
         has_mlp_bias=bool(fields.get("mlp_bias")),
-        has_norm_bias=bool(fields.get("norm_bias")),
+        norm=NormKind.LAYER if fields.get("norm_bias") else NormKind.LAYER_NO_BIAS,
         classifier_activation=fields.activation("classifier_activation"),
     )
 
@@ -273,27 +270,19 @@ def _read_modernbert(fields: _EncoderFields) -> TextEncoderConfig:
 def _read_gemma(fields: _EncoderFields) -> TextEncoderConfig:
     """EmbeddingGemma: Gemma 3 whose attention sees all tokens, in most layers within a window."""
     fields.refuse("attn_logit_softcapping", "attention_bias")
-    return TextEncoderConfig(
-        family="gemma3_text",
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
-        num_heads=fields.size("num_attention_heads"),
-        layers=_rotated_layers(fields, fields.size("sliding_window") // 2),
-        norm_eps=float(fields.number("rms_norm_eps") or 0.0),
-        activation=fields.activation("hidden_activation"),
-        max_input_tokens=fields.size("max_position_embeddings"),
-        checkpoint_dtype=fields.dtype,
+    layers = _rotated_layers(fields, fields.size("sliding_window") // 2)
+    config = _read_base(fields, layers, eps="rms_norm_eps", activation="hidden_activation")
+    return replace(
+        config,
         position_offset=None,
         has_norms_before=True,
         is_gated=True,
         has_attention_bias=False,
         has_mlp_bias=False,
-        has_norm_bias=False,
         norm=NormKind.RMS_PLUS_ONE,
         has_norms_after=True,
         has_embedding_norm=False,
-        embedding_multiplier=fields.size("hidden_size") ** 0.5,
+        embedding_multiplier=config.hidden_size**0.5,
         kv_heads=fields.size("num_key_value_heads"),
         head_size=fields.size("head_dim"),
         has_head_norms=True,
@@ -305,13 +294,12 @@ def _read_deberta(fields: _EncoderFields) -> TextEncoderConfig:
     """DeBERTa v2 and v3: BERT with disentangled attention, mostly without a table of positions."""
     fields.one_of("conv_kernel_size", (0,), 0)
     fields.one_of("relative_attention", (True,), False)
-    width = fields.size("hidden_size")
-    head_size = width // fields.size("num_attention_heads")
+    config = _read_plain(fields)
+    width, head_size = config.hidden_size, config.head_dim
     fields.one_of("attention_head_size", (head_size,), head_size)
     max_distance = fields.get("max_relative_positions", -1)
-    num_positions = fields.size("max_position_embeddings")
     if max_distance < 1:
-        max_distance = num_positions
+        max_distance = config.num_positions
     num_buckets = max(0, fields.get("position_buckets", -1))
     terms = fields.get("pos_att_type") or []
     if not set(terms) <= {"c2p", "p2c"}:
@@ -321,20 +309,10 @@ def _read_deberta(fields: _EncoderFields) -> TextEncoderConfig:
         raise fields.unsupported("norm_rel_ebd", norms, "none, layer_norm")
     has_positions = bool(fields.get("position_biased_input", True))
     embedding_size = fields.get("embedding_size", width)
-    return TextEncoderConfig(
-        family="deberta-v2",
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=width,
-        intermediate_size=fields.size("intermediate_size"),
-        num_heads=fields.size("num_attention_heads"),
-        layers=(EncoderLayer(),) * fields.size("num_hidden_layers"),
-        norm_eps=float(fields.number("layer_norm_eps") or 0.0),
-        activation=fields.activation("hidden_act"),
-        max_input_tokens=num_positions,
-        checkpoint_dtype=fields.dtype,
+    return replace(
+        config,
         position_offset=0 if has_positions else None,
-        num_positions=num_positions if has_positions else 0,
-        num_token_types=fields.get("type_vocab_size", 0),
+        num_positions=config.num_positions if has_positions else 0,
         classifier_activation=fields.activation("pooler_hidden_act"),
         embedding_width=None if embedding_size == width else embedding_size,
         attention_scale=(head_size * (1 + len(set(terms)))) ** -0.5,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from services.common.encoders.encoder_config import Disentangled, NormKind, TextEncoderConfig
+from services.common.encoders.encoder_config import Disentangled, TextEncoderConfig
 from services.common.errors import ModelError
-from services.common.families.shape import Activation
+from services.common.families.kinds import NormKind
 from services.common.pooling.pooling_config import ClassifierHead, PooledActivation, PoolingConfig
 from services.dense_worker.encoders.packed_attention import PositionTerms
 from services.dense_worker.encoders.text.encoder_operations import EncoderOperations, TorchEncoderOperations
@@ -184,7 +184,7 @@ def _build(
         weight = Parameter(f"{name}.weight", tensor(f"{name}.weight", size))
         if config.norm is NormKind.RMS_PLUS_ONE:
             return RmsNormPlusOne(weight, config.norm_eps)
-        bias = Parameter(f"{name}.bias", tensor(f"{name}.bias", size)) if config.has_norm_bias else None
+        bias = Parameter(f"{name}.bias", tensor(f"{name}.bias", size)) if config.norm is NormKind.LAYER else None
         return LayerNorm(weight, bias, config.norm_eps)
 
     def affine(modules: tuple[str, ...], num_rows: tuple[int, ...], num_columns: int, has_bias: bool) -> Affine:
@@ -259,7 +259,7 @@ def _build(
     return TextEncoder(
         config,
         _operations(device),
-        MlpActivation(Activation(config.activation), config.is_gated),
+        MlpActivation(config.activation, config.is_gated),
         tensor(f"{names.embedding}.weight", config.vocab_size, width),
         optional(names.positions, config.num_positions),
         optional(names.token_types, config.num_token_types),
@@ -300,7 +300,7 @@ def _head(
             norm = None
             if is_modern:
                 name, norm_bias = names.head_norm, None
-                if config.has_norm_bias:
+                if config.norm is NormKind.LAYER:
                     norm_bias = Parameter(f"{name}.bias", part(f"{name}.bias", size))
                 norm = LayerNorm(Parameter(f"{name}.weight", part(f"{name}.weight", size)), norm_bias, config.norm_eps)
             weights = Affine(part(f"{first}.weight", size, size), bias)

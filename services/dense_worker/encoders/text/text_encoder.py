@@ -16,17 +16,11 @@ from services.common.encoders.encoder_config import EncoderLayer, TextEncoderCon
 from services.common.pooling.pooling_config import PoolingMethod, TokenHead
 from services.dense_worker.encoders.packed_attention import PackedSequences, PositionTerms, attend
 from services.dense_worker.encoders.text.encoder_operations import EncoderOperations, Rotation
-from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
 from services.dense_worker.sampling.upload import upload
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {**ACTIVATIONS, "tanh": torch.tanh}
 
 
 @dataclass(frozen=True, slots=True)
