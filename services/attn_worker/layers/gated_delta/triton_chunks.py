@@ -16,6 +16,7 @@ import triton.language as tl
 from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.gated_delta.triton_convolution import Convolved
+from services.attn_worker.layers.gated_delta.triton_parts import load_part
 from services.common.families.shape import GatedDelta
 
 CHUNK_FIELDS = 2  # of a chunk: first row, number of tokens
@@ -197,8 +198,7 @@ def _run_chunks(
     CONV_DIM: tl.constexpr = 2 * KEY_SIZE + VALUE_SIZE
     SLOT_SIZE: tl.constexpr = NUM_VALUE_HEADS * KEY_DIM * VALUE_DIM
     part_ptr, head, block = parts_ptr + 4 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row, num_tokens = tl.load(part_ptr).to(tl.int64), tl.load(part_ptr + 1)
-    source, target = tl.load(part_ptr + 2).to(tl.int64), tl.load(part_ptr + 3).to(tl.int64)
+    first_row, num_tokens, source, target = load_part(part_ptr)
     key_head = head // (NUM_VALUE_HEADS // NUM_KEY_HEADS)
 
     tokens, key_dims = tl.arange(0, CHUNK), tl.arange(0, KEY_BLOCK)

@@ -14,10 +14,9 @@ import triton.language as tl
 
 from services.attn_worker.layers.gated_delta.recurrence import NORM_EPS
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.gated_delta.triton_parts import convolve_row, keep_last_rows, load_part, softplus
 from services.common.families.shape import GatedDelta
 
-# Of an item: first row, number of tokens, source and target of its part, then its first token in the part, and its end.
-ITEM_FIELDS = 6
 ITEM_TOKENS = 16  # at most, of an item
 
 
@@ -85,8 +84,7 @@ def _convolve_items(
     ROW_SIZE: tl.constexpr = CONV_DIM + 2 * NUM_VALUE_HEADS
     PAST: tl.constexpr = CONV_SIZE - 1
     item_ptr, head = items_ptr + 6 * tl.program_id(0), tl.program_id(1)
-    first_row, num_tokens = tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1)
-    source, target = tl.load(item_ptr + 2).to(tl.int64), tl.load(item_ptr + 3).to(tl.int64)
+    first_row, num_tokens, source, target = load_part(item_ptr)
     start, end = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
 
     value_head = head - 2 * NUM_KEY_HEADS  # negative: a head of q or k
@@ -101,11 +99,9 @@ def _convolve_items(
     old_ptr = past_ptr + source * PAST * CONV_DIM
 
     for token in range(start, end):
-        total = tl.zeros((BLOCK,), tl.float32)
-        for tap in tl.static_range(CONV_SIZE):
-            weight = tl.load(conv_ptr + channels * CONV_SIZE + tap, mask, 0.0)
-            row = token + tap - PAST
-            total += weight * _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
+        total = convolve_row(
+            new_ptr, old_ptr, conv_ptr, token, channels, mask, BLOCK, CONV_SIZE, CONV_DIM, ROW_SIZE
+        )
         total = total.to(rows_ptr.dtype.element_ty).to(tl.float32)  # as torch rounds
         values = (total * tl.sigmoid(total)).to(rows_ptr.dtype.element_ty)
         tl.store(rows_ptr + (first_row + token) * CONV_DIM + channels, values, mask)
@@ -117,23 +113,11 @@ def _convolve_items(
             b_ptr = new_ptr + token * ROW_SIZE + CONV_DIM + value_head
             strength = tl.sigmoid(tl.load(b_ptr).to(tl.float32))
             x = tl.load(b_ptr + NUM_VALUE_HEADS).to(tl.float32) + tl.load(dt_bias_ptr + value_head)
-            softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-            decay = tl.exp(-tl.exp(tl.load(a_log_ptr + value_head)) * softplus)
+            time_step = softplus(x)
+            decay = tl.exp(-tl.exp(tl.load(a_log_ptr + value_head)) * time_step)
             gate_ptr = gates_ptr + (first_row + token) * (2 * NUM_VALUE_HEADS) + value_head
             tl.store(gate_ptr, decay)
             tl.store(gate_ptr + NUM_VALUE_HEADS, strength)
 
     if end == num_tokens:
-        for kept in tl.static_range(PAST):
-            row = num_tokens - PAST + kept
-            values = _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
-            tl.store(past_ptr + (target * PAST + kept) * CONV_DIM + channels, values, mask)
-
-
-@triton.jit
-def _load_row(
-    new_ptr, old_ptr, row, channels, mask, ROW_SIZE: tl.constexpr, CONV_DIM: tl.constexpr, PAST: tl.constexpr
-):
-    """Channels of a row of a part, float32. Rows before its first one are those that its source keeps."""
-    new = tl.load(new_ptr + row * ROW_SIZE + channels, mask & (row >= 0), 0.0).to(tl.float32)
-    return new + tl.load(old_ptr + (row + PAST) * CONV_DIM + channels, mask & (row < 0), 0.0)
+        keep_last_rows(new_ptr, old_ptr, past_ptr, target, num_tokens, channels, mask, CONV_DIM, ROW_SIZE, PAST)

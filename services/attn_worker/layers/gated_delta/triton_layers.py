@@ -18,12 +18,12 @@ from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.gated_delta.triton_chunks import CHUNK_FIELDS, ChunkTiles, run_chunked_parts
 from services.attn_worker.layers.gated_delta.triton_convolution import (
-    ITEM_FIELDS,
     ITEM_TOKENS,
     Convolved,
     convolve_items,
 )
-from services.attn_worker.layers.gated_delta.triton_recurrence import PART_FIELDS, run_parts
+from services.attn_worker.layers.gated_delta.triton_parts import ITEM_FIELDS, PART_FIELDS
+from services.attn_worker.layers.gated_delta.triton_recurrence import run_parts
 from services.attn_worker.layers.state_space.triton_selective_scan import run_scan_parts
 from services.attn_worker.layers.state_space.triton_state_space import (
     convolve_channels,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.gated_delta.triton_parts import load_part, softplus
 from services.common.families.shape import SelectiveScan
 
 _TILE_ELEMENTS = 512  # at most, 16 registers of each thread
@@ -18,7 +19,7 @@ _TILE_ELEMENTS = 512  # at most, 16 registers of each thread
 def run_scan_parts(
     qkv: torch.Tensor,  # [>= num_tokens, row_size], of the model's dtype
     out: torch.Tensor,  # [>= num_tokens, num_channels], of the model's dtype, written in place
-    parts: torch.Tensor,  # int32 [num_parts, PART_FIELDS] of `triton_recurrence`
+    parts: torch.Tensor,  # int32 [num_parts, PART_FIELDS] of `triton_parts`
     storage: StateStorage,
     layer: int,
     sizes: SelectiveScan,
@@ -57,8 +58,7 @@ def _scan_parts(
     ROW_SIZE: tl.constexpr = 2 * (NUM_CHANNELS + STATE_SIZE)
     SLOT_SIZE: tl.constexpr = NUM_CHANNELS * STATE_SIZE
     part_ptr = parts_ptr + 4 * tl.program_id(0)
-    first_row, num_tokens = tl.load(part_ptr).to(tl.int64), tl.load(part_ptr + 1)
-    source, target = tl.load(part_ptr + 2).to(tl.int64), tl.load(part_ptr + 3).to(tl.int64)
+    first_row, num_tokens, source, target = load_part(part_ptr)
 
     channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     state_dims = tl.arange(0, STATE_BLOCK)
@@ -80,7 +80,7 @@ def _scan_parts(
         raw = tl.load(x_ptrs + NUM_CHANNELS + 2 * STATE_SIZE, is_channel, 0.0).to(tl.float32)
         b = tl.load(b_ptrs, is_state, 0.0).to(tl.float32)
         c = tl.load(b_ptrs + STATE_SIZE, is_state, 0.0).to(tl.float32)
-        time_step = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+        time_step = softplus(raw)
         state = state * tl.exp(-rates * time_step[:, None]) + (time_step * x)[:, None] * b[None, :]
         values = tl.sum(state * c[None, :], axis=1) + skip * x
         tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), is_channel)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.gated_delta.triton_chunks import narrow_product
+from services.attn_worker.layers.gated_delta.triton_parts import convolve_row, keep_last_rows, load_part, softplus
 from services.attn_worker.layers.state_space.recurrence import CHUNK_SIZE
 from services.common.families.shape import ShortConvolution, StateSpace
 
@@ -26,7 +27,7 @@ _CHUNKED_DIMS = 32  # of a head, for a program that runs chunks
 def convolve_channels(
     qkv: torch.Tensor,  # [>= num_tokens, row_size], of the model's dtype
     out: torch.Tensor,  # [max_num_tokens, conv_dim], of the model's dtype
-    items: torch.Tensor,  # int32 [num_items, ITEM_FIELDS] of `triton_convolution`
+    items: torch.Tensor,  # int32 [num_items, ITEM_FIELDS] of `triton_parts`
     storage: StateStorage,
     layer: int,
     sizes: StateSpace | ShortConvolution,
@@ -55,7 +56,7 @@ def run_state_space_parts(
     qkv: torch.Tensor,  # [>= num_tokens, row_size], of the model's dtype
     convolved: torch.Tensor,  # what `convolve_channels` of the same wave has written
     out: torch.Tensor,  # [>= num_tokens, value_size], of the model's dtype, written in place
-    parts: torch.Tensor,  # int32 [num_parts, PART_FIELDS] of `triton_recurrence`
+    parts: torch.Tensor,  # int32 [num_parts, PART_FIELDS] of `triton_parts`
     storage: StateStorage,
     layer: int,
     sizes: StateSpace,
@@ -128,8 +129,7 @@ def _convolve_channels(
     """Some channels, for the tokens of one item."""
     PAST: tl.constexpr = CONV_SIZE - 1
     item_ptr = items_ptr + 6 * tl.program_id(0)
-    first_row, num_tokens = tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1)
-    source, target = tl.load(item_ptr + 2).to(tl.int64), tl.load(item_ptr + 3).to(tl.int64)
+    first_row, num_tokens, source, target = load_part(item_ptr)
     start, end = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channels < CONV_DIM
@@ -139,11 +139,9 @@ def _convolve_channels(
         tl.store(out_ptr + first_row * CONV_DIM + channels, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask)
 
     for token in range(start, end):
-        total = tl.zeros((BLOCK,), tl.float32)
-        for tap in tl.static_range(CONV_SIZE):
-            weight = tl.load(conv_ptr + channels * CONV_SIZE + tap, mask, 0.0)
-            row = token + tap - PAST
-            total += weight * _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
+        total = convolve_row(
+            new_ptr, old_ptr, conv_ptr, token, channels, mask, BLOCK, CONV_SIZE, CONV_DIM, ROW_SIZE
+        )
         if bias_ptr is not None:
             total += tl.load(bias_ptr + channels, mask, 0.0)
         if IS_ACTIVATED:
@@ -152,19 +150,7 @@ def _convolve_channels(
         tl.store(out_ptr + (first_row + token) * CONV_DIM + channels, total.to(out_ptr.dtype.element_ty), mask)
 
     if end == num_tokens:
-        for kept in tl.static_range(PAST):
-            row = num_tokens - PAST + kept
-            values = _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
-            tl.store(past_ptr + (target * PAST + kept) * CONV_DIM + channels, values, mask)
-
-
-@triton.jit
-def _load_row(
-    new_ptr, old_ptr, row, channels, mask, ROW_SIZE: tl.constexpr, CONV_DIM: tl.constexpr, PAST: tl.constexpr
-):
-    """Channels of a row of a part, float32. Rows before its first one are those that its source keeps."""
-    new = tl.load(new_ptr + row * ROW_SIZE + channels, mask & (row >= 0), 0.0).to(tl.float32)
-    return new + tl.load(old_ptr + (row + PAST) * CONV_DIM + channels, mask & (row < 0), 0.0)
+        keep_last_rows(new_ptr, old_ptr, past_ptr, target, num_tokens, channels, mask, CONV_DIM, ROW_SIZE, PAST)
 
 
 @triton.jit
@@ -192,8 +178,7 @@ def _run_parts(
     ROW_SIZE: tl.constexpr = CONV_DIM + NUM_HEADS
     SLOT_SIZE: tl.constexpr = VALUE_SIZE * STATE_SIZE
     part_ptr, head, block = parts_ptr + 4 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row, num_tokens = tl.load(part_ptr).to(tl.int64), tl.load(part_ptr + 1)
-    source, target = tl.load(part_ptr + 2).to(tl.int64), tl.load(part_ptr + 3).to(tl.int64)
+    first_row, num_tokens, source, target = load_part(part_ptr)
     group = head // (NUM_HEADS // NUM_GROUPS)
 
     state_dims, head_dims = tl.arange(0, STATE_BLOCK), block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -253,8 +238,7 @@ def _run_chunks(
     ROW_SIZE: tl.constexpr = CONV_DIM + NUM_HEADS
     SLOT_SIZE: tl.constexpr = VALUE_SIZE * STATE_SIZE
     part_ptr, head, block = parts_ptr + 4 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row, num_tokens = tl.load(part_ptr).to(tl.int64), tl.load(part_ptr + 1)
-    source, target = tl.load(part_ptr + 2).to(tl.int64), tl.load(part_ptr + 3).to(tl.int64)
+    first_row, num_tokens, source, target = load_part(part_ptr)
     group = head // (NUM_HEADS // NUM_GROUPS)
 
     tokens, state_dims = tl.arange(0, CHUNK), tl.arange(0, STATE_BLOCK)
@@ -295,5 +279,4 @@ def _run_chunks(
 @triton.jit
 def _time_steps(raw, least, greatest):
     """softplus, within the limits."""
-    steps = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-    return tl.minimum(tl.maximum(steps, least), greatest)
+    return tl.minimum(tl.maximum(softplus(raw), least), greatest)
