@@ -33,6 +33,19 @@ class SlotAddresses(NamedTuple):
 WORDS_PER_SLOT = len(SlotAddresses._fields)
 QKV, ATTN_OUT = 0, 1  # columns
 
+# The start of both kernels: a thread ends if its slot has no rows; otherwise the slot's row of the table is %address.
+_FIND_SLOT = """{await_kernel_before}
+    mov.u32 %slot, %tid.x;
+    ld.param.u64 %address, [counts];
+    mul.wide.u32 %offset, %slot, 4;
+    add.u64 %address, %address, %offset;
+    ld.volatile.global.u32 %count, [%address];
+    setp.eq.u32 %is, %count, 0;
+    @%is bra done;
+    ld.param.u64 %address, [table];
+    mul.wide.u32 %offset, %slot, {slot_bytes};
+    add.u64 %address, %address, %offset;"""
+
 _PTX = """
 .version 8.0
 .target {target}
@@ -43,17 +56,7 @@ _PTX = """
     .reg .u32 %slot, %count;
     .reg .u64 %address, %offset, %flag;
     .reg .pred %is;
-    {await_kernel_before}
-    mov.u32 %slot, %tid.x;
-    ld.param.u64 %address, [counts];
-    mul.wide.u32 %offset, %slot, 4;
-    add.u64 %address, %address, %offset;
-    ld.volatile.global.u32 %count, [%address];
-    setp.eq.u32 %is, %count, 0;
-    @%is bra done;
-    ld.param.u64 %address, [table];
-    mul.wide.u32 %offset, %slot, {slot_bytes};
-    add.u64 %address, %address, %offset;
+    {find_slot}
     ld.volatile.global.u64 %flag, [%address + {qkv_ready}];
     setp.le.u32 %is, %count, {short_step};
     @%is bra set;
@@ -69,17 +72,7 @@ done:
     .reg .u32 %slot, %count, %value, %polls, %remainder;
     .reg .u64 %address, %offset, %flag, %abort;
     .reg .pred %is;
-    {await_kernel_before}
-    mov.u32 %slot, %tid.x;
-    ld.param.u64 %address, [counts];
-    mul.wide.u32 %offset, %slot, 4;
-    add.u64 %address, %address, %offset;
-    ld.volatile.global.u32 %count, [%address];
-    setp.eq.u32 %is, %count, 0;
-    @%is bra done;
-    ld.param.u64 %address, [table];
-    mul.wide.u32 %offset, %slot, {slot_bytes};
-    add.u64 %address, %address, %offset;
+    {find_slot}
     ld.volatile.global.u64 %flag, [%address + {attention_ready}];
     ld.volatile.global.u64 %abort, [%address + {abort}];
     mov.u32 %polls, 0;
@@ -106,11 +99,11 @@ def make_ptx(capability: tuple[int, int]) -> str:
     """The kernels for GPUs of this compute capability."""
     overlaps = capability >= (9, 0)
     words = {name: index * 8 for index, name in enumerate(SlotAddresses._fields)}
+    await_kernel_before = "griddepcontrol.wait;" if overlaps else ""
     return _PTX.format(
         target="sm_90" if overlaps else "sm_70",
         last_poll=_POLLS_BEFORE_ABORT_CHECK - 1,
-        await_kernel_before="griddepcontrol.wait;" if overlaps else "",
-        slot_bytes=WORDS_PER_SLOT * 8,
+        find_slot=_FIND_SLOT.format(await_kernel_before=await_kernel_before, slot_bytes=WORDS_PER_SLOT * 8),
         short_step=SHORT_STEP_TOKENS,
         **words,
     )
