@@ -7,24 +7,22 @@ of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from services.channel import ChannelAborted, ChannelSpec, Flag, rows_of_layer
 from services.channel.cuda_ipc import CudaIpcChannel
 from services.channel.cuda_slots import ATTN_OUT, NUM_SLOTS, QKV, WORDS_PER_SLOT, SlotFlags
-from services.dense_worker.attention_workers.joined_channel import LayerSizes
+from services.dense_worker.attention_workers.joined_channel import JoinedSeams, LayerSizes
 from services.dense_worker.attention_workers.triton_rows import copy_rows
 
 _NUM_STAGES = 4  # pinned buffers, used in turn: one is being filled, others may have pending copies
 
 
-class CudaJoinedChannel:
-    """Workers are told apart by their cache_id. All methods but `lose` and `abort` are for the engine thread."""
+class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
+    """On a GPU: it enqueues copies of rows, and waits on the device."""
 
-    kind = "joined"
     waited_s: float | None = None
     num_waits: int | None = None
     is_waiting = False
@@ -37,16 +35,8 @@ class CudaJoinedChannel:
         on_lost: Callable[[int, str], None],
         device: torch.device,
     ) -> None:
-        """`on_lost` is called on the engine thread with a worker that a step has lost, and the reason."""
-        self.qkv = torch.zeros(spec.max_tokens, spec.qkv_size, dtype=spec.dtype, device=device)
-        self.attn_out = torch.zeros(spec.max_tokens, spec.attn_size, dtype=spec.dtype, device=device)
-        self._layers = layers
-        self._on_lost = on_lost
-        self._members: dict[int, CudaIpcChannel] = {}
+        super().__init__(spec, layers, on_lost, device)
         self._slots: dict[int, int] = {}  # by cache_id
-        self._lost: set[int] = set()
-        self._is_aborted = False
-        self._expected: dict[int, Mapping[int, np.ndarray]] = {}  # rows of each worker, by step_id
         self._table = torch.zeros(NUM_SLOTS, WORDS_PER_SLOT, dtype=torch.int64, device=device)
         self._host_table = torch.zeros(NUM_SLOTS, WORDS_PER_SLOT, dtype=torch.int64)
         # Of a step: rows of each slot, then the slot of each row, then each row's place in its region.
@@ -55,7 +45,6 @@ class CudaJoinedChannel:
         self._stages = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_begun = 0
         self._num_rows = 0  # of the layers that are being enqueued or captured
-        self._layer = 0
         self._flags = SlotFlags(device, self._table, self._inputs[:NUM_SLOTS])
         for cache_id, channel in members.items():
             self.add(cache_id, channel)
@@ -70,11 +59,6 @@ class CudaJoinedChannel:
                 self._on_lost(cache_id, "its seam was aborted")
         return tuple(self._lost)
 
-    @property
-    def num_errors(self) -> int:
-        """The sum over the workers that are there."""
-        return sum([each.num_errors for cache_id, each in self._members.items() if cache_id not in self._lost])
-
     def add(self, cache_id: int, channel: CudaIpcChannel) -> None:
         """A further worker has rows of later steps."""
         self._forget_lost()
@@ -83,22 +67,9 @@ class CudaJoinedChannel:
         self._host_table[slot] = torch.tensor(channel.slot_addresses)
         self._table.copy_(self._host_table)  # waits for the device; no step that is enqueued has rows in this slot
 
-    def lose(self, cache_id: int) -> None:
-        """Leaves a worker out from now on, and releases whoever waits for it. May be called from any thread."""
-        self._lost.add(cache_id)
-        if (member := self._members.get(cache_id)) is not None:
-            member.abort()
-
-    def expect(self, step_id: int, rows: Mapping[int, np.ndarray]) -> None:
-        """A step will begin, with these rows of each worker: int64 [num_rows]."""
-        self._expected[step_id] = rows
-
     def begin_step(self, step_id: int, num_rows: int) -> None:
         """Enqueues the tables of a step of `num_rows` rows, padding included; rows of nobody are passed by."""
-        dealt = self._expected.pop(step_id)
-        for past in [each for each in self._expected if each < step_id]:
-            del self._expected[past]
-        self._forget_lost()
+        dealt = self._take_expected(step_id)
         stage = self._stages[self._num_begun % _NUM_STAGES]
         self._num_begun += 1
         counts, owners, places = _unpack(stage, num_rows)
@@ -114,10 +85,9 @@ class CudaJoinedChannel:
         self._inputs[:used].copy_(stage[:used], non_blocking=True)
 
     def _forget_lost(self) -> None:
-        """Frees the slots of those that are gone."""
-        for cache_id in self._lost & self._members.keys():
-            self._members.pop(cache_id).close()  # waits for the device
-            del self._slots[cache_id]
+        """Frees the slots of those that are gone, too."""
+        super()._forget_lost()
+        self._slots = {cache_id: slot for cache_id, slot in self._slots.items() if cache_id in self._members}
 
     def begin_layers(self, num_rows: int) -> None:
         """The layers of a step of so many rows are enqueued, or captured, from now on."""
@@ -144,32 +114,6 @@ class CudaJoinedChannel:
             own = torch.full((1,), -1, dtype=torch.int32, device=self.qkv.device)
             copy_rows(rows_of_layer(self.qkv[:1], layer[0]), self._table, own, own, QKV, gives=True)
             copy_rows(rows_of_layer(self.attn_out[:1], layer[1]), self._table, own, own, ATTN_OUT, gives=False)
-
-    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
-        """The first rows of `attn_out` themselves."""
-        return self.attn_out[:num_tokens]
-
-    def check(self) -> None:
-        """Raises `ChannelAborted` if all workers are given up."""
-        if self._is_aborted:
-            raise ChannelAborted("the attachment to all attention workers has ended")
-
-    def add_errors(self, count: int) -> None:
-        raise AssertionError("attention workers count errors, each in its own region")
-
-    def tie(self, handles: Iterable[bytes]) -> None:
-        raise AssertionError("ranks have one attention worker each")
-
-    def abort(self) -> None:
-        """Gives up all workers."""
-        self._is_aborted = True
-        for channel in list(self._members.values()):
-            channel.abort()
-
-    def close(self) -> None:
-        """Unmaps all regions."""
-        for channel in self._members.values():
-            channel.close()
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from services.channel import Channel, ChannelAborted, ChannelSpec, Flag, qkv_fla
 from services.channel.log_sums import log_sums_of
 from services.common.errors import PeerError
 from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
+
+C = TypeVar("C", bound=Channel)
 
 
 class LayerSizes(NamedTuple):
@@ -37,8 +39,11 @@ class _Part(NamedTuple):
     rows: torch.Tensor  # int64 [num_rows]
 
 
-class JoinedChannel:
-    """Workers are told apart by their cache_id. All methods but `lose` and `abort` are for the engine thread."""
+class JoinedSeams(Generic[C]):
+    """The seams to several workers, which are told apart by their cache_id.
+
+    All methods but `lose` and `abort` are for the engine thread. A subclass gives rows to workers and takes theirs.
+    """
 
     kind = "joined"
 
@@ -46,39 +51,24 @@ class JoinedChannel:
         self,
         spec: ChannelSpec,
         layers: Sequence[LayerSizes],
-        members: Mapping[int, Channel],
         on_lost: Callable[[int, str], None],
+        device: torch.device | None = None,
     ) -> None:
-        """`on_lost` is called on the engine thread with a worker that a wait has lost, and the reason."""
-        self.qkv = torch.zeros(spec.max_tokens, spec.qkv_size, dtype=spec.dtype)
-        self.attn_out = torch.zeros(spec.max_tokens, spec.attn_size, dtype=spec.dtype)
-        self.waited_s: float | None = 0.0
-        self.num_waits: int | None = 0
-        self.is_waiting = False
+        """`on_lost` is called on the engine thread with a worker that a step has lost, and the reason."""
+        self.qkv = torch.zeros(spec.max_tokens, spec.qkv_size, dtype=spec.dtype, device=device)
+        self.attn_out = torch.zeros(spec.max_tokens, spec.attn_size, dtype=spec.dtype, device=device)
         self._layers = layers
-        self._members = dict(members)
         self._on_lost = on_lost
+        self._members: dict[int, C] = {}
         self._lost: set[int] = set()
         self._is_aborted = False
         self._expected: dict[int, Mapping[int, np.ndarray]] = {}  # rows of each worker, by step_id
-        self._parts: list[_Part] = []  # of the present step
-        self._shared: SharedRows | None = None  # rows of several workers in the present step
-        self._num_rows = 0
         self._layer = 0  # the attention workers compute it, or will next
-
-    @property
-    def lost_caches(self) -> Collection[int]:
-        """Workers that have gone, by cache_id."""
-        return tuple(self._lost)
 
     @property
     def num_errors(self) -> int:
         """The sum over the workers that are there."""
         return sum([each.num_errors for cache_id, each in self._members.items() if cache_id not in self._lost])
-
-    def add(self, cache_id: int, channel: Channel) -> None:
-        """A further worker has rows of later steps."""
-        self._members[cache_id] = channel
 
     def lose(self, cache_id: int) -> None:
         """Leaves a worker out from now on, and releases whoever waits for it. May be called from any thread."""
@@ -90,13 +80,76 @@ class JoinedChannel:
         """A step will begin, with these rows of each worker: int64 [num_rows]."""
         self._expected[step_id] = rows
 
-    def begin_step(self, step_id: int, num_rows: int) -> None:
-        """Takes what is expected of the step; those before it that had no rows are forgotten."""
+    def _take_expected(self, step_id: int) -> Mapping[int, np.ndarray]:
+        """The rows of a step that begins. Steps before it that had none are forgotten, and workers that are gone."""
         rows = self._expected.pop(step_id)
         for past in [each for each in self._expected if each < step_id]:
             del self._expected[past]
+        self._forget_lost()
+        return rows
+
+    def _forget_lost(self) -> None:
         for cache_id in self._lost & self._members.keys():
-            self._members.pop(cache_id).close()  # no step uses it any more
+            self._members.pop(cache_id).close()  # no step uses it any more; on a GPU this waits for the device
+
+    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
+        """The first rows of `attn_out` themselves."""
+        return self.attn_out[:num_tokens]
+
+    def check(self) -> None:
+        """Raises `ChannelAborted` if all workers are given up."""
+        if self._is_aborted:
+            raise ChannelAborted("the attachment to all attention workers has ended")
+
+    def add_errors(self, count: int) -> None:
+        raise AssertionError("attention workers count errors, each in its own region")
+
+    def tie(self, handles: Iterable[bytes]) -> None:
+        raise AssertionError("ranks have one attention worker each")
+
+    def abort(self) -> None:
+        """Gives up all workers."""
+        self._is_aborted = True
+        for channel in list(self._members.values()):
+            channel.abort()
+
+    def close(self) -> None:
+        """Unmaps all regions."""
+        for channel in self._members.values():
+            channel.close()
+
+
+class JoinedChannel(JoinedSeams[Channel]):
+    """On CPUs: it copies rows, and counts its waits."""
+
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        layers: Sequence[LayerSizes],
+        members: Mapping[int, Channel],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        super().__init__(spec, layers, on_lost)
+        self._members.update(members)
+        self.waited_s: float | None = 0.0
+        self.num_waits: int | None = 0
+        self.is_waiting = False
+        self._parts: list[_Part] = []  # of the present step
+        self._shared: SharedRows | None = None  # rows of several workers in the present step
+        self._num_rows = 0
+
+    @property
+    def lost_caches(self) -> Collection[int]:
+        """Workers that have gone, by cache_id."""
+        return tuple(self._lost)
+
+    def add(self, cache_id: int, channel: Channel) -> None:
+        """A further worker has rows of later steps."""
+        self._members[cache_id] = channel
+
+    def begin_step(self, step_id: int, num_rows: int) -> None:
+        """Takes what is expected of the step."""
+        rows = self._take_expected(step_id)
         self._num_rows = num_rows
         self._parts = [_Part(each, self._members.get(each), torch.from_numpy(own)) for each, own in rows.items()]
         self._shared = None
@@ -160,29 +213,7 @@ class JoinedChannel:
         )
         return attn_out, log_sums_of(qkv, sizes.attn_out, sizes.num_heads)
 
-    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
-        """The first rows of `attn_out` themselves."""
-        return self.attn_out[:num_tokens]
-
-    def check(self) -> None:
-        """Raises `ChannelAborted` if all workers are given up."""
-        if self._is_aborted:
-            raise ChannelAborted("the attachment to all attention workers has ended")
-
-    def add_errors(self, count: int) -> None:
-        raise AssertionError("attention workers count errors, each in its own region")
-
-    def tie(self, handles: Iterable[bytes]) -> None:
-        raise AssertionError("ranks have one attention worker each")
-
-    def abort(self) -> None:
-        """Gives up all workers."""
-        self._is_aborted = True
-        for channel in list(self._members.values()):
-            channel.abort()
-
     def close(self) -> None:
         """Unmaps all regions."""
         self._parts.clear()
-        for channel in self._members.values():
-            channel.close()
+        super().close()
