@@ -56,12 +56,9 @@ class Tokenizer:
         hf_tokenizer: PreTrainedTokenizerFast,
         chat_formats: ChatFormats | None = None,
         client_templates: ClientTemplates | None = None,
-        heavy_work: HeavyWork | None = None,
     ) -> None:
-        """`client_templates`: renders templates that clients send; None: they are refused. `heavy_work`: the gateway's;
-        None: its own.
-        """
-        self.heavy_work = heavy_work or HeavyWork()
+        """`client_templates`: renders templates that clients send; None: they are refused."""
+        self.heavy_work = HeavyWork()  # the gateway's, for all that takes long
         self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
         self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, not changed after the start
         self._backend = hf_tokenizer.backend_tokenizer

@@ -18,7 +18,7 @@ CORE = sorted(
 )
 WORDS = (  # of features
     *("beam", "hypothes", "sibling", "joining", "parallel"),
-    *("adapter", "lora", "grammar", "structured", "prompt_embeds", "prompt_embeds"),
+    *("adapter", "lora", "grammar", "structured", "prompt_embeds"),
     *("prompt_logprobs", "token_report", "hidden_state", "generation_logits"),
     *("encoder", "picture", "image", "pooling", "recurren", "gated", "relative_bias", "expert"),
     *("guess", "drafter", "predictor", "speculat", "ngram", "suffix_", "medusa", "eagle", "draft_model", "draft model"),
