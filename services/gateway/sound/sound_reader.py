@@ -8,30 +8,24 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import structlog
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
-
-log = structlog.get_logger()
+from services.gateway.resources.decoding_processes import DecodingProcesses
+from services.gateway.resources.piped_process import end_of
 
 MOST_PROCESSES = 4  # each takes 250 MB
 TIMEOUT_S = 120.0  # far above the limits of CPU time (`decode.py`), for a busy machine; with it a process starts
 MAX_WAIT_S = 60.0  # for a turn
 MAX_WAITING = 64
 MAX_WAITING_OF_CLIENT = 16
-# Signals from outside, at any moment. A file ends the process by others.
-_KILLED_BY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
-_MAX_KILLS = 2  # of the process, for one file
 _MODULE = "services.gateway.sound.decode"
-_ROOT = Path(__file__).parents[3]
 
 Client = tuple[int, int]
 
@@ -49,23 +43,19 @@ class Sound:
         return np.pad(part, ((0, 0), (0, num_frames - part.shape[1]))).astype("<f4").tobytes()
 
 
-class _KilledError(Exception):
-    """The process was killed from outside, and no file is to blame."""
-
-
 class SoundReader:
     """Runs in the event loop. Clients take turns at a few processes, which `close` ends."""
 
     def __init__(self, path: Path, max_seconds: int) -> None:
         """path: the model's directory, with preprocessor_config.json"""
         self.max_seconds = max_seconds
-        self._options = json.dumps({"path": str(path.resolve()), "max_seconds": max_seconds})
+        options = json.dumps({"path": str(path.resolve()), "max_seconds": max_seconds})
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "the file")
         self._num_waiting_of = Counter[Client]()
-        self._idle: list[subprocess.Popen[bytes]] = []
         self._work = set[asyncio.Task[Sound]]()  # one for each file that is being decoded
-        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="sound")
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._processes = DecodingProcesses(_MODULE, options, num_processes, kind="sound", env=env)
 
     async def read(self, data: bytes, client: Client) -> Sound:
         """The features of a file.
@@ -92,11 +82,7 @@ class SoundReader:
         for work in self._work:
             work.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
-        for process in self._idle:
-            process.kill()
-            await asyncio.to_thread(_end, process)
-        self._idle.clear()
-        await asyncio.to_thread(self._threads.shutdown)
+        await self._processes.close()
 
     def _count_out(self, client: Client) -> None:
         self._num_waiting_of[client] -= 1
@@ -110,44 +96,8 @@ class SoundReader:
 
     async def _read_and_leave(self, data: bytes, place: contextlib.AsyncExitStack) -> Sound:
         async with place:
-            return await self._read_now(data)
+            return await self._processes.run(partial(_exchange, data=data), TIMEOUT_S, "the sound")
 
-    async def _read_now(self, data: bytes) -> Sound:
-        for _ in range(_MAX_KILLS):
-            process = self._take()
-            is_free = False
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    loop = asyncio.get_running_loop()
-                    sound = await loop.run_in_executor(self._threads, _exchange, process, data)
-                is_free = True
-                return sound
-            except TimeoutError:
-                raise CapacityError(f"the sound has not been decoded within {TIMEOUT_S:g} s") from None
-            except InvalidRequest:
-                is_free = process.poll() is None
-                raise
-            except _KilledError:
-                continue
-            finally:
-                if is_free:
-                    self._idle.append(process)
-                else:
-                    process.kill()  # its thread then ends
-        raise CapacityError(f"the process that decodes sound was killed {_MAX_KILLS} times")
-
-    def _take(self) -> subprocess.Popen[bytes]:
-        """An idle process that is alive, or a new one."""
-        while self._idle:
-            process = self._idle.pop()
-            if process.poll() is None:
-                return process
-            log.warning("an idle process that decodes sound has ended", status=_end(process))
-        # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then.
-        return subprocess.Popen(
-            [sys.executable, "-m", _MODULE, self._options],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
 
 
 def _exchange(process: subprocess.Popen[bytes], data: bytes) -> Sound:
@@ -173,21 +123,9 @@ def _exchange(process: subprocess.Popen[bytes], data: bytes) -> Sound:
 
 
 def _why_ended(process: subprocess.Popen[bytes]) -> Exception:
-    status = _end(process)
-    log.warning("the process that decodes sound has ended", status=status)
-    if status in _KILLED_BY:
-        return _KilledError()
+    status = end_of(process, "decodes sound")
     if status >= 0:
         return TwostrokeError("sound cannot be decoded: see the gateway's log")
     if status == -signal.SIGPROF:
         return InvalidRequest("the sound takes more CPU time to decode than sound of its length may", "file")
     return InvalidRequest("the sound cannot be decoded: it ended the process that reads it", "file")
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Closes the pipes of a process that ends; returns its exit status when it has ended."""
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    with contextlib.suppress(BrokenPipeError):  # a file has been written in part
-        process.stdin.close()
-    process.stdout.close()
-    return process.wait()

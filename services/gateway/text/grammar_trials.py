@@ -13,12 +13,10 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -26,6 +24,7 @@ import structlog
 from services.common.errors import CapacityError, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.structured_output import Constraint, StructuredOutput
+from services.gateway.resources.piped_process import KilledError, close_process, end_of, start_process
 from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from services.grammar.trial import MAX_CPU_S
 
@@ -39,16 +38,9 @@ MAX_KEPT_BYTES = 32 * 2**20  # of structured outputs and their grammars
 SLOW_KEPT_S = 60.0  # how long a grammar that took too long is not tried again
 START_TIMEOUT_S = 60.0  # to read the vocabulary
 TRIAL_TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine
-# A grammar ends the process by other signals; these come from outside, at any moment. The kernel sends SIGKILL if the
-# machine has no memory left.
-_KILLED_BY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _MAX_KILLS = 2  # of the process, for one grammar
 _MAX_LINE_BYTES = 8 * 2**20
-_MODULE, _ROOT = "services.grammar.trial", Path(__file__).parents[3]
-
-
-class _KilledError(Exception):
-    """The process was killed from outside, and no grammar is to blame."""
+_MODULE = "services.grammar.trial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +142,7 @@ class GrammarTrials:
             except TimeoutError:
                 await self._end_process()
                 raise CapacityError(f"the form has not been compiled within {limit_s:g} s") from None
-            except _KilledError:
+            except KilledError:
                 continue
         raise CapacityError(f"the process that tries forms was killed {_MAX_KILLS} times before it had tried the form")
 
@@ -158,7 +150,7 @@ class GrammarTrials:
         """The process's answer; an error in its stead if the grammar has ended the process."""
         process = self._process
         if process is None:
-            process = self._process = self._start_process()
+            process = self._process = start_process(_MODULE, json.dumps(self._vocabulary))
             vocabulary = await self._exchange(process, b"")
             if "error" in vocabulary:
                 await self._end_process()
@@ -174,28 +166,18 @@ class GrammarTrials:
             await self._end_process()
             return {"error": f"its grammar has more than {_MAX_LINE_BYTES} bytes"}
         self._process = None
-        status = await asyncio.to_thread(_close, process)
-        log.warning("the process that tries forms has ended", status=status)
-        if status in _KILLED_BY:
-            raise _KilledError
+        status = await asyncio.to_thread(end_of, process, "tries forms")
         if status >= 0:
             raise TwostrokeError("forms of structured output cannot be tried: see the gateway's log")
         if status == -signal.SIGPROF:
             return {"error": f"it takes more than {MAX_CPU_S:g} s of CPU time to compile, the limit", "is_slow": True}
         return {"error": "it is too large or nested too deeply to compile"}
 
-    def _start_process(self) -> subprocess.Popen[bytes]:
-        # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then.
-        return subprocess.Popen(
-            [sys.executable, "-m", _MODULE, json.dumps(self._vocabulary)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT,
-        )  # fmt: skip
-
     async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            await asyncio.to_thread(_close, process)
+            await asyncio.to_thread(close_process, process)
 
     def _keep(self, structure: StructuredOutput, result: StructuredOutput | GrammarError) -> None:
         if (earlier := self._results.pop(structure, None)) is not None:
@@ -219,12 +201,3 @@ def _write_and_read(process: subprocess.Popen[bytes], message: bytes) -> bytes:
         process.stdin.write(message)
         process.stdin.flush()
     return process.stdout.readline(_MAX_LINE_BYTES)
-
-
-def _close(process: subprocess.Popen[bytes]) -> int:
-    """Closes the pipes of a process that ends; returns its exit status when it has ended."""
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    with contextlib.suppress(BrokenPipeError):  # the message has been written in part
-        process.stdin.close()
-    process.stdout.close()
-    return process.wait()

@@ -46,12 +46,12 @@ def check(sound: Sound) -> None:
 def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(reader: SoundReader) -> None:
         check(await reader.read(FILE, CLIENT))
-        [killed] = reader._idle
+        [killed] = reader._processes.idle
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
         check(await reader.read(FILE, CLIENT))
 
-        [process] = reader._idle
+        [process] = reader._processes.idle
         os.kill(process.pid, signal.SIGSTOP)  # so that it has the file while the client leaves
         leaving = asyncio.create_task(reader.read(FILE, CLIENT))
         await asyncio.sleep(0.05)
@@ -62,13 +62,13 @@ def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: p
         os.kill(process.pid, signal.SIGCONT)
         [work] = reader._work
         check(await work)
-        assert process in reader._idle and process.poll() is None, "it is still good"
+        assert process in reader._processes.idle and process.poll() is None, "it is still good"
 
-        for each in reader._idle:
+        for each in reader._processes.idle:
             os.kill(each.pid, signal.SIGSTOP)
         monkeypatch.setattr(reader._turns, "_max_wait_s", 0.1)
         busy = [asyncio.create_task(reader.read(FILE, CLIENT)) for _ in range(2)]
-        stopped = list(reader._idle)
+        stopped = list(reader._processes.idle)
         await asyncio.sleep(0)
         with pytest.raises(CapacityError, match=r"waited 0\.1 s"):
             await reader.read(FILE, OTHER)

@@ -7,15 +7,14 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import structlog
 from pydantic_core import to_json
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
+from services.gateway.resources.piped_process import close_process, start_process
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.client_templates.renderer import MAX_CPU_S, MAX_MEMORY_BYTES, MAX_RENDERED_CHARACTERS
 
@@ -25,7 +24,7 @@ FIELD = "chat_template"
 MAX_WAITING = 8  # templates, the one that is rendered included: each may take `MAX_CPU_S`
 TIMEOUT_S = 30.0  # for one template and a start of the process; far above the limit of CPU time, for a busy machine
 _MAX_LINE_BYTES = 12 * MAX_RENDERED_CHARACTERS + 2**16  # JSON writes a character as twelve bytes at most
-_MODULE, _ROOT = "services.gateway.text.client_templates.renderer", Path(__file__).parents[4]
+_MODULE = "services.gateway.text.client_templates.renderer"
 
 
 class ClientTemplates:
@@ -78,7 +77,7 @@ class ClientTemplates:
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, str]:
         """The process's answer; an error in its stead if the template has ended the process."""
         if self._process is None:
-            self._process = _start()
+            self._process = start_process(_MODULE, env={})  # the environment may have API keys
         process = self._process
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -92,7 +91,7 @@ class ClientTemplates:
         if answer is not None:
             return answer
         self._process = None
-        status = await asyncio.to_thread(_close, process)
+        status = await asyncio.to_thread(close_process, process)
         log.warning("the process that renders clients' chat templates has ended", status=status)
         if status == -signal.SIGPROF:
             return {"error": f"takes more than {MAX_CPU_S:g} s of CPU time, the limit"}
@@ -104,15 +103,7 @@ class ClientTemplates:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            await asyncio.to_thread(_close, process)
-
-
-def _start() -> subprocess.Popen[bytes]:
-    # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then. Without the
-    # environment, which may have API keys.
-    return subprocess.Popen(
-        [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, env={}
-    )
+            await asyncio.to_thread(close_process, process)
 
 
 def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> dict[str, str] | None:
@@ -123,12 +114,3 @@ def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> d
         process.stdin.flush()
     line = process.stdout.readline(_MAX_LINE_BYTES)
     return json.loads(line) if line.endswith(b"\n") else None
-
-
-def _close(process: subprocess.Popen[bytes]) -> int:
-    """Closes the pipes of a process that ends; returns its exit status when it has ended."""
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    with contextlib.suppress(BrokenPipeError):  # the message has been written in part
-        process.stdin.close()
-    process.stdout.close()
-    return process.wait()

@@ -20,6 +20,7 @@ from services.common.vision.qwen_vl import QwenLayout
 from services.gateway.images import decoder
 from services.gateway.images.decoder import Decoder, Encoding
 from services.gateway.images.picture import Picture
+from services.gateway.resources import decoding_processes
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from tests.support.dense.vision_models import noise
 from tests.support.running_gateway import until
@@ -204,18 +205,18 @@ def test_a_file_that_comes_again_is_not_decoded_again(runner: Runner) -> None:
 
 def test_a_killed_process_is_replaced_and_clients_see_nothing(runner: Runner) -> None:
     runner.decode_together([PNG, PNG])
-    processes = list(runner.decoder._idle)
-    assert len(processes) >= decoder._MAX_KILLS, "a request that met them one by one would be refused"
+    processes = list(runner.decoder._processes.idle)
+    assert len(processes) >= decoding_processes.MAX_KILLS, "a request that met them one by one would be refused"
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody knows its status yet
     check(runner.decode(PNG), noise(40, 40, 4))
-    assert not set(processes) & set(runner.decoder._idle)
+    assert not set(processes) & set(runner.decoder._processes.idle)
 
 
 def test_a_picture_that_takes_too_long_is_given_up(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.decode(PNG)
-    stopped = list(runner.decoder._idle)
+    stopped = list(runner.decoder._processes.idle)
     for process in stopped:
         os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(decoder, "TIMEOUT_S", 0.2)
