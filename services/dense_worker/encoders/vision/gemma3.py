@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from services.common.families.shape import NormKind
 from services.common.vision.gemma3 import Gemma3Tower
 from services.common.vision.vision_config import PixelScale
+from services.dense_worker.encoders.vision.layer import PROJECTOR
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
@@ -18,8 +19,6 @@ from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor
-
-_NAME = "multi_modal_projector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ def build_gemma3_tower(config: Gemma3Tower, allocator: WeightAllocator) -> Gemma
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
     hidden, eps = config.patches.hidden_size, config.patches.norm_eps
     encoder = build_patch_encoder(config.patches, allocator)
-    norm = allocator.norm("soft_norm", f"{_NAME}.mm_soft_emb_norm", hidden, eps, NormKind.RMS_PLUS_ONE)
-    name = f"{_NAME}.mm_input_projection_weight"
+    norm = allocator.norm("soft_norm", f"{PROJECTOR}.mm_soft_emb_norm", hidden, eps, NormKind.RMS_PLUS_ONE)
+    name = f"{PROJECTOR}.mm_input_projection_weight"
     stored = StoredTensor((name,), FLOATS, ((hidden, config.width),))
 
     def transpose(given: Loaded) -> torch.Tensor:

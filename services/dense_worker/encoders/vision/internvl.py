@@ -11,18 +11,18 @@ from services.common.families.shape import NormKind
 from services.common.vision.internvl import InternVLTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences, attend
-from services.dense_worker.encoders.vision.layer import multiply
+from services.dense_worker.encoders.vision.layer import PROJECTOR, Projector, build_projector, multiply
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, convolution
 from services.dense_worker.encoders.vision.picture import Picture
-from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor
 
-_TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
+_TOWER = "vision_tower"
 _QK_NORM_EPS, _PROJECTOR_NORM_EPS = 1e-6, 1e-5  # which transformers' classes have as defaults of their norms
 
 
@@ -61,8 +61,7 @@ class InternVLVisionTower:
     config: InternVLTower
     encoder: PatchEncoder
     norm: Norm
-    first: Linear
-    second: Linear
+    projector: Projector
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
@@ -72,19 +71,18 @@ class InternVLVisionTower:
         size = self.config.square
         squares = rows[:, 1:].unflatten(1, (-1, size, self.config.patches.num_columns // size, size))
         merged = self.norm.normalize(squares.transpose(2, 3).flatten(3).flatten(1, 2))
-        outputs = multiply(self.second, ACTIVATIONS[self.config.activation](multiply(self.first, merged)))
+        outputs = self.projector.forward(merged)
         return [each.flatten(0, 1) for each in outputs.split([each.shape.num_tiles for each in pictures])]
 
 
 def build_internvl_tower(config: InternVLTower, allocator: WeightAllocator) -> InternVLVisionTower:
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
-    merged, width = config.patches.hidden_size * config.square**2, config.width
+    merged = config.patches.hidden_size * config.square**2
     return InternVLVisionTower(
         config,
         _build_encoder(config, allocator),
-        allocator.norm("merged_norm", f"{_PROJECTOR}.layer_norm", merged, _PROJECTOR_NORM_EPS, NormKind.LAYER),
-        allocator.linear("first", merged, (Projection(f"{_PROJECTOR}.linear_1", width),), Cut.OUT, True),
-        allocator.linear("second", width, (Projection(f"{_PROJECTOR}.linear_2", width),), Cut.OUT, True),
+        allocator.norm("merged_norm", f"{PROJECTOR}.layer_norm", merged, _PROJECTOR_NORM_EPS, NormKind.LAYER),
+        build_projector(merged, config.width, config.activation, True, allocator),
     )
 
 

@@ -12,17 +12,13 @@ from services.common.vision.llava import LlavaTower
 from services.common.vision.llava_next import borders, shrunk
 from services.common.vision.pixtral import PixtralTower
 from services.common.vision.vision_config import PixelScale
-from services.dense_worker.encoders.vision.layer import multiply
+from services.dense_worker.encoders.vision.layer import Projector, build_projector
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.pixtral import PixtralVisionTower, build_pixtral_tower
-from services.dense_worker.kernels.linear.activation import ACTIVATIONS
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Parameter, Source
-
-_NAME = "multi_modal_projector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +27,7 @@ class LlavaVisionTower:
 
     config: LlavaTower
     encoder: PatchEncoder
-    first: Linear
-    second: Linear
+    projector: Projector
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
@@ -47,7 +42,7 @@ class LlavaVisionTower:
         rows = yield from self.encoder.parts(pictures, pixels, operations)
         if self.config.drops_class_token:
             rows = rows[:, 1:]
-        return multiply(self.second, ACTIVATIONS[self.config.activation](multiply(self.first, rows)))
+        return self.projector.forward(rows)
 
 
 def build_any_llava_tower(
@@ -61,12 +56,10 @@ def build_any_llava_tower(
 
 def build_llava_tower(config: LlavaTower, allocator: WeightAllocator) -> LlavaVisionTower:
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
-    hidden, width, bias = config.patches.hidden_size, config.width, config.has_bias
     return LlavaVisionTower(
         config,
         build_patch_encoder(config.patches, allocator),
-        allocator.linear("first", hidden, (Projection(f"{_NAME}.linear_1", width),), Cut.OUT, bias),
-        allocator.linear("second", width, (Projection(f"{_NAME}.linear_2", width),), Cut.OUT, bias),
+        build_projector(config.patches.hidden_size, config.width, config.activation, config.has_bias, allocator),
     )
 
 

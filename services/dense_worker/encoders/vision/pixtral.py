@@ -12,18 +12,18 @@ from services.common.families.shape import NormKind
 from services.common.vision.pixtral import PixtralTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
-from services.dense_worker.encoders.vision.layer import VisionLayer, multiply
+from services.dense_worker.encoders.vision.layer import PROJECTOR, Projector, VisionLayer, build_projector, multiply
 from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import convolution
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
-from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Parameter
 from services.dense_worker.sampling.upload import upload
 
-_TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
+_TOWER = "vision_tower"
 _NORM_EPS = 1e-5
 
 
@@ -70,8 +70,7 @@ class PixtralVisionTower:
 
     config: PixtralTower
     encoder: PixtralEncoder
-    first: Linear
-    second: Linear
+    projector: Projector
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
@@ -82,9 +81,7 @@ class PixtralVisionTower:
 
     def project(self, rows: torch.Tensor, pictures: Sequence[Picture]) -> list[torch.Tensor]:
         """rows [n, hidden] of all pictures -> [num_outputs, width] of each"""
-        activate = ACTIVATIONS[self.config.projector_activation]
-        found = multiply(self.second, activate(multiply(self.first, rows)))
-        return list(found.split([self.config.num_outputs(each.shape) for each in pictures]))
+        return list(self.projector.forward(rows).split([self.config.num_outputs(each.shape) for each in pictures]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +113,22 @@ class Mistral3VisionTower:
 def build_mistral3_tower(config: PixtralTower, allocator: WeightAllocator) -> Mistral3VisionTower:
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
     hidden = config.hidden_size
-    merging = (Projection(f"{_PROJECTOR}.patch_merger.merging_layer", hidden),)
+    merging = (Projection(f"{PROJECTOR}.patch_merger.merging_layer", hidden),)
     return Mistral3VisionTower(
         config,
         build_pixtral_tower(config, allocator),
-        allocator.norm("after_norm", f"{_PROJECTOR}.norm", hidden, config.text_norm_eps, NormKind.RMS),
+        allocator.norm("after_norm", f"{PROJECTOR}.norm", hidden, config.text_norm_eps, NormKind.RMS),
         allocator.linear("merge", hidden * config.merge_size**2, merging, Cut.OUT, has_bias=False),
     )
 
 
 def build_pixtral_tower(config: PixtralTower, allocator: WeightAllocator) -> PixtralVisionTower:
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
-    hidden, width, bias = config.hidden_size, config.width, config.has_projector_bias
+    activation, has_bias = config.projector_activation, config.has_projector_bias
     return PixtralVisionTower(
         config,
         _build_encoder(config, allocator),
-        allocator.linear("first", hidden, (Projection(f"{_PROJECTOR}.linear_1", width),), Cut.OUT, bias),
-        allocator.linear("second", width, (Projection(f"{_PROJECTOR}.linear_2", width),), Cut.OUT, bias),
+        build_projector(config.hidden_size, config.width, activation, has_bias, allocator),
     )
 
 
