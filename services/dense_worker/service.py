@@ -160,18 +160,8 @@ class DenseWorker:
         return await asyncio.to_thread(replace(prepared, config=self._config).load)
 
     async def _start_server(self, tracer: Tracer) -> str:
-        config = self._config
-        tls = read_peer_tls(config.peers)
-        self._server = GrpcServer(
-            config.dense.address,
-            [SERVICE_NAME],
-            config.peers.max_message_bytes,
-            tls and tls.files,
-            options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
-            setting="dense.address",
-        )
         self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer))
-        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
+        self._server = make_server(self._config, self._servicer)
         address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         return address
@@ -187,7 +177,7 @@ class DenseWorker:
         drafting = self.drafting()
         self._registry.register(drafting.counts)
         engine = self._engine = Engine(
-            scheduler_limits(config, model.resolved),
+            scheduler_limits(config, model.resolved.max_model_len),
             model.runner,
             self._client,
             deliver,
@@ -255,6 +245,21 @@ class DenseWorker:
             await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
 
 
+def make_server(config: Config, servicer: DenseServicer) -> GrpcServer:
+    """The server of a dense worker of any kind, which does not listen yet."""
+    tls = read_peer_tls(config.peers)
+    server = GrpcServer(
+        config.dense.address,
+        [SERVICE_NAME],
+        config.peers.max_message_bytes,
+        tls and tls.files,
+        options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
+        setting="dense.address",
+    )
+    dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
+    return server
+
+
 def make_placement(config: Config) -> Placement:
     """What chooses an attention worker for each sequence."""
     if not config.attention.addresses:
@@ -290,13 +295,13 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
     )
 
 
-def scheduler_limits(config: Config, model: ResolvedModel) -> SchedulerLimits:
-    """The limits of steps and of the queue, from the config and the model's longest sequence."""
+def scheduler_limits(config: Config, max_model_len: int) -> SchedulerLimits:
+    """The limits of steps and of the queue, from the config and the longest sequence in tokens."""
     scheduler = config.scheduler
     return SchedulerLimits(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
+        max_model_len=max_model_len,
         max_num_waiting=scheduler.max_num_waiting,
         policy=scheduler.policy,
         max_num_waiting_tokens=scheduler.max_num_waiting_tokens,

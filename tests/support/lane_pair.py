@@ -106,7 +106,7 @@ class LanePair:
         self.attention = self.side.engine
         self.reports: queue.Queue[StepReport] = queue.Queue()
         self.engine = Engine(
-            scheduler_limits(config, resolved), self.model.runner, self, self.reports.put, TIMEOUT_S,
+            scheduler_limits(config, resolved.max_model_len), self.model.runner, self, self.reports.put, TIMEOUT_S,
             features=self.model.features,
         )
         self.engine.failure.add_done_callback(lambda failure: self.reports.put(StepReport(-1)))

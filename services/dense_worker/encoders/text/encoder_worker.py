@@ -20,7 +20,6 @@ from services.dense_worker.encoders.text.load_encoder import load_encoder, rando
 from services.dense_worker.encoders.text.pooled_text import TextPooling
 from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEncoder
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
-from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.session import NO_ATTACHMENT
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
@@ -29,12 +28,11 @@ from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.model.checkpoint import checkpoint_files
 from services.dense_worker.model.weights import heads_hash
 from services.dense_worker.readiness import Readiness
-from services.dense_worker.service import MAX_CONNECTION_AGE_MS, METRICS, SERVICE_NAME, STOP_GRACE_S
+from services.dense_worker.service import METRICS, STOP_GRACE_S, make_server, scheduler_limits
 from services.dense_worker.servicer import DenseServicer
-from services.pb import dense_pb2, dense_pb2_grpc
-from services.rpc.client import read_peer_tls
+from services.pb import dense_pb2
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
-from services.rpc.server import GrpcServer, run_together
+from services.rpc.server import run_together
 from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
 
@@ -79,19 +77,10 @@ class EncoderWorker:
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
 
-        scheduler = config.scheduler
         self._engine = EncoderEngine(
             self._encoder,
             pooling.method,
-            SchedulerLimits(
-                max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens,
-                max_model_len=self._max_input_tokens,
-                max_num_waiting=scheduler.max_num_waiting,
-                policy=scheduler.policy,
-                max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
-                priority_ageing_s=scheduler.priority_ageing_s,
-            ),
+            scheduler_limits(config, self._max_input_tokens),
             deliver,
             [self._metrics, *step_logs],
             lambda: loop.call_soon_threadsafe(self._has_left.set),
@@ -137,17 +126,8 @@ class EncoderWorker:
             await readiness.detached(AttachmentEnd("another dense worker takes over", is_crash=False))
 
     async def _start_server(self, tracer: SequenceTracer) -> None:
-        config, tls = self._config, read_peer_tls(self._config.peers)
-        self._server = GrpcServer(
-            config.dense.address,
-            [SERVICE_NAME],
-            config.peers.max_message_bytes,
-            tls and tls.files,
-            options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
-            setting="dense.address",
-        )
         self._servicer = DenseServicer(self._metrics, tracer)
-        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
+        self._server = make_server(self._config, self._servicer)
         await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
 
