@@ -1,4 +1,4 @@
-"""How some checkpoints store a tensor: transposed, with heads in another order, or with all experts in one."""
+"""How some checkpoints store a tensor: transposed, without padding, with heads in another order, or experts in one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ class Transposed:
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """A view of the tensor with its dimensions swapped."""
         return stored.t() if stored.dim() == 2 else stored
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A StoredLayout of weights, and of their biases, that have zeros here behind the stored rows and columns."""
+
+    num_rows: int = 0  # so many more than in the checkpoint
+    num_columns: int = 0
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Without the zeros."""
+        return (shape[0] - self.num_rows, *(size - self.num_columns for size in shape[1:]))
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """A copy with the zeros."""
+        columns = (0, self.num_columns) if stored.dim() == 2 else ()
+        return torch.nn.functional.pad(stored, (*columns, 0, self.num_rows))
 
 
 @dataclass(frozen=True, slots=True)

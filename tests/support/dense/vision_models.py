@@ -267,7 +267,13 @@ VARIANTS: dict[str, Variant] = {
                 **_TEXT,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
             },
-            "vision_config": {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+            # As in Qwen2.5-VL-7B, the size of the MLP is no multiple of 8.
+            "vision_config": {
+                **_QWEN_TOWER,
+                "intermediate_size": 44,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
         },
         "Qwen2VLImageProcessorPil",
         _QWEN,
