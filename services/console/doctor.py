@@ -204,10 +204,7 @@ def check_port(key: str, address: str) -> Finding:
     try:
         check_free(address, key)
     except ConfigError as error:
-        mend = "stop the other server, or choose another address" + (
-            " by --port" if key == "gateway.http_address" else f" by --set {key}=127.0.0.1:PORT"
-        )
-        return Finding("failure", "port", str(error), mend)
+        return Finding("failure", "port", str(error))  # which has the mend
     return Finding("ok", "port", f"{key} {address} is free")
 
 

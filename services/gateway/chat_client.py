@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, program: str = "services.gateway.cha
             _, is_interrupted = print_answer(stub, request, arguments.stop_after_ms, streams=not arguments.no_stream)
             return 130 if is_interrupted else 0
         except grpc.RpcError as error:
-            _print_error(arguments.address, error)
+            _print_error(arguments, error)
             return 1
         except KeyboardInterrupt:  # before a request was running
             return 130
@@ -135,7 +135,7 @@ def converse(
         try:
             answer, _ = print_answer(stub, request, arguments.stop_after_ms)
         except grpc.RpcError as error:
-            _print_error(arguments.address, error)
+            _print_error(arguments, error)
             answer = ""
         if answer:
             messages.add(role="assistant", content=answer)
@@ -201,13 +201,14 @@ def _request(arguments: argparse.Namespace) -> gateway_pb2.GenerateRequest:
     return request
 
 
-def _print_error(address: str, error: grpc.RpcError) -> None:
+def _print_error(arguments: argparse.Namespace, error: grpc.RpcError) -> None:
+    program, address = arguments.program, arguments.address
     details = " ".join(error.details().split())
     if error.code() is grpc.StatusCode.UNAVAILABLE and details.startswith(NOBODY_LISTENS):
         mend = "start a server, as `twostroke serve` does, or name its gRPC address by --address"
-        print(f"chat_client: nobody answers at {address}: {mend}", file=sys.stderr)
+        print(f"{program}: nobody answers at {address}: {mend}", file=sys.stderr)
         return
-    print(f"chat_client: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
+    print(f"{program}: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -216,6 +217,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         prog=program,
         description="Streams the answer to --prompt; without it, an interactive chat.",
     )
+    parser.set_defaults(program=program)
     address = GatewaySection().address
     parser.add_argument("--address", default=address, help="address of the gateway (default: %(default)s)")
     add_tls_arguments(parser)

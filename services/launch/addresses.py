@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
@@ -92,5 +93,10 @@ def check_free(address: str, setting: str) -> None:
         try:
             probe.bind(target)
         except OSError as error:
-            reason = "port in use or address not of this host"
+            reason = error.strerror
+            if error.errno == errno.EADDRINUSE:
+                flag = "--port" if setting == "gateway.http_address" else f"--set {setting}={host}:PORT"
+                reason = f"port in use; stop the other server, or choose another port by {flag}"
+            elif error.errno == errno.EADDRNOTAVAIL:
+                reason = "address not of this host"
             raise ConfigError(f"cannot listen on {setting} {address}: {reason}") from error

@@ -178,6 +178,13 @@ FLAGS = (
     ),
     Flag("--ssl-certfile", ("gateway.tls_certificate",), "PEM file of the certificate, for HTTP and gRPC", str, "FILE"),
     Flag("--ssl-keyfile", ("gateway.tls_key",), "PEM file of its key", str, "FILE"),
+    Flag(
+        "--ssl-ca-certs",
+        ("gateway.tls_client_ca",),
+        "PEM file of a CA: clients must have certificates of it, as with vLLM's --ssl-cert-reqs 2",
+        str,
+        "FILE",
+    ),
     Flag("--chat-template", ("gateway.chat_template",), "file of a template instead of the model's", str, "FILE"),
     Flag(
         "--enable-auto-tool-choice",
@@ -360,8 +367,9 @@ def read_http_address(arguments: argparse.Namespace, config: Config) -> str | No
 def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
     """An error for arguments that no flag takes; names the nearest flag."""
     name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"unknown argument {quote(name)}" + (f": did you mean {nearest[0]}?" if nearest else "")
+    words = {flag.removeprefix("--"): flag for flag in known}  # with their dashes all short names are alike
+    nearest = difflib.get_close_matches(name.removeprefix("--"), words, 1)
+    return f"unknown argument {quote(name)}" + (f": did you mean {words[nearest[0]]}?" if nearest else "")
 
 
 def _word_of(values: Mapping[str, object], about: str) -> Callable[[str], object]:

@@ -116,11 +116,12 @@ def test_a_refused_request_prints_one_line_and_ends_with_status_1(tmp_path: Path
 
 def test_the_error_names_a_missing_gateway(capsys: pytest.CaptureFixture[str]) -> None:
     for mode in (["--prompt", "x"], []):
-        assert chat_client.main(["--address", "127.0.0.1:1", *mode]) == 1
+        assert chat_client.main(["--address", "127.0.0.1:1", *mode], "twostroke chat") == 1
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1
-        assert "nobody answers at 127.0.0.1:1: start a server, as `twostroke serve` does, or name" in captured.err
+        said = "nobody answers at 127.0.0.1:1: start a server, as `twostroke serve` does, or name"
+        assert captured.err.startswith(f"twostroke chat: {said}")
 
 
 def test_ctrl_c_ends_the_wait_for_a_gateway_that_does_not_answer() -> None:

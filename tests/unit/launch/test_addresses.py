@@ -18,8 +18,15 @@ from services.launch.service_configs import gateway_configs
 def test_the_error_names_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"gateway.http_address 127.0.0.1:{port}: port in use"):
-            check_addresses(load_config(None, [f"gateway.http_address=127.0.0.1:{port}"]))
+        with pytest.raises(ConfigError, match=f"gateway.http_address 127.0.0.1:{port}: port in use; .* by --port$"):
+            check_free(f"127.0.0.1:{port}", "gateway.http_address")
+        with pytest.raises(ConfigError, match=r"choose another port by --set gateway.address=127.0.0.1:PORT$"):
+            check_addresses(load_config(None, [f"gateway.address=127.0.0.1:{port}"]))
+
+
+def test_an_address_of_another_host_is_not_called_in_use() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.http_address 192\.0\.2\.1:8080: address not of this host$"):
+        check_free("192.0.2.1:8080", "gateway.http_address")  # an address for documentation, which no host has
 
 
 def test_the_error_names_an_unknown_host() -> None:
