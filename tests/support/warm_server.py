@@ -152,7 +152,8 @@ def take_on(
     name_process(arguments)
     sys.argv = list(arguments[1:])  # after "-m"
     if SPINS not in env:
-        shm._SPIN_S = shm._YIELD_S = 0.0  # several clusters share the cores: who waits gives its core away at once
+        # Several clusters share the cores: who waits gives its core away at once, and looks again after a layer's time.
+        shm._SPIN_S, shm._YIELD_S, shm._NAP_S = 0.0, 0.0, 200e-6
 
 
 def enter(namespaces: Sequence[int], cores: Sequence[int], max_files: tuple[int, int]) -> None:
