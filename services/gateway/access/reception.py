@@ -245,6 +245,7 @@ class Reception(grpc.aio.ServerInterceptor):
     async def _parse(self, data: bytes, deserialize: Callable[[bytes], Any]) -> Any:
         try:
             if len(data) <= MAX_INLINE_BYTES:
+                await self._heavy_work.beginning()
                 return deserialize(data)
             await self._heavy_work.turn()
             message = deserialize(data)

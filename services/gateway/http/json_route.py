@@ -77,6 +77,7 @@ async def parse_json(body: bytes, max_values: int, heavy_work: HeavyWork) -> Any
     Raises `JSONDecodeError`, or a 413.
     """
     if len(body) <= MAX_INLINE_BYTES:
+        await heavy_work.beginning()
         return _parse(body)
     await heavy_work.turn()
     num_strings = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")

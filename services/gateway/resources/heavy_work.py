@@ -3,7 +3,8 @@
 Reading a large body, making a prompt of it and writing a large answer are Python and hold the interpreter lock, so they
 would delay all streams in another thread, too. Here they have turns between the event loop's other callbacks: one turn
 at a time for all requests, and only when the loop has nothing else to do, or has done other things for a few times as
-long as the last turn took. What a small request needs is not heavy and never waits for a turn.
+long as the last turn took. What a small request needs is not heavy and never waits for such a turn. But it takes a
+millisecond or three, so of small requests that arrive together one begins in each iteration of the event loop.
 
 What releases the lock, or gives it up now and then as templates do, runs in a thread, also one piece of work at a time.
 Clients take turns in both queues.
@@ -41,6 +42,8 @@ class HeavyWork:
     def __init__(self) -> None:
         self._turns = ClientTurns(1)
         self._thread_turns = ClientTurns(1)
+        self._beginnings = ClientTurns(1)
+        self._has_begun = False  # whether a small request has, in this iteration of the event loop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="heavy")
         self._is_in_turn = False
         self._last_turn_s = 0.0
@@ -51,6 +54,17 @@ class HeavyWork:
         async with self._turns.turn(_client.get()):
             await self._wait_quiet()
             self._begin()
+
+    async def beginning(self) -> None:
+        """Waits until the current task, for a small request, may do what reading it and starting its answer take.
+
+        One that arrives alone does not wait. Hundreds that arrive together would keep streams waiting for a second.
+        """
+        async with self._beginnings.turn(_client.get()):
+            if self._has_begun:
+                await asyncio.sleep(0)
+            self._has_begun = True
+            asyncio.get_running_loop().call_soon(self._note_begun)
 
     async def pieces(self, pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
         """The bytes of `pieces`, whose making is the work, as many at a time as one turn makes."""
@@ -95,6 +109,9 @@ class HeavyWork:
         self._is_in_turn = True
         # In the next iteration, before whoever is next looks at it.
         asyncio.get_running_loop().call_soon(self._note_end, time.thread_time())
+
+    def _note_begun(self) -> None:
+        self._has_begun = False
 
     def _note_end(self, begin: float) -> None:
         self._is_in_turn = False

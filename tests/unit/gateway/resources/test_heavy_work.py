@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
+
+import pytest
 
 from services.gateway.resources.heavy_work import HeavyWork, work_for
 
@@ -34,6 +37,50 @@ def test_between_two_turns_a_chain_of_other_callbacks_comes_to_its_end() -> None
 
         await asyncio.gather(*(heavy(f"heavy {i}") for i in range(4)), small())
         assert order.index("small") <= 2, order
+        work.close()
+
+    asyncio.run(test())
+
+
+def test_of_small_requests_that_arrive_together_one_begins_in_each_iteration_of_the_loop() -> None:
+    async def test() -> None:
+        work, order = HeavyWork(), list[str]()
+
+        async def small(name: str) -> None:
+            await work.beginning()
+            order.append(name)
+
+        async def stream() -> None:
+            while len(order) < 40:
+                order.append("-")
+                await asyncio.sleep(0)
+
+        requests = [asyncio.create_task(small(str(i))) for i in range(20)]
+        await asyncio.gather(*requests[:10], stream(), *requests[10:])
+        begun = [i for i, each in enumerate(order) if each != "-"]
+        assert [order[i] for i in begun] == [str(i) for i in range(20)]
+        assert all(second > first + 1 for first, second in itertools.pairwise(begun)), order
+        work.close()
+
+    asyncio.run(test())
+
+
+def test_a_small_request_that_arrives_alone_begins_at_once_and_clients_take_turns() -> None:
+    async def test() -> None:
+        work, order = HeavyWork(), list[int]()
+
+        async def small(client: int) -> None:
+            work_for((0, client))
+            await work.beginning()
+            order.append(client)
+
+        alone = small(3)
+        with pytest.raises(StopIteration):
+            alone.send(None)
+        await asyncio.sleep(0)
+        await asyncio.gather(*(small(1) for _ in range(5)), small(2))
+        assert order[0] == 3
+        assert order.index(2) <= 4, order
         work.close()
 
     asyncio.run(test())

@@ -110,3 +110,16 @@ def test_all_answers_with_the_same_stop_strings_share_one_automaton() -> None:
         tracemalloc.stop()
     assert size < 20 * 2**20, f"{size >> 20} MiB"
     assert [each.feed(f"x{stop[3]}y") for each in answers] == [("x", stop[3])] * 200
+
+
+def test_many_long_stop_strings_take_little_memory() -> None:
+    """Hundreds of open requests may each have as many as they may be."""
+    stop = [chr(97 + i) * 249 + str(i) for i in range(16)]
+    tracemalloc.start()
+    try:
+        streams = [StopStrings([*stop, f"{request}"]) for request in range(100)]
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 100 * 8 * sum(map(len, stop))
+    assert streams[0].feed("a" * 249)[0] == ""
