@@ -172,7 +172,8 @@ def test_log_probabilities(tmp_path: Path, is_stream: bool) -> None:
             response = events[-1].response
             [done] = [event for event in events if event.type == "response.output_text.done"]
             pieces = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
-            assert [each.logprob for each in pieces] == [fake_logprob(each) for each in token_ids]
+            shown = [*token_ids, EOS][: max(len(pieces), len(token_ids))]  # EOS too if it came together with the text
+            assert [each.logprob for each in pieces] == [fake_logprob(each) for each in shown]
             assert [each.token for each in done.logprobs[: len(pieces)]] == [each.token for each in pieces]
         else:
             response = await api.responses.create(**options)
