@@ -178,7 +178,7 @@ class EncoderRuns(Generic[Input]):
 
     def _inputs_of(self, sequence: Sequence) -> Iterable[Input]:
         for feature in sequence.features:
-            if isinstance(feature, EncodedSequence) and feature.resource.encoder == self.name:
+            if isinstance(feature, EncodedSequence) and self._is_own(feature.resource):
                 yield from feature.inputs
 
     def _is_own(self, key: object) -> bool:

@@ -338,8 +338,8 @@ class Scheduler:
         else:
             self._residency.enter(sequence)
             opening.state.lane = sequence.lane
-            for feature in sequence.features:
-                feature.opened(sequence, answer)
+            if not all([feature.opened(sequence, answer) for feature in sequence.features]):
+                self._residency.preempt(sequence)
         return None
 
     def schedule(self, lane: int = 0) -> PublishedPlan | None:

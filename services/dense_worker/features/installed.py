@@ -15,6 +15,8 @@ from services.common.pooling.pooling_config import read_pooling
 from services.common.resolve import ResolvedModel
 from services.common.vision.vision_config import PROCESSOR_FILE, PixelScale, load_vision_config
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.encoders.encoder_runs import EncoderRuns
+from services.dense_worker.encoders.source.runnable_encoder import RunnableEncoder, SourceInput
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
@@ -40,6 +42,7 @@ from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature impo
 from services.dense_worker.features.prompt_progress.progress_feature import ProgressFeature
 from services.dense_worker.features.returned_logits.context_logits import ContextLogitsFeature
 from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
+from services.dense_worker.features.source.source_feature import NAME as SOURCE
 from services.dense_worker.features.source.source_feature import SourceFeature
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.lora.shapes import adapted_shapes
@@ -61,9 +64,7 @@ def make_features(
     language_head: the matrix [vocab, hidden]; None if it is quantized or cut. encoder: None: the model has none.
     images: the tower, which is loaded here; None: no pictures
     """
-    images_feature, pixels = _make_images(config, model, images), None
-    if model.config.encoder is not None and model.config.encoder.swin is not None:
-        pixels = _pixel_scale(config)
+    images_feature = _make_images(config, model, images)
     embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
         _make_adapters(config, lora),
@@ -76,7 +77,7 @@ def make_features(
         _make_pooling(config, model, language_head),
         ProgressFeature(),
         GrammarFeature(grammars),
-        SourceFeature(encoder, model.config, images_feature.received, pixels),
+        SourceFeature(encoder, model.config, images_feature.received, _make_encoder_runs(config, model, encoder)),
     )
 
 
@@ -118,6 +119,17 @@ def _make_images(config: Config, model: ResolvedModel, images: PreparedImages | 
     if images is not None:
         return images.load()
     return ImagesFeature(None, reason=why_no_pictures(config, model) or "no tower was prepared")
+
+
+def _make_encoder_runs(
+    config: Config, model: ResolvedModel, encoder: SourceEncoder | None
+) -> EncoderRuns[SourceInput] | None:
+    if encoder is None or model.config.encoder is None:
+        return None
+    pixels = None if model.config.encoder.swin is None else _pixel_scale(config)
+    runnable, dense = RunnableEncoder(encoder, pixels, model.dtype, model.device), config.dense
+    runnable.warm_up(model.config.encoder, dense.max_encoder_rows)
+    return EncoderRuns(SOURCE, runnable, dense.max_encoder_rows, dense.encoder_cache_bytes)
 
 
 def _pixel_scale(config: Config) -> PixelScale:

@@ -112,8 +112,11 @@ class SequenceFeature:
     def note_reported(self, report: TokenReport) -> None:
         """A report of the sequence, of this feature or another, goes to its client."""
 
-    def opened(self, sequence: PlannedSequence, answer: SequenceOpened) -> None:
-        """The sequence is in the KV cache, and steps may run it."""
+    def opened(self, sequence: PlannedSequence, answer: SequenceOpened) -> bool:
+        """The sequence is in the KV cache. Returns whether steps may run it: else it is closed, and waits for its
+        `resource`, which it has only from now on.
+        """
+        return True
 
     def chunk(self, sequence: PlannedSequence, num_tokens: int, step: StepInPlanning) -> int:
         """How many of its next tokens a step computes, if it could compute `num_tokens`, and all that are left of its

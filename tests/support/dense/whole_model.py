@@ -33,6 +33,7 @@ from services.dense_worker.model.relative_bias import load_relative_bias
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
 from services.step.prompt_span import PromptSpan
+from tests.support.dense.encoder_output import output_of
 from tests.support.plans import make_plan
 
 CPU = torch.device("cpu")
@@ -208,7 +209,7 @@ class WholeModel:
         if not sources:
             return
         operations, slots = TorchOperations(), [slot for slot, _ in planned.metadata.of(StepSources).writes]
-        output = self.weights.encoder.body.forward(operations, [each.to(self.device) for each in sources])
+        output = output_of(self.weights.encoder.body, [each.to(self.device) for each in sources])
         first = 0
         for pieces in source_pieces([length for _, length in planned.metadata.of(StepSources).writes], MAX_SEAM_ROWS):
             rows = output[first : first + sum(piece.num_rows for piece in pieces)]

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from services.common.attention.relative_bias import causal_buckets, two_sided_buckets
 from services.common.families.shape import RelativeBias
 from services.dense_worker.encoders.source import swin_encoder
-from services.dense_worker.model.torch_operations import TorchOperations
 from tests.support.dense.encoder_decoder_models import (
     ENCODER_DECODERS,
     load_true_encoder_decoder,
@@ -19,6 +18,7 @@ from tests.support.dense.encoder_decoder_models import (
     random_source,
     true_decoder_logits,
 )
+from tests.support.dense.encoder_output import output_of
 from tests.support.dense.whole_model import NUM_SOURCE_SLOTS, WholeModel
 
 torch.set_num_threads(1)
@@ -136,4 +136,4 @@ def test_pages_in_parts_have_the_rows_of_whole_ones(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(swin_encoder, "MAX_MLP_ROWS", 7)
     with torch.inference_mode():
         expected = truth.encoder(torch.stack(pages)).last_hidden_state.flatten(0, 1)
-        check_logits(body.forward(TorchOperations(), pages), expected)
+        check_logits(output_of(body, pages), expected)

@@ -12,6 +12,7 @@ from services.dense_worker.encoders.source.picture_tokens import SourceTokens
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
+from tests.support.dense.encoder_output import output_of
 from tests.support.dense.vision_models import IMAGE_TOKEN_ID, load_true_model, make_vision_model, noise, true_pixels
 
 torch.set_num_threads(1)
@@ -42,7 +43,9 @@ def test_rows_of_several_inputs(tmp_path: Path) -> None:
         else:
             expected.append(truth.language_model.encoder(input_ids=ids[None]).last_hidden_state[0])
     body = load_weights(path, config, torch.float32, torch.device("cpu")).encoder.body
-    found = body.forward(TorchOperations(), inputs)
+    found = output_of(body, inputs)
+    num_layers = [len(each.layers) for each in (body.tower.encoder, body.tower, body.inner)]
+    assert len(list(body.parts(TorchOperations(), inputs, 2**40))) == sum(num_layers), "steps can run after each layer"
     assert len(found) == sum(map(body.num_rows, inputs))
     assert (found - torch.cat(expected)).abs().max() <= BOUND * torch.cat(expected).abs().max()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class SourceTokens:
 
 @dataclass(frozen=True, slots=True)
 class PictureTokenEncoder:
-    """A `Body`: the tower computes the rows of a step's pictures, which take the place of their tokens' rows."""
+    """A `Body`: the tower computes the rows of pictures, which take the place of their tokens' rows."""
 
     inner: SequenceEncoder
     tower: Blip2VisionTower
@@ -39,26 +39,24 @@ class PictureTokenEncoder:
         """The rows of an input."""
         return len(source)
 
+    def num_inner_rows(self, source: SourceTokens) -> int:
+        """Its rows, or all patches of its pictures."""
+        return max(len(source), sum(self.tower.config.num_patches(each.shape) for each in source.pictures))
+
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """All parameters; those of the tower are numbered."""
         yield from self.inner.named_parameters()
         for index, parameter in enumerate(parameters(self.tower)):
             yield f"tower.{index}.{parameter.name}", parameter
 
-    def forward(self, operations: Operations, inputs: Sequence[SourceTokens]) -> torch.Tensor:
-        """The output of all inputs, one after the other: [n, hidden]."""
+    def parts(
+        self, operations: Operations, inputs: Sequence[SourceTokens], max_products: int
+    ) -> Generator[None, None, torch.Tensor]:
+        """The output of all inputs, one after the other: [n, hidden]. Yields after each layer, also of the tower."""
         ids = [each.ids for each in inputs]
         rows = self.inner.rows.forward(ids)
         if pictures := [picture for each in inputs for picture in each.pictures]:
+            found = yield from self.tower.parts(pictures, self.vision.pixels, TorchTowerOperations())
             is_picture = torch.cat(ids) == self.vision.image_token_id
-            rows = rows.masked_scatter(is_picture[:, None], self._rows_of(pictures))
-        return self.inner.encode(operations, rows, list(map(len, inputs)))
-
-    def _rows_of(self, pictures: Sequence[Picture]) -> torch.Tensor:
-        """The tower's output for all pictures, [n, hidden]."""
-        parts = self.tower.parts(pictures, self.vision.pixels, TorchTowerOperations())
-        while True:
-            try:
-                next(parts)
-            except StopIteration as done:
-                return torch.cat(done.value)
+            rows = rows.masked_scatter(is_picture[:, None], torch.cat(found))
+        return (yield from self.inner.encode(operations, rows, list(map(len, inputs))))

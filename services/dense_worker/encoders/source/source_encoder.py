@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,11 +95,19 @@ class Body(Protocol):
     def num_rows(self, source: torch.Tensor) -> int:
         """The rows of an input."""
 
+    def num_inner_rows(self, source: torch.Tensor) -> int:
+        """The most rows that a layer computes of an input."""
+
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """All parameters by their names within it."""
 
-    def forward(self, operations: Operations, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The encoder's output for all inputs, one after the other: [n, hidden]."""
+    def parts(
+        self, operations: Operations, inputs: Sequence[torch.Tensor], max_products: int
+    ) -> Generator[None, None, torch.Tensor]:
+        """The encoder's output for all inputs, one after the other: [n, hidden].
+
+        Yields after each layer. A layer of very many rows yields after about so many products of two numbers.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,10 @@ class SequenceEncoder:
         """The rows of an input."""
         return self.rows.num_rows(source)
 
+    def num_inner_rows(self, source: torch.Tensor) -> int:
+        """The same."""
+        return self.num_rows(source)
+
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """All parameters, such as ("layers.0.qkv_weight", ...)."""
         for parameter in (*parameters(self.rows), *parameters(self.attention), *parameters(self.norm)):
@@ -123,18 +135,24 @@ class SequenceEncoder:
             for parameter in parameters(part):
                 yield f"layers.{index}.{parameter.name}", parameter
 
-    def forward(self, operations: Operations, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """inputs: what `rows` takes -> the encoder's output for all inputs, one after the other: [n, hidden]."""
-        return self.encode(operations, self.rows.forward(inputs), [self.num_rows(each) for each in inputs])
+    def parts(
+        self, operations: Operations, inputs: Sequence[torch.Tensor], max_products: int
+    ) -> Generator[None, None, torch.Tensor]:
+        """inputs: what `rows` takes."""
+        lengths = [self.num_rows(each) for each in inputs]
+        return (yield from self.encode(operations, self.rows.forward(inputs), lengths))
 
-    def encode(self, operations: Operations, rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """The output for rows of inputs of these lengths, [n, hidden] -> [n, hidden]."""
+    def encode(
+        self, operations: Operations, rows: torch.Tensor, lengths: Sequence[int]
+    ) -> Generator[None, None, torch.Tensor]:
+        """The output for rows of inputs of these lengths, [n, hidden] -> [n, hidden]; yields after each layer."""
         sequences = PackedSequences(lengths, rows.device)
         bias = self.attention.distance_bias(sequences.max_length)
         residual = Residual(rows)
         for layer in self.layers:
             qkv, residual = layer.before.forward(operations, residual, None)
             residual = layer.after.forward(operations, self.attention.forward(qkv, sequences, bias), residual)
+            yield
         return operations.normalize(residual, self.norm)[1]
 
 

@@ -1,12 +1,14 @@
 """`SwinEncoder`: reads pictures for the cross attention of a decoder, as Donut (arXiv:2111.15664) and Nougat do.
 
 Patches see each other in windows (arXiv:2103.14030), which are shifted by half their side in every second layer.
-Pictures run one after another, and windows in groups, so that memory does not grow with their number.
+Pictures run one after another, and windows and rows in groups: memory does not grow with their number, and steps can be
+run between two groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,25 +88,36 @@ class SwinLayer:
     is_shifted: bool
     activation: MlpActivation
 
-    def forward(self, x: torch.Tensor, windows: Windows) -> torch.Tensor:
-        """x [rows, columns, hidden] -> the same shape"""
+    def parts(self, x: torch.Tensor, windows: Windows, max_products: int) -> Generator[None, None, torch.Tensor]:
+        """x [rows, columns, hidden] -> the same shape; yields after about so many products."""
         inside = windows.split(self.attention_norm.normalize(x))
-        x = x + windows.join(self._attend(inside, windows.mask(x), windows.size))
-        parts = self.mlp_norm.normalize(x).flatten(0, 1).split(MAX_MLP_ROWS)
-        added = torch.cat([multiply(self.down, self.activation.apply(multiply(self.up, part))) for part in parts])
-        return x + added.view(x.shape)
+        yield
+        attended = yield from self._attend(inside, windows.mask(x), windows.size, max_products)
+        x = x + windows.join(attended)
+        normed, added = self.mlp_norm.normalize(x).flatten(0, 1), []
+        yield
+        most = min(MAX_MLP_ROWS, max_products // (2 * self.up.out_features * x.shape[2]))
+        for some in normed.split(max(1, most)):
+            added.append(multiply(self.down, self.activation.apply(multiply(self.up, some))))
+            yield
+        return x + torch.cat(added).view(x.shape)
 
-    def _attend(self, x: torch.Tensor, mask: torch.Tensor | None, size: int) -> torch.Tensor:
+    def _attend(
+        self, x: torch.Tensor, mask: torch.Tensor | None, size: int, max_products: int
+    ) -> Generator[None, None, torch.Tensor]:
         """x [num_windows, size ** 2, hidden] -> the same shape; mask: as `Windows.mask` has it"""
-        num_rows = x.shape[1]
+        _, num_rows, hidden = x.shape
         bias = self.biases.data[relative_places(size, x.device)].permute(2, 0, 1)
-        most, found = max(1, MAX_SCORES // (self.num_heads * num_rows**2)), []
+        num_products = num_rows * hidden * (4 * hidden + 2 * num_rows)  # of a window
+        most = max(1, min(MAX_SCORES // (self.num_heads * num_rows**2), max_products // num_products))
+        found = []
         for first in range(0, len(x), most):
             some = x[first : first + most]
             qkv = multiply(self.qkv, some).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
             added = bias if mask is None else bias + mask[first : first + most]
             seen = F.scaled_dot_product_attention(*qkv, attn_mask=added.expand(len(some), -1, -1, -1))
             found.append(multiply(self.o, seen.transpose(1, 2).flatten(2)))
+            yield
         return torch.cat(found)
 
 
@@ -123,11 +136,16 @@ class Merging:
     norm: Norm
     reduction: Linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, columns, hidden] -> [rows / 2, columns / 2, 2 * hidden], rounded up"""
+    def parts(self, x: torch.Tensor, max_products: int) -> Generator[None, None, torch.Tensor]:
+        """x [rows, columns, hidden] -> [rows / 2, columns / 2, 2 * hidden], rounded up; yields after so many products.
+        """
         padded = F.pad(x, (0, 0, 0, x.shape[1] % 2, 0, x.shape[0] % 2))
-        corners = [padded[row::2, column::2] for column in range(2) for row in range(2)]
-        return multiply(self.reduction, self.norm.normalize(torch.cat(corners, dim=-1)))
+        corners = torch.cat([padded[row::2, column::2] for column in range(2) for row in range(2)], dim=-1)
+        most, found = max(1, max_products // (8 * x.shape[2] ** 2)), []
+        for some in corners.flatten(0, 1).split(most):
+            found.append(multiply(self.reduction, self.norm.normalize(some)))
+            yield
+        return torch.cat(found).unflatten(0, corners.shape[:2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +163,10 @@ class SwinEncoder:
         """The rows of an input."""
         return self.config.num_outputs
 
+    def num_inner_rows(self, source: torch.Tensor) -> int:
+        """Its patches."""
+        return math.prod(self.config.grid(0))
+
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """All parameters, such as ("stages.0.1.qkv_weight", ...)."""
         for parameter in (self.patch_embedding, self.patch_bias, *parameters(self.norm)):
@@ -157,23 +179,29 @@ class SwinEncoder:
                 for parameter in parameters(part):
                     yield f"{name}.{parameter.name}", parameter
 
-    def forward(self, operations: Operations, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def parts(
+        self, operations: Operations, inputs: Sequence[torch.Tensor], max_products: int
+    ) -> Generator[None, None, torch.Tensor]:
         """inputs: [3, height, width] each, in the model's dtype -> [inputs * num_outputs, hidden]"""
-        return torch.cat([self._read(each) for each in inputs])
+        found = []
+        for each in inputs:
+            found.append((yield from self._read(each, max_products)))
+        return torch.cat(found)
 
-    def _read(self, image: torch.Tensor) -> torch.Tensor:
+    def _read(self, image: torch.Tensor, max_products: int) -> Generator[None, None, torch.Tensor]:
         size = self.config.patch_size
         whole = F.pad(image, (0, -image.shape[2] % size, 0, -image.shape[1] % size))
         patches = patches_of(whole, size).flatten(2)
         x = self.norm.normalize(F.linear(patches, self.patch_embedding.data, self.patch_bias.data))
+        yield
         for stage, layers in enumerate(self.stages):
             grid, side = (x.shape[0], x.shape[1]), self.config.window_size
             # A grid that is one window along a side is not shifted at all.
             shift = side // 2 if min(grid) > side else 0
             for layer in layers:
-                x = layer.forward(x, Windows(grid, side, shift if layer.is_shifted else 0))
+                x = yield from layer.parts(x, Windows(grid, side, shift if layer.is_shifted else 0), max_products)
             if stage < len(self.merging):
-                x = self.merging[stage].forward(x)
+                x = yield from self.merging[stage].parts(x, max_products)
         return x.flatten(0, 1)
 
 

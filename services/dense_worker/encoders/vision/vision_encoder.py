@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from services.common.vision.layout import Layout
 from services.common.vision.vision_config import PixelScale
-from services.dense_worker.encoders.encoder import Encoded
+from services.dense_worker.encoders.run_in_parts import RunInParts
 from services.dense_worker.encoders.vision.load import Tower
 from services.dense_worker.encoders.vision.operations import TorchTowerOperations, TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
-
-MIN_PART_S = 0.02  # on a CPU: a part ends with the layer in which so much time is over
 
 
 class VisionEncoder:
@@ -51,39 +48,6 @@ class VisionEncoder:
         """Of its rows of the prompt."""
         return self._tower.config.num_outputs(each.shape) * self._row_bytes
 
-    def begin(self, inputs: Sequence[Picture]) -> VisionRun:
+    def begin(self, inputs: Sequence[Picture]) -> RunInParts:
         """A run of the tower for all pictures together."""
-        return VisionRun(self._tower.parts(inputs, self._pixels, self._operations), self._stream)
-
-
-class VisionRun:
-    """On a GPU it has one part, which is enqueued beside the steps. On a CPU, where steps wait, it has several."""
-
-    def __init__(self, parts: Generator[None, None, list[torch.Tensor]], stream: torch.cuda.Stream | None) -> None:
-        self._parts = parts
-        self._stream = stream
-
-    @torch.inference_mode()
-    def advance(self) -> list[Encoded] | None:
-        """Computes or enqueues the next layers."""
-        if self._stream is None:
-            rows = self._run(time.monotonic() + MIN_PART_S)
-            return None if rows is None else [Encoded(each.clone()) for each in rows]
-        with torch.cuda.stream(self._stream):
-            rows = self._run(None)
-            assert rows is not None, "it has run to its end"
-            # Each picture gets memory of its own, because they are forgotten one by one.
-            rows = [each.clone() for each in rows]
-            done = self._stream.record_event()
-        return [Encoded(each, done) for each in rows]
-
-    def _run(self, end_s: float | None) -> list[torch.Tensor] | None:
-        """Runs until the tower ends, or a layer does after `end_s`. Returns the rows of each picture, if it has ended.
-        """
-        try:
-            next(self._parts)
-            while end_s is None or time.monotonic() < end_s:
-                next(self._parts)
-        except StopIteration as ended:
-            return ended.value
-        return None
+        return RunInParts(self._tower.parts(inputs, self._pixels, self._operations), self._stream)

@@ -1,11 +1,13 @@
-"""`SourceFeature`: runs the encoder before the layers of a step that writes its output to the KV cache.
+"""`SourceFeature`: the encoder of a model whose decoder has cross attention. It runs between steps.
 
-For each layer with cross attention its keys and values cross the seam like the rows of a step: the attention worker
-stores them, and keeps them for all sequences of equal input. Some sequences report how they attend to it.
+Before the layers of a sequence's first step its output crosses the seam, for each layer with cross attention as keys
+and values: the attention worker stores them, and keeps them for all sequences of equal input. Some sequences report how
+they attend to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,10 +20,13 @@ from services.common.encoders.source_pieces import source_pieces
 from services.common.errors import InvalidRequest
 from services.common.families.shape import LayerHeads
 from services.common.vision.layout import PictureShape
+from services.dense_worker.encoders.encoder import EncoderCounts
+from services.dense_worker.encoders.encoder_runs import EncoderRuns
 from services.dense_worker.encoders.source.picture_tokens import SourceTokens
+from services.dense_worker.encoders.source.runnable_encoder import SourceInput
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
-from services.dense_worker.encoders.vision.picture import scale_pixels
-from services.dense_worker.features.feature import Feature
+from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.images.received_pictures import ReceivedPictures
 from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.source.alignment import Alignment
@@ -33,7 +38,9 @@ from services.pb import source_pb2
 
 if TYPE_CHECKING:
     from services.common.families.shape import EncoderConfig, ModelConfig, SwinConfig
-    from services.common.vision.vision_config import PixelScale, VisionConfig
+    from services.common.vision.vision_config import VisionConfig
+    from services.dense_worker.engine.sequence import Sequence
+    from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.pb import dense_pb2
     from services.step import SequenceSpec, StepResult
 
@@ -48,17 +55,16 @@ class AlignedTokens:
 
     alignment: Alignment
     tokens: TokenRows
-    input_index: int | None  # of the input whose output the step writes for them; None: an earlier step did
+    output: torch.Tensor | None  # of the encoder, in the first step
 
 
 @dataclass(slots=True)
 class SourceRows(StepPart):
-    """A step that writes the outputs for these inputs, in the order of its plan, or has tokens that report."""
+    """A step that writes these outputs of the encoder, in the order of its plan, or has tokens that report."""
 
     encoder: SourceEncoder
     layers: dict[int, LayerHeads]  # with cross attention, by their numbers, in order
-    inputs: SequenceOf[torch.Tensor | SourceTokens]
-    pixels: PixelScale | None  # of pictures
+    outputs: SequenceOf[torch.Tensor]  # [num_rows, hidden] each
     aligned: SequenceOf[AlignedTokens]
     _found: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (seq_id, its answer, on the host)
 
@@ -67,19 +73,13 @@ class SourceRows(StepPart):
         return bool(self.aligned)
 
     def before_layers(self, channel: Channel) -> None:
-        """Runs the encoder, and hands over keys and values of its output layer by layer."""
-        if not self.inputs:
-            return
+        """Hands over keys and values of the outputs, layer by layer."""
         operations, first = TorchOperations(), 0
-        if self.pixels is None:
-            inputs = [_to_device(each, channel.qkv) for each in self.inputs]
-        else:
-            like = channel.qkv.device, channel.qkv.dtype
-            inputs = [scale_pixels(each, self.pixels, *like)[0] for each in self.inputs]
-        lengths = [self.encoder.body.num_rows(each) for each in inputs]
-        output = self.encoder.body.forward(operations, inputs)
-        self._give_keys(operations, output.split(lengths))
-        for pieces in source_pieces(lengths, len(channel.qkv)):
+        self._give_keys(operations)
+        if not self.outputs:
+            return
+        output = torch.cat(list(self.outputs))
+        for pieces in source_pieces(list(map(len, self.outputs)), len(channel.qkv)):
             num_rows = sum(piece.num_rows for piece in pieces)
             for rows in self.encoder.keys_and_values(operations, output[first : first + num_rows]):
                 rows_of_layer(channel.qkv[:num_rows], rows.shape[1]).copy_(rows)
@@ -87,14 +87,13 @@ class SourceRows(StepPart):
                 channel.wait(Flag.ATTENTION_READY)
             first += num_rows
 
-    def _give_keys(self, operations: TorchOperations, outputs: SequenceOf[torch.Tensor]) -> None:
+    def _give_keys(self, operations: TorchOperations) -> None:
         """Gives alignments the keys of their encoders' outputs."""
         for each in self.aligned:
-            if each.input_index is not None:
+            if each.output is not None:
                 for layer, projection in zip(self.layers, self.encoder.cross_kv, strict=True):
                     if layer in each.alignment.layers:
-                        rows = operations.linear(projection, outputs[each.input_index])
-                        each.alignment.take_keys(layer, rows)
+                        each.alignment.take_keys(layer, operations.linear(projection, each.output))
 
     def take_layer(self, layer: int, rows: torch.Tensor) -> None:
         if layer not in self.layers:
@@ -124,15 +123,24 @@ class SourceFeature(Feature):
         encoder: SourceEncoder | None,
         model: ModelConfig,
         received: ReceivedPictures,
-        pixels: PixelScale | None,
+        runs: EncoderRuns[SourceInput] | None,
     ) -> None:
-        """received: the pictures that gateways send; pixels: how an encoder of pictures reads them, None for others"""
+        """received: the pictures that gateways send; runs: of the encoder; None: there is none"""
         self._encoder = encoder
         self._config = model.encoder
         self._scale = model.attention.scale
         self._layers = {layer: model.attention.layer_heads[layer] for layer in model.cross_layers}
-        self._received, self._pixels = received, pixels
+        self._received, self._runs = received, runs
         self._readers = Readers()
+
+    def start(self, post: Callable[[Event], None]) -> None:
+        """The encoder can run from now on."""
+        if self._runs is not None:
+            self._runs.start(post)
+
+    def encoder_counts(self) -> EncoderCounts | None:
+        """What the encoder does."""
+        return None if self._runs is None else self._runs.counts
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceSource | None:
         """What the encoder reads. Raises `InvalidRequest` if the model cannot read it, or has no encoder."""
@@ -142,42 +150,50 @@ class SourceFeature(Feature):
             raise InvalidRequest("the model has an encoder, and the sequence has no input for it", "prompt")
         if self._config is None:
             raise InvalidRequest("the sequence has an input for an encoder, and the model has none", "prompt")
+        assert self._runs is not None, "the model has an encoder"
         message = source_pb2.Source.FromString(spec.features[NAME])
         num_rows = self._config.max_source_len
         if self._config.swin is not None:
-            source = self._read_picture(message, self._config.swin, stream)
+            data = self._read_picture(message, self._config.swin, stream)
         elif self._config.vocab_size:
-            source = _read_tokens(message, self._config)
-            num_rows = len(source)
+            data = _read_tokens(message, self._config)
+            num_rows = len(data)
             if self._config.pictures is not None:
-                source = self._read_pictures_among(source, message, self._config.pictures, stream)
+                data = self._read_pictures_among(data, message, self._config.pictures, stream)
         else:
-            source = _read_sound(message, self._config)
+            data = _read_sound(message, self._config)
         if num_rows != spec.source.num_rows:
             raise InvalidRequest(f"the encoder makes {num_rows} rows of it, not {spec.source.num_rows}", "prompt")
-        return SequenceSource(source, num_rows, self._readers, self._read_alignment(spec))
+        source, alignment = SourceInput(spec.source.hash, data, num_rows), self._read_alignment(spec)
+        return SequenceSource(source, self._runs, self._readers, alignment, has_run=bool(submit.output_token_ids))
+
+    def provide(self, waiting: WaitingQueue, oldest_step_id: int | None) -> Iterable[Sequence]:
+        """Runs the encoder for inputs of parked sequences."""
+        return () if self._runs is None else self._runs.run(waiting, oldest_step_id)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> SourceRows | None:
-        """The inputs of the outputs that the step writes, and the tokens that report; mostly none."""
+        """The outputs that the step writes, and the tokens that report; mostly none."""
         if not step.extra_rows and not self._readers.num_aligned:
             return None
         places = {seq_id: index for index, (seq_id, _) in enumerate(step.extra_rows)}
-        inputs, aligned = dict[int, torch.Tensor | SourceTokens](), []
+        outputs, aligned = dict[int, torch.Tensor](), []
         for index, feature in zip(rows.indexes.tolist(), rows.features, strict=True):
+            encoded, feature.output = feature.output, None
+            output = None if encoded is None else encoded.on_stream()
             place = places.get(int(step.entries.seq_ids[index]))
             if place is not None:
-                inputs[place] = feature.source
+                assert output is not None, "the step is planned with it"
+                outputs[place] = output
             if feature.alignment is not None:
-                aligned.append(AlignedTokens(feature.alignment, computed_tokens(step, index), place))
-        if not inputs and not aligned:
+                aligned.append(AlignedTokens(feature.alignment, computed_tokens(step, index), output))
+        if not outputs and not aligned:
             return None
         assert self._encoder is not None, "the model has an encoder"
-        inputs_of_step = [inputs[place] for place in range(len(places))]
-        return SourceRows(self._encoder, self._layers, inputs_of_step, self._pixels, aligned)
+        return SourceRows(self._encoder, self._layers, [outputs[place] for place in range(len(places))], aligned)
 
-    def _read_picture(self, message: source_pb2.Source, config: SwinConfig, stream: int) -> torch.Tensor:
+    def _read_picture(self, message: source_pb2.Source, config: SwinConfig, stream: int) -> Picture:
         shape = PictureShape(1, config.height, config.width, config.height, config.width, config.num_outputs)
-        return self._received.one(message.picture.hex(), shape, stream).tiles
+        return self._received.one(message.picture.hex(), shape, stream)
 
     def _read_pictures_among(
         self, ids: torch.Tensor, message: source_pb2.Source, vision: VisionConfig, stream: int
@@ -234,12 +250,3 @@ def _read_sound(message: source_pb2.Source, config: EncoderConfig) -> torch.Tens
             "file",
         )
     return torch.from_numpy(np.frombuffer(message.log_mel, "<f4").astype(np.float32).reshape(shape))
-
-
-def _to_device(source: torch.Tensor | SourceTokens, like: torch.Tensor) -> torch.Tensor | SourceTokens:
-    """An input on the device, tokens as they are and sound in the model's dtype; a tower uploads its pictures."""
-    if isinstance(source, SourceTokens):
-        return SourceTokens(_to_device(source.ids, like), source.pictures)
-    if like.device.type != "cpu":
-        source = source.pin_memory().to(like.device, non_blocking=True)
-    return source.to(like.dtype) if source.is_floating_point() else source

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,18 @@ from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.servicer import describe_opened
 from services.common.families.shape import LayerHeads
 from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
+from services.dense_worker.encoders.encoder import Encoder
+from services.dense_worker.encoders.encoder_runs import EncoderRuns
+from services.dense_worker.encoders.run_in_parts import RunInParts
+from services.dense_worker.encoders.source.runnable_encoder import SourceInput
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
+from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.engine.waiting_queue import WaitingQueue
+from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.source.alignment import Alignment
 from services.dense_worker.features.source.sequence_source import Readers, SequenceSource
 from services.pb import source_pb2
@@ -38,15 +47,69 @@ from tests.unit.dense_worker.engine.test_scheduler import (
 MAX_SOURCE_LEN = 40
 
 
+class OneRowEncoder:
+    """An encoder whose output for all inputs is one row; it writes down which it has computed."""
+
+    def __init__(self) -> None:
+        self.computed: list[str] = []
+
+    def size(self, each: SourceInput) -> int:
+        return each.num_rows
+
+    def output_bytes(self, each: SourceInput) -> int:
+        return 4
+
+    def begin(self, inputs: Iterable[SourceInput]) -> RunInParts:
+        def parts() -> Generator[None, None, list[torch.Tensor]]:
+            self.computed += [each.hash for each in inputs]
+            yield
+            return [torch.zeros(1) for _ in inputs]
+
+        return RunInParts(parts(), None)
+
+
+class RunningEncoder(Feature):
+    """What `SourceFeature` does between steps."""
+
+    sequence_type = SequenceSource
+
+    def __init__(self, runs: EncoderRuns[SourceInput]) -> None:
+        self._runs = runs
+
+    def provide(self, waiting: WaitingQueue, oldest_step_id: int | None) -> Iterable[Sequence]:
+        return self._runs.run(waiting, oldest_step_id)
+
+
+def new_runs(encoder: Encoder[SourceInput] | None = None) -> EncoderRuns[SourceInput]:
+    return EncoderRuns("source", encoder or OneRowEncoder(), 2**20, 2**20)
+
+
+def new_scheduler(
+    limits: SchedulerLimits, runs: EncoderRuns[SourceInput], placement: Placement | None = None
+) -> Scheduler:
+    scheduler = Scheduler(limits, features=[RunningEncoder(runs)], placement=placement)
+    runs.start(scheduler.handle)
+    return scheduler
+
+
 class SourceCluster(Cluster):
     """The same with a slot for each sequence's output of an encoder. The cache gets plans and openings in their order.
     """
 
-    def __init__(self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        encoder: Encoder[SourceInput] | None = None,
+    ) -> None:
         super().__init__(policy, num_blocks, max_num_seqs, budget)
         slots = SourceSlots(max_num_seqs, MAX_SOURCE_LEN)
         self.cache = build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, sources=slots)
         attachment = replace(new_session(self.cache).attachment, max_num_sequences=max_num_seqs)
+        self.runs = new_runs(encoder)
+        self.scheduler = new_scheduler(self.limits, self.runs)
         self.scheduler.begin(Session(attachment))
         self._steps = deque[PlannedStep]()
 
@@ -79,13 +142,34 @@ def check_tokens(plan: StepPlan, budget: int) -> None:
     assert {seq_id for seq_id, _ in plan.extra_rows} <= set(seq_ids), "who reads an output has it written"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the sequences of a worker share."""
+
+    runs: EncoderRuns[SourceInput] = field(default_factory=new_runs)
+    readers: Readers = field(default_factory=Readers)
+
+    def feature(
+        self, source: int, num_rows: int, data: torch.Tensor | None = None, **options: Any
+    ) -> SequenceSource:
+        read = SourceInput(f"{source:064x}", torch.zeros(1) if data is None else data, num_rows)
+        return SequenceSource(read, self.runs, self.readers, **options)
+
+
 def reader(
-    readers: Readers, seq_id: int, prompt_len: int, max_tokens: int, source: int, num_rows: int, priority: int = 0
+    reading: Reading,
+    seq_id: int,
+    prompt_len: int,
+    max_tokens: int,
+    source: int,
+    num_rows: int,
+    priority: int = 0,
+    **options: Any,
 ) -> Sequence:
     """A sequence that reads the encoder's output for input number `source`."""
     sequence = make_sequence(seq_id, prompt_len, max_tokens)
     ask(sequence, source=SourceRef(f"{source:064x}", num_rows), priority=priority)
-    sequence.features = (SequenceSource(torch.zeros(1), num_rows, readers),)
+    sequence.features = (reading.feature(source, num_rows, **options),)
     return sequence
 
 
@@ -120,10 +204,10 @@ def test_no_plan_has_an_entry_without_tokens_or_is_longer_than_its_budget(
     budget: int,
 ) -> None:
     cluster, sequences, cancels = SourceCluster(policy, num_blocks, max_num_seqs, budget), [], {}
-    readers = Readers()
+    reading = Reading(cluster.runs)
     num_steps = 0
     for seq_id, (prompt_len, max_tokens, source, gap, cancel_after) in enumerate(arrivals, start=1):
-        sequences.append(reader(readers, seq_id, prompt_len, max_tokens, source, lengths[source]))
+        sequences.append(reader(reading, seq_id, prompt_len, max_tokens, source, lengths[source]))
         cluster.scheduler.add(sequences[-1])
         if cancel_after is not None:
             cancels[seq_id] = num_steps + cancel_after
@@ -140,11 +224,11 @@ def test_no_plan_has_an_entry_without_tokens_or_is_longer_than_its_budget(
 
 @pytest.mark.parametrize(("sources", "in_cache"), [((1, 1), ()), ((1, 2), (2,))])
 def test_a_long_sound_leaves_no_tokens_to_others_in_its_step(sources: tuple[int, int], in_cache: tuple[int]) -> None:
-    scheduler = Scheduler(SchedulerLimits(8, 512, 448, 1000, "guaranteed_no_evict"))
+    reading = Reading()
+    scheduler = new_scheduler(SchedulerLimits(8, 512, 448, 1000, "guaranteed_no_evict"), reading.runs)
     scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sequences=8)))
-    readers = Readers()
     for seq_id, source in enumerate(sources, start=1):
-        scheduler.add(reader(readers, seq_id, 4, 10, source, 1500))
+        scheduler.add(reader(reading, seq_id, 4, 10, source, 1500))
     for sequence in scheduler.next_to_open():
         scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_extra_rows=sequence.seq_id in in_cache))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -162,11 +246,11 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
         num_named += 1
         return prefix_key.fget(spec)
 
-    scheduler = Scheduler(SchedulerLimits(60, 512, 448, 1000, "guaranteed_no_evict"))
+    reading = Reading()
+    scheduler = new_scheduler(SchedulerLimits(60, 512, 448, 1000, "guaranteed_no_evict"), reading.runs)
     scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sequences=60)))
-    readers = Readers()
     for seq_id in range(1, 61):
-        scheduler.add(reader(readers, seq_id, 1, 10, seq_id, 1500))
+        scheduler.add(reader(reading, seq_id, 1, 10, seq_id, 1500))
     for sequence in scheduler.next_to_open():  # the cache has every other output
         scheduler.opened(SequenceOpened(sequence.seq_id, 0, 0, 0, 0, has_extra_rows=sequence.seq_id % 2 == 0))
     monkeypatch.setattr(SequenceSpec, "prefix_key", property(count))
@@ -175,11 +259,11 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
 
 
 def test_an_output_stays_in_the_cache_for_those_that_count_on_it_in_a_plan() -> None:
-    scheduler = Scheduler(SchedulerLimits(3, 8, 448, 1000, "max_utilization"))
+    reading = Reading()
+    scheduler = new_scheduler(SchedulerLimits(3, 8, 448, 1000, "max_utilization"), reading.runs)
     scheduler.begin(Session(Attachment(1, 1, {}, 4, 100, 100, {}, 448, max_num_sequences=3)))
-    readers = Readers()
-    writer, heir = reader(readers, 1, 20, 2, 1, 4), reader(readers, 3, 2, 2, 1, 4, priority=-2)
-    other = reader(readers, 2, 4, 2, 2, 2, priority=-1)
+    writer, heir = reader(reading, 1, 20, 2, 1, 4), reader(reading, 3, 2, 2, 1, 4, priority=-2)
+    other = reader(reading, 2, 4, 2, 2, 2, priority=-1)
     open_in(scheduler, writer)
     first = scheduler.schedule()
     assert first is not None and first.plan.extra_rows == ((1, 4),)
@@ -195,12 +279,12 @@ def test_an_output_stays_in_the_cache_for_those_that_count_on_it_in_a_plan() -> 
 
 
 def test_each_cache_gets_an_output_of_its_own() -> None:
-    scheduler = Scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), placement=SpreadPlacement())
+    reading = Reading()
+    scheduler = new_scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), reading.runs, SpreadPlacement())
     others = (AttachedCache(1, 100, 100, {}),)
     attached = Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sequences=8, others=others)
     scheduler.begin(Session(attached))
-    readers = Readers()
-    sequences = [reader(readers, seq_id, 2, 10, 1, 8) for seq_id in (1, 2)]
+    sequences = [reader(reading, seq_id, 2, 10, 1, 8) for seq_id in (1, 2)]
     for sequence in sequences:
         open_in(scheduler, sequence)
     assert [sequence.cache_id for sequence in sequences] == [0, 1], "for this test they are in different caches"
@@ -208,19 +292,65 @@ def test_each_cache_gets_an_output_of_its_own() -> None:
     assert planned is not None and planned.plan.extra_rows == ((1, 8), (2, 8))
 
 
-def test_a_sequence_with_an_alignment_has_the_encoder_run_for_it_alone() -> None:
-    """Though the cache has the output, and another sequence keeps it there."""
-    scheduler = Scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"))
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_sequence_with_an_alignment_has_the_output_in_its_first_step(is_written: bool) -> None:
+    """Though the cache has it, or another sequence of the same step writes it."""
+    reading = Reading()
+    scheduler = new_scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), reading.runs)
     scheduler.begin(Session(Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sequences=8)))
-    readers = Readers()
-    first, aligned = (reader(readers, seq_id, 2, 10, 1, 8) for seq_id in (1, 2))
     request = source_pb2.Alignment(num_rows=8, heads=[source_pb2.AlignmentHead()], filter_width=7)
     alignment = Alignment(request, 2, {1: LayerHeads(1, 1, 8, is_cross=True)}, None)
-    aligned.features = (SequenceSource(torch.zeros(1), 8, readers, alignment),)
+    first = reader(reading, 1, 2, 10, 1, 8)
+    aligned = reader(reading, 2, 2, 10, 1, 8, alignment=alignment, has_run=True)
     open_in(scheduler, first)
-    open_in(scheduler, aligned, has_extra_rows=True)
+    if is_written:
+        assert scheduler.schedule().plan.extra_rows == ((1, 8),)
+    open_in(scheduler, aligned, has_extra_rows=is_written)
     planned = scheduler.schedule()
-    assert planned is not None and planned.plan.extra_rows == ((1, 8), (2, 8))
+    assert planned.plan.extra_rows == (() if is_written else ((1, 8),))
+    assert all(each.features[0].output is not None for each in (first, aligned))
+    assert len(reading.runs._encoder.computed) == 1
+
+
+@pytest.mark.parametrize("is_in_cache", [True, False])
+def test_a_sequence_that_has_run_waits_for_the_encoder_only_if_the_cache_lacks_its_output(is_in_cache: bool) -> None:
+    cluster = SourceCluster("guaranteed_no_evict", 40, 2, 40)
+    reading = Reading(cluster.runs)
+    if is_in_cache:
+        cluster.scheduler.add(reader(reading, 1, 4, 3, 1, 8))
+        cluster.run_until_idle()
+        cluster.runs._outputs.clear()
+    computed = cluster.runs._encoder.computed
+    num_before = len(computed)
+    sequence = reader(reading, 2, 4, 6, 1, 8, has_run=True)
+    cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+    assert len(computed) - num_before == (0 if is_in_cache else 1)
+
+
+def test_preempted_sequences_take_the_output_that_the_cache_still_has() -> None:
+    """And a new attention worker, which has none, gets it anew."""
+    cluster = SourceCluster("max_utilization", 40, 2, 40)
+    reading = Reading(cluster.runs)
+    sequence = reader(reading, 1, 4, 30, 1, 8)
+    cluster.scheduler.add(sequence)
+    for _ in range(4):
+        cluster.step()
+    assert sequence.output_token_ids and not sequence.features[0].pin, "what the cache has is not kept here as well"
+    cluster.runs._outputs.clear()
+    cluster.scheduler._residency.preempt(sequence)
+    for _ in range(6):
+        cluster.step()
+    assert len(cluster.runs._encoder.computed) == 1
+    slots = SourceSlots(2, MAX_SOURCE_LEN)
+    cluster.in_flight = None
+    cluster._steps.clear()
+    cluster.cache = build_cache(40, BLOCK_SIZE, MAX_MODEL_LEN, sources=slots)
+    cluster.scheduler.begin(Session(replace(new_session(cluster.cache).attachment, max_num_sequences=2)))
+    cluster.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+    assert len(cluster.runs._encoder.computed) == 2
 
 
 def open_in(scheduler: Scheduler, sequence: Sequence, *, has_extra_rows: bool = False) -> None:

@@ -13,6 +13,7 @@ from services.dense_worker.features.source.alignment import Alignment
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.gateway.sound.word_times import token_steps
 from services.pb import source_pb2
+from tests.support.dense.encoder_output import output_of
 from tests.support.dense.whole_model import WholeModel
 from tests.support.speech import ALIGNMENT_HEADS, ENGLISH, RATE, START, TRANSCRIBE, make_speech_model, sound_of
 
@@ -52,7 +53,7 @@ def test_times_of_tokens_are_those_of_transformers(seconds: float, seed: int, tm
     alignment, operations = Alignment(request, len(tokens), layers, None), TorchOperations()
     encoder, answers, position = model.weights.encoder, [], 0
     with torch.inference_mode():
-        output = encoder.body.forward(operations, [source])
+        output = output_of(encoder.body, [source])
         for layer, rows in zip(layers, encoder.keys_and_values(operations, output), strict=True):
             if layer in alignment.layers:
                 alignment.take_keys(layer, rows)
