@@ -234,7 +234,8 @@ class SchedulerSection(Section):
     """The size of a step, and the order of sequences."""
 
     max_num_seqs: Count = 64  # maximum number of sequences in one step
-    max_num_batched_tokens: Count = 512  # maximum number of tokens in one step
+    # maximum number of tokens in one step; on a CPU prompts beside streams get fewer, so that it takes about 0.15 s
+    max_num_batched_tokens: Count = 512
     # micro-batches in flight. 2: while one half of the sequences is in its attention stroke, the other half is in its
     # dense stroke; for workers on different GPUs or different CPU cores. With dense.pipeline_parallel_size, as many as
     # there are stages: then all of them work at the same time (docs/several-gpus.md)

@@ -177,7 +177,9 @@ class DenseWorker:
         drafting = self.drafting()
         self._registry.register(drafting.counts)
         engine = self._engine = Engine(
-            scheduler_limits(config, model.resolved.max_model_len),
+            scheduler_limits(
+                config, model.resolved.max_model_len, measures_steps=model.resolved.device.type == "cpu"
+            ),
             model.runner,
             self._client,
             deliver,
@@ -295,7 +297,7 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
     )
 
 
-def scheduler_limits(config: Config, max_model_len: int) -> SchedulerLimits:
+def scheduler_limits(config: Config, max_model_len: int, *, measures_steps: bool = False) -> SchedulerLimits:
     """The limits of steps and of the queue, from the config and the longest sequence in tokens."""
     scheduler = config.scheduler
     return SchedulerLimits(
@@ -307,4 +309,5 @@ def scheduler_limits(config: Config, max_model_len: int) -> SchedulerLimits:
         max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
         priority_ageing_s=scheduler.priority_ageing_s,
         return_timeout_s=config.peers.connect_timeout_s,
+        measures_steps=measures_steps,
     )

@@ -20,3 +20,4 @@ class SchedulerLimits:
     max_num_waiting_tokens: int = 10_000_000
     priority_ageing_s: float = 1.0
     return_timeout_s: float = 60.0  # in which an attention worker that has died comes back, or never
+    measures_steps: bool = False  # so that prompts do not make steps with streams long; see `PromptPace`

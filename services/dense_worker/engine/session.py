@@ -124,6 +124,7 @@ class Session:
         self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
         self.num_completed = 0  # number of completed steps
         self.last_step_s = 0.0  # how long the last completed step took
+        self.last_plan: StepPlan | None = None  # that of the last completed step
         self.is_leaving = False  # ends when no step is in flight; no new step begins
         self.has_ended = False
         self.num_errors = Counter[tuple[int, int]]()  # errors in the answers so far, by lane and cache_id
@@ -221,6 +222,7 @@ class Session:
         self.num_completed += 1
         lane.last_end_s = now_s
         self.last_step_s = now_s - step.begin_s
+        self.last_plan = step.published.plan
 
     def add(self, sequence: Sequence) -> None:
         """A sequence runs from now on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from services.dense_worker.engine.fairness.step_shares import (
@@ -26,6 +28,11 @@ from services.dense_worker.features.row_policy import RowPolicy
 
 MAX_HOST_S = 0.02  # what slow sequences of a step may take of the host in all; one of them may always run
 SLOW_S = 0.0005  # a sequence that takes less is in each step
+MAX_STEP_S = 0.15  # the next step may take longer than the last ones, and streams wait for all of it
+MIN_PROMPT_TOKENS = 32  # however long they take: with fewer, weights are read for too little
+FIRST_PROMPT_TOKENS = 128  # while no step has been measured
+_NUM_STEPS_KEPT = 8
+_LEAST_S = 1e-6  # that a step takes, by any clock
 
 
 class StepPlanner:
@@ -53,6 +60,7 @@ class StepPlanner:
         self._forks = forks
         self._residency = residency
         self._host_turns = HostTurns()
+        self._pace = PromptPace() if limits.measures_steps else None
         self._has_given_way = False  # whether the last step was only for newcomers
 
     def plan_step(self, suspect: Sequence | None) -> PlanBuilder | None:
@@ -68,6 +76,7 @@ class StepPlanner:
         decodes, prefills = self._find_others(suspect)
         if decodes or prefills:
             decodes, prefills = self._take_host_turns(decodes, prefills)
+        most_tokens = self._most_prompt_tokens(len(rows) + _num_rows(decodes)) if prefills else 0
         is_shared = self._waiting.has_several_clients
         if is_shared and session.running:
             if not self._has_given_way and self._awaits_newcomers():
@@ -87,8 +96,20 @@ class StepPlanner:
         self._drafting.begin_step(decodes, len(rows), most)
         self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
         if prefills:
-            self._plan_prefills(step, prefills, is_shared=is_shared)
+            self._plan_prefills(step, prefills, most_tokens, is_shared=is_shared)
         return step
+
+    def _most_prompt_tokens(self, num_rows: int) -> int:
+        """How many tokens of prompts the next step may have at most, while so many rows belong to streams.
+
+        Prompts that are computed as a whole, or with all rows of a policy, may have more.
+        """
+        if self._pace is None or not num_rows:
+            return self._limits.max_num_batched_tokens
+        plan = self._session.last_plan
+        if plan is not None and not plan.extra_rows:
+            self._pace.note(plan.num_tokens, self._session.last_step_s)
+        return self._pace.most_tokens(num_rows)
 
     def _find_others(self, suspect: Sequence | None) -> tuple[list[Sequence], list[Prefill]]:
         """The sequences without a row that need a single token, and those that need more, with their numbers.
@@ -226,19 +247,23 @@ class StepPlanner:
                 step.seq_ids.add(sequence.seq_id)
         step.decodes = session.rows.advance(np.array(slots, np.int64), np.array(has_grown, bool))
 
-    def _plan_prefills(self, step: PlanBuilder, prefills: list[Prefill], *, is_shared: bool) -> None:
-        """Divides the rest of the step among the sequences that are not decoded."""
+    def _plan_prefills(
+        self, step: PlanBuilder, prefills: list[Prefill], most_tokens: int, *, is_shared: bool
+    ) -> None:
+        """Divides the rest of the step, up to so many tokens, among the sequences that are not decoded."""
+        num_beside = max(0, step.num_tokens - most_tokens)  # of its tokens that none of them gets
         shares = None  # how many tokens each prompt gets; None: as many as are left
         if is_shared:
             num_planned = count_rows(entry.sequence for entry in step.planned)
             num_planned.update(self._session.rows.count_clients(step.decodes.rows.slots))
-            shares = divide_prefills(prefills, num_planned, step.num_tokens)
+            shares = divide_prefills(prefills, num_planned, step.num_tokens - num_beside)
             # A share may be less than one token for each row of a sequence: it needs the rest from those behind it.
             prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
-            if step.num_tokens < 1:
+            num_left = step.num_tokens - num_beside
+            if num_left < 1:
                 break
-            num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
+            num_tokens = min(num_remaining if shares is None else shares[sequence], num_left)
             for feature in sequence.features:
                 num_tokens = feature.chunk(sequence, num_tokens, step)
             if num_tokens:
@@ -325,3 +350,26 @@ class HostTurns:
 
 def _host_s(sequence: Sequence) -> float:
     return sum([feature.host_s for feature in sequence.features])
+
+
+class PromptPace:
+    """How many tokens of prompts a step on a CPU may have beside streams, which wait for all of it.
+
+    The budget of a step is a number of tokens, and how long they take depends on model, machine and context. So steps
+    with prompts are measured: the next one has as many tokens as take `MAX_STEP_S` at the slowest pace of the last
+    ones. In small steps a token takes hardly longer, so this caution costs little.
+    """
+
+    def __init__(self) -> None:
+        self._s_per_token = deque[float](maxlen=_NUM_STEPS_KEPT)
+
+    def note(self, num_tokens: int, step_s: float) -> None:
+        """A step with so many tokens has taken so long. One with few tells nothing of prompts."""
+        if num_tokens >= MIN_PROMPT_TOKENS:
+            self._s_per_token.append(max(step_s, _LEAST_S) / num_tokens)
+
+    def most_tokens(self, num_rows: int) -> int:
+        """Tokens of prompts in a step with so many rows of streams: at least as many as these."""
+        if not self._s_per_token:
+            return max(FIRST_PROMPT_TOKENS, num_rows)
+        return max(MIN_PROMPT_TOKENS, num_rows, int(MAX_STEP_S / max(self._s_per_token)) - num_rows)
