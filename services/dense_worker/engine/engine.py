@@ -530,7 +530,9 @@ def progress_of(session: Session, counts: EngineCounts, num_layers: int) -> Prog
             request_ids=tuple(session.request_ids.get(each, f"{each:x}") for each in plan.entries.seq_ids.tolist()),
             waits_for="attn_worker" if channel.is_waiting else "",
         )
-    # Between two steps the engine waits for an answer, or for blocks that other gateways may still claim.
-    if counts.num_running or counts.num_opening or (counts.num_waiting and session.claim_deadline_s is None):
+    # Between two steps the engine waits for an answer, or for blocks that other gateways may still claim. What waits
+    # for an attention worker that is missing is refused in time; a dense worker that starts again would not help it.
+    waits = counts.num_waiting and session.claim_deadline_s is None and not session.awaits_caches
+    if counts.num_running or counts.num_opening or waits:
         return Progress(counter, waits_for="attn_worker")
     return None

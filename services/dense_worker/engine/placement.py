@@ -34,6 +34,9 @@ class Placement(Protocol):
     def expect(self, num_blocks: int, until_s: float) -> None:
         """Some KV caches may be missing until then, on the monotonic clock; all together have so many blocks."""
 
+    def expect_less(self, num_blocks: int) -> None:
+        """A KV cache with so many blocks has left for good."""
+
     def note(self, sequence: Sequence) -> None:
         """A sequence will be opened in the cache that it names."""
 
@@ -56,6 +59,9 @@ class OnlyPlacement:
         return None
 
     def expect(self, num_blocks: int, until_s: float) -> None:
+        pass
+
+    def expect_less(self, num_blocks: int) -> None:
         pass
 
     def note(self, sequence: Sequence) -> None:

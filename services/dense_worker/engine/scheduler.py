@@ -164,6 +164,8 @@ class Scheduler:
         for sequence in [each for each in session.running if cache_id in each.cache_ids]:
             lost.append(sequence)
             self._residency.leave(sequence)
+        if not is_crash:
+            self._placement.expect_less(session.ledgers[cache_id].num_blocks)
         session.remove_cache(cache_id)
         self._placement.forget(cache_id)
         outputs = []

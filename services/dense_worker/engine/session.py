@@ -142,6 +142,7 @@ class Session:
         self.num_burying_plans = 0  # the same for those that close dead rows
         self.sampled: list[TokenColumns] = []  # tokens for the next plan, in order
         self.draining: set[int] = set()  # cache_ids whose sequences move to others
+        self.awaits_caches = False  # whether all that could be opened next waits for KV caches that are missing
         for cache in attachment.others:
             self.add_cache(cache)
 

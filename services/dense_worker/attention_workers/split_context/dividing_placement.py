@@ -49,6 +49,9 @@ class DividingPlacement(SpreadPlacement):
             num_blocks = max(num_blocks, self._most_blocks)
         self._most_blocks, self._awaits_until_s = num_blocks, until_s
 
+    def expect_less(self, num_blocks: int) -> None:
+        self._most_blocks -= num_blocks
+
 
 def _why_whole(sequence: Sequence) -> str | None:
     """What of a sequence needs all its keys in one KV cache; None: nothing does."""

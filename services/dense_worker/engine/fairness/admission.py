@@ -49,6 +49,7 @@ class Admission:
         if not self._waiting or not (self._num_places > 0 or self._waiting.has_several_clients):
             return None
         sequence = suspect or self._entitled or next(self._ready_heads(), None)
+        self._session.awaits_caches = sequence is None and self._lacks_caches()
         if sequence is not None and not self._has_room(sequence):
             sequence = None if sequence is suspect else self._make_room()
         if sequence is not None:
@@ -184,6 +185,13 @@ class Admission:
                 or num_blocks <= self._placement.room_for(sequence, session.ledgers).num_blocks
             ):
                 yield sequence
+
+    def _lacks_caches(self) -> bool:
+        """Whether a head waits for a KV cache to come back. Whoever has none that is ready asks."""
+        session = self._session
+        return any(
+            self._most_blocks(each) > session.ledger.num_blocks for each in self._waiting.heads(session.orphaned_blocks)
+        )
 
     def _make_room(self) -> Sequence | None:
         """Preempts sequences for the first client in turn that has a right to their places or blocks.

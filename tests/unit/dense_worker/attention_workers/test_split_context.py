@@ -14,7 +14,9 @@ from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.common.errors import CapacityError, PeerError
 from services.dense_worker.attention_workers.split_context.dividing_placement import DividingPlacement
 from services.dense_worker.attention_workers.split_context.part_openings import PartOpenings
+from services.dense_worker.engine.engine import progress_of
 from services.dense_worker.engine.limits import Policy
+from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.step import NewSequence, SequenceOpened
 from tests.support.dense.sequences import ask
@@ -181,6 +183,28 @@ def test_others_do_not_wait_behind_a_sequence_that_waits_for_a_worker() -> None:
     workers.add()
     workers.run_until_idle()
     assert large.output_token_ids == expected_output(large)
+
+
+def test_waiting_for_a_worker_that_is_missing_is_no_stall() -> None:
+    workers = PartedWorkers(2)
+    large = make_sequence(1, 30, 10)
+    workers.scheduler.add(large)
+    workers.lose(1)
+    run(workers, 3)
+    waiting = EngineCounts(1, 0, 0, 5, 0, True)
+    assert progress_of(workers.scheduler.session, waiting, 2) is None
+    workers.add()
+    assert workers.scheduler.next_to_open() == [large]
+    assert progress_of(workers.scheduler.session, waiting, 2) is not None
+
+
+def test_a_worker_that_has_left_for_good_is_not_waited_for() -> None:
+    workers = PartedWorkers(2)
+    workers.scheduler.give_up_cache(1)
+    run(workers, 2)
+    assert workers.caches.keys() == {0}
+    with pytest.raises(CapacityError, match="44 tokens need 11 KV cache blocks, all caches together have 10"):
+        workers.scheduler.add(make_sequence(1, 34, 10))
 
 
 def test_one_whose_worker_does_not_come_back_ends_with_both_numbers() -> None:
