@@ -234,7 +234,7 @@ class SchedulerSection(Section):
     """The size of a step, and the order of sequences."""
 
     max_num_seqs: Count = 64  # maximum number of sequences in one step
-    # maximum number of tokens in one step; on a CPU prompts beside streams get fewer, so that it takes about 0.15 s
+    # maximum number of tokens in one step; on a CPU prompts beside streams get fewer: it should take 0.15 s
     max_num_batched_tokens: Count = 512
     # micro-batches in flight. 2: while one half of the sequences is in its attention stroke, the other half is in its
     # dense stroke; for workers on different GPUs or different CPU cores. With dense.pipeline_parallel_size, as many as
@@ -357,7 +357,8 @@ class WatchdogSection(Section):
 class PeerSection(Section):
     """Calls between the services."""
 
-    # how long a service waits at start for the services it needs; a gateway, without progress of a worker that loads
+    # how long a service waits at start for the services it needs; a gateway, since the last progress of a worker
+    # that loads, but for one of several behind a name (dns:, ipv4:), which gRPC hides until it serves
     connect_timeout_s: Seconds = 120.0
     rpc_timeout_s: Seconds = 10.0  # time limit of one unary call between services
     max_message_bytes: MessageBytes = 64 * 2**20  # size of one gRPC message between services

@@ -204,7 +204,7 @@ def check_port(key: str, address: str) -> Finding:
     try:
         check_free(address, key)
     except ConfigError as error:
-        return Finding("failure", "port", str(error))  # which has the mend
+        return Finding("failure", "port", str(error))  # which says what to do
     return Finding("ok", "port", f"{key} {address} is free")
 
 

@@ -93,10 +93,13 @@ def check_free(address: str, setting: str) -> None:
         try:
             probe.bind(target)
         except OSError as error:
-            reason = error.strerror
-            if error.errno == errno.EADDRINUSE:
-                flag = "--port" if setting == "gateway.http_address" else f"--set {setting}={host}:PORT"
-                reason = f"port in use; stop the other server, or choose another port by {flag}"
-            elif error.errno == errno.EADDRNOTAVAIL:
-                reason = "address not of this host"
+            is_http = setting == "gateway.http_address"
+            of_port = "--port" if is_http else f"--set {setting}={host}:PORT"
+            of_host = "--host" if is_http else f"--set {setting}=HOST:{port}"
+            reasons = {
+                errno.EADDRINUSE: f"port in use; stop the other server, or choose another port by {of_port}",
+                errno.EADDRNOTAVAIL: f"address not of this host; choose one of its own by {of_host}",
+                errno.EACCES: f"not permitted to this user; choose a port from 1024 on by {of_port}",
+            }
+            reason = reasons.get(error.errno, error.strerror)
             raise ConfigError(f"cannot listen on {setting} {address}: {reason}") from error

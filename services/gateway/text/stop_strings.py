@@ -60,6 +60,8 @@ class StopStrings:
         """The longest stop string that this character completes."""
         found: str | None = None
         for i, (stop, borders, count) in enumerate(zip(self._stop, self._borders, self._num_matched, strict=True)):
+            if not count and stop[0] != character:
+                continue  # most of them
             while count and stop[count] != character:
                 count = borders[count - 1]
             count += stop[count] == character

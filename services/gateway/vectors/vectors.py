@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.common.errors import InvalidRequest, PeerError, TwostrokeError
+from services.common.errors import InvalidRequest, RequestAborted, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
 from services.common.pooling.pair_template import PairTemplate
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
@@ -228,7 +228,7 @@ class Vectors:
                     generation.close()
             vector = prompt and prompt.reports.get(POOLING.name)
             if not isinstance(vector, PooledVector):  # it was aborted
-                raise PeerError(f"{each.name} ended without its vector")
+                raise RequestAborted(f"{each.name} ended without its vector")
             values = vector.values if options.all_tokens else vector.values[0]
             results[index] = PooledInput(values, array("i", prompt.token_ids))
 
@@ -256,7 +256,7 @@ class Vectors:
         if isinstance(each.first, str):
             texts = [each.first] if each.second is None else [each.first, each.second]
             if self.service.pictures is not None:
-                self.service.pictures.check_text(sum(map(len, texts)), name)
+                self.service.pictures.check_text(sum(map(len, (*texts, options.instruction or ""))), name)
             num_characters = sum(map(len, texts if each.max_own_tokens is None else texts[:-1]))
             # A space may stand between two tokens. What is cut may be of any length: long texts are read in a thread.
             if not is_cut and num_characters > limit * (1 + tokenizer.max_token_characters):

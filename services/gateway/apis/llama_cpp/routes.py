@@ -63,7 +63,7 @@ def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRou
                 limits.max_prompt_len,
                 are_cut=body.truncate_prompt_tokens is not None,
             )
-            messages = await llama_cpp_messages(body, request_id, service.tokenizer, limits)
+            messages = await llama_cpp_messages(body, request_id, service.tokenizer, limits, service.pictures)
         return Answer(
             service,
             traced(messages, request),

@@ -178,7 +178,8 @@ class Answer(Response):
         form = self._format
         # A list of likely tokens takes as long to write as several plain tokens. Written as soon as their tokens come,
         # those of many streams would keep other requests, and the next tokens of all, waiting.
-        has_lists = self._messages[0].logprobs > 0
+        message = self._messages[0]
+        has_lists = message.logprobs > 0 or bool(message.sampling.logprob_token_ids)
 
         def write(prompt_index: int, chunk: Chunk) -> None:
             assert writer is not None, "chunks are forwarded only to a writer"

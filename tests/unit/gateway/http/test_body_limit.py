@@ -78,6 +78,7 @@ def test_text_has_no_more_room_than_without_pictures(tmp_path: Path, model: Path
         (COMPLETIONS, {"prompt": text}, "prompt"),
         (COMPLETIONS, {"prompt": text[1:], "suffix": "a"}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "decoder_prompt": text}, "decoder_prompt"),
+        ("/completion", {"prompt": [1, text]}, "prompt"),
         ("/tokenize", {"prompt": text}, "prompt"),
         ("/tokenize", chat, "messages"),
     ]

@@ -309,6 +309,7 @@ def test_a_gateway_waits_for_a_worker_that_builds_and_not_for_one_that_has_stopp
 ) -> None:
     now_s = 1000.0
     monkeypatch.setattr(start_deadline, "POLL_S", 0.005)
+    monkeypatch.setattr(start_deadline, "CALL_TIMEOUT_S", 60.0)
     monkeypatch.setattr(dense_pool, "StartDeadline", partial(StartDeadline, now=lambda: now_s))
 
     async def asked_twice(worker: BuildingWorker) -> None:
