@@ -358,7 +358,8 @@ class PeerSection(Section):
     """Calls between the services."""
 
     # how long a service waits at start for the services it needs; a gateway, since the last progress of a worker
-    # that loads, but for one of several behind a name (dns:, ipv4:), which gRPC hides until it serves
+    # that loads, but for one of several behind a name (dns:, ipv4:), which gRPC hides until it serves. As long a
+    # request waits that several attention workers hold together, if one of them has died
     connect_timeout_s: Seconds = 120.0
     rpc_timeout_s: Seconds = 10.0  # time limit of one unary call between services
     max_message_bytes: MessageBytes = 64 * 2**20  # size of one gRPC message between services

@@ -248,7 +248,7 @@ def _read_distilbert(fields: _EncoderFields) -> TextEncoderConfig:
         max_input_tokens=num_positions,
         checkpoint_dtype=fields.dtype,
         num_positions=num_positions,
-        classifier_activation="relu",
+        classifier_activation=Activation.RELU,
     )
 
 

@@ -19,5 +19,5 @@ class SchedulerLimits:
     policy: Policy
     max_num_waiting_tokens: int = 10_000_000
     priority_ageing_s: float = 1.0
-    return_timeout_s: float = 60.0  # in which an attention worker that has died comes back, or never
+    return_timeout_s: float = 120.0  # in which an attention worker that has died comes back, or never
     measures_steps: bool = False  # so that prompts do not make steps with streams long; see `PromptPace`

@@ -275,7 +275,7 @@ class Scheduler:
         if session.draining:
             self._moves.go_on()
         if self._waiting.has_parked or self._had_parked:  # once more, so that nothing goes on for those that have gone
-            self._had_parked = self._waiting.has_parked
+            self._had_parked, session.has_provided = self._waiting.has_parked, True
             oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
             for feature in self._features:
                 for sequence in feature.provide(self._waiting, oldest_step_id):

@@ -124,6 +124,7 @@ class Session:
         self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
         self.num_completed = 0  # number of completed steps
         self.last_step_s = 0.0  # how long the last completed step took
+        self.has_provided = False  # whether features have worked between steps since this was last looked at
         self.last_plan: StepPlan | None = None  # that of the last completed step
         self.is_leaving = False  # ends when no step is in flight; no new step begins
         self.has_ended = False

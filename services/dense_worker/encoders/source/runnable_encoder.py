@@ -49,7 +49,7 @@ class RunnableEncoder:
         self._max_products = MAX_PRODUCTS if self._stream is None else _NO_LIMIT
 
     def warm_up(self, config: EncoderConfig, max_rows: int) -> None:
-        """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded."""
+        """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded. No pictures."""
         if self._stream is None:
             return
         example = _example(config, max_rows)
@@ -96,4 +96,5 @@ def _example(config: EncoderConfig, max_rows: int) -> SourceInput:
         num_rows = config.max_source_len
         return SourceInput("", torch.zeros(config.num_mel_bins, 2 * num_rows), num_rows)
     num_rows = min(config.max_source_len, max_rows)
-    return SourceInput("", torch.zeros(num_rows, dtype=torch.int64), num_rows)
+    ids = torch.zeros(num_rows, dtype=torch.int64)
+    return SourceInput("", ids if config.pictures is None else SourceTokens(ids, ()), num_rows)

@@ -106,7 +106,7 @@ class Body(Protocol):
     ) -> Generator[None, None, torch.Tensor]:
         """The encoder's output for all inputs, one after the other: [n, hidden].
 
-        Yields after each layer. A layer of very many rows yields after about so many products of two numbers.
+        Yields after each layer; a layer of windows (Swin) also after about so many products of two numbers.
         """
 
 

@@ -189,9 +189,8 @@ class Admission:
     def _lacks_caches(self) -> bool:
         """Whether a head waits for a KV cache to come back. Whoever has none that is ready asks."""
         session = self._session
-        return any(
-            self._most_blocks(each) > session.ledger.num_blocks for each in self._waiting.heads(session.orphaned_blocks)
-        )
+        heads = filter(self.has_left, self._waiting.heads(session.orphaned_blocks))
+        return any(self._most_blocks(each) > session.ledger.num_blocks for each in heads)
 
     def _make_room(self) -> Sequence | None:
         """Preempts sequences for the first client in turn that has a right to their places or blocks.

@@ -106,9 +106,11 @@ class StepPlanner:
         """
         if self._pace is None or not num_rows:
             return self._limits.max_num_batched_tokens
-        plan = self._session.last_plan
-        if plan is not None and not plan.extra_rows:
-            self._pace.note(plan.num_tokens, self._session.last_step_s)
+        session, plan = self._session, self._session.last_plan
+        has_prompts = plan is not None and plan.num_tokens > len(plan.entries)
+        if has_prompts and not plan.extra_rows and not session.has_provided:
+            self._pace.note(plan.num_tokens, session.last_step_s)
+        session.has_provided = False
         return self._pace.most_tokens(num_rows)
 
     def _find_others(self, suspect: Sequence | None) -> tuple[list[Sequence], list[Prefill]]:

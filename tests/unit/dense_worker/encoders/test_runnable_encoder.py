@@ -9,6 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from services.common.model_config import load_model_config
+from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders import run_in_parts
 from services.dense_worker.encoders.source import runnable_encoder
 from services.dense_worker.encoders.source.runnable_encoder import RunnableEncoder
@@ -19,6 +21,7 @@ from tests.support.dense.encoder_decoder_models import (
     make_encoder_decoder,
     random_source,
 )
+from tests.support.dense.vision_models import WITH_ENCODERS, make_vision_model
 from tests.support.dense.whole_model import WholeModel
 from tests.unit.dense_worker.engine.test_scheduler import expected_output
 from tests.unit.dense_worker.engine.test_scheduler_sources import Reading, SourceCluster, reader
@@ -94,3 +97,18 @@ def test_no_part_of_a_page_has_many_more_products_than_it_may(tmp_path: Path) ->
     largest_window = 9 * 32 * (4 * 32 + 2 * 9)  # one window of the last stage, which is never cut
     assert max(counts) <= max(MAX_PRODUCTS, largest_window)
     assert sum(counts) > 10 * max(counts), "the page is cut"
+
+
+@pytest.mark.parametrize("variant", ["nougat", "whisper", "t5", "blip2_t5"])
+def test_the_largest_input_with_which_a_gpu_is_warmed_up_can_be_read(variant: str, tmp_path: Path) -> None:
+    make = make_vision_model if variant in WITH_ENCODERS else make_encoder_decoder
+    path = make(tmp_path, variant)
+    config, pixels = load_model_config(path).encoder, PixelScale(1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert config is not None
+    runnable = RunnableEncoder(WholeModel(path).weights.encoder, pixels, torch.float32, torch.device("cpu"))
+    example = runnable_encoder._example(config, 16)
+    assert runnable.size(example) > 0
+    run, encoded = runnable.begin([example]), None
+    while encoded is None:
+        encoded = run.advance()
+    assert [len(each.rows) for each in encoded] == [example.num_rows]

@@ -78,7 +78,6 @@ def test_text_has_no_more_room_than_without_pictures(tmp_path: Path, model: Path
         (COMPLETIONS, {"prompt": text}, "prompt"),
         (COMPLETIONS, {"prompt": text[1:], "suffix": "a"}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "decoder_prompt": text}, "decoder_prompt"),
-        ("/completion", {"prompt": [1, text]}, "prompt"),
         ("/tokenize", {"prompt": text}, "prompt"),
         ("/tokenize", chat, "messages"),
     ]
@@ -88,6 +87,8 @@ def test_text_has_no_more_room_than_without_pictures(tmp_path: Path, model: Path
         for path, body, field in bodies:
             words = (f"{field} has 2097153 characters", "at most 2097152")
             check_error(await client.post(path, json=body), 400, field, *words)
+        answer = await client.post("/completion", json={"prompt": [1, text]})
+        assert answer.status_code == 400 and "prompt has 2097153 characters" in answer.json()["error"]["message"]
 
     async def test_vectors(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         answer = await client.post("/v1/embeddings", json={"input": text, "truncate_prompt_tokens": 4})

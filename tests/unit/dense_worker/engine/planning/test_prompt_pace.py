@@ -117,6 +117,32 @@ def test_one_slow_step_makes_the_next_ones_short_for_a_while() -> None:
     assert counts.count(MIN_PROMPT_TOKENS) == 8 and counts[-1] > 4 * MIN_PROMPT_TOKENS, counts
 
 
+def test_steps_without_prompts_say_nothing_of_their_pace() -> None:
+    cluster = TimedCluster(
+        lambda plan: 0.01 if num_prompt_tokens(plan) else 5.0, max_num_seqs=MIN_PROMPT_TOKENS + 10
+    )
+    cluster.run_streams(MIN_PROMPT_TOKENS + 2)
+    num_before = len(cluster.plans)
+    cluster.add(99, PROMPT_LEN, 1)
+    cluster.run_until_idle()
+    counts = [num_prompt_tokens(plan) for plan in cluster.plans[num_before:] if num_prompt_tokens(plan)]
+    assert min(counts[:-1]) >= FIRST_PROMPT_TOKENS, counts
+
+
+def test_work_between_steps_says_nothing_of_the_pace_of_prompts() -> None:
+    cluster = TimedCluster(lambda plan: 0.01)
+    cluster.run_streams(2)
+    num_before = len(cluster.plans)
+    cluster.add(9, PROMPT_LEN, 1)
+    for _ in range(3):
+        cluster.step()
+        session = cluster.scheduler.session
+        session.last_step_s, session.has_provided = 5.0, True  # the picture of another request was encoded meanwhile
+    cluster.run_until_idle()
+    counts = [num_prompt_tokens(plan) for plan in cluster.plans[num_before:] if num_prompt_tokens(plan)]
+    assert min(counts[:-1]) >= FIRST_PROMPT_TOKENS, counts
+
+
 @pytest.mark.parametrize("measures_steps", [True, False])
 def test_prompts_alone_and_prompts_on_a_gpu_have_the_whole_budget(measures_steps: bool) -> None:
     cluster = TimedCluster(lambda plan: 2.0, measures_steps=measures_steps)
