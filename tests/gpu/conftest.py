@@ -8,9 +8,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.reference import make_served_model
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,3 +57,10 @@ def kernel_device() -> torch.device:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return torch.device("cpu")
     pytest.skip("no CUDA device")
+
+
+@pytest.fixture(scope="session")
+def llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with a tokenizer, for clusters."""
+    directory = tmp_path_factory.mktemp("llama-gqa")
+    return make_served_model(directory, "llama", hidden_size=128, head_dim=32, max_position_embeddings=2048)

@@ -14,7 +14,7 @@ from tests.gpu.test_gpu_survival import MESSAGES, NUM_TOKENS, PROMPTS, settings
 from tests.integration.survival.test_standby import ready_pids
 from tests.support.clients.streams import Collected, collect_all
 from tests.support.cluster import Cluster, free_port
-from tests.support.reference import make_served_model, reference_tokens
+from tests.support.reference import reference_tokens
 from tests.support.scrape import Scrape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -23,28 +23,23 @@ NUM_KILLS = 3
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama-gqa")
-    return make_served_model(directory, "llama", hidden_size=128, head_dim=32, max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
 def metrics_address() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
-def cluster(path: Path, metrics_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(llama_path: Path, metrics_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     standbys = ("launch.standby_dense=loaded", "launch.standby_attention=imports", "launch.max_restarts=100")
     tier = f"attention.host_kv_bytes={2**28}"
-    with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings(path, metrics_address), *standbys, tier) as cluster:
+    directory = tmp_path_factory.mktemp("cluster")
+    with gpu_cluster(directory, *settings(llama_path, metrics_address), *standbys, tier) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def undisturbed(path: Path, cluster: Cluster) -> list[Collected]:
+def undisturbed(llama_path: Path, cluster: Cluster) -> list[Collected]:
     collected = collect_all(cluster.gateway, MESSAGES)
-    assert collected[0].token_ids[0] == reference_tokens(path, PROMPTS[0], NUM_TOKENS, DEVICE)
+    assert collected[0].token_ids[0] == reference_tokens(llama_path, PROMPTS[0], NUM_TOKENS, DEVICE)
     return collected
 
 

@@ -16,7 +16,7 @@ from services.pb import dense_pb2
 from tests.gpu.gpu_cluster import DEVICE, WORKERS, assert_mps_clients, gpu_cluster
 from tests.support.clients.streams import Collected, collect, collect_all
 from tests.support.cluster import Cluster, ctl, free_port, is_alive, request
-from tests.support.reference import make_served_model, random_prompts, reference_tokens
+from tests.support.reference import random_prompts, reference_tokens
 from tests.support.scrape import Scrape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -31,12 +31,6 @@ MESSAGES = [
     request(PROMPTS[1], NUM_TOKENS, temperature=0.9, seed=7, ignore_eos=True),
     request(PROMPTS[2], NUM_TOKENS, temperature=0.8, seed=8, top_p=0.9, repetition_penalty=1.2, ignore_eos=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama-gqa")
-    return make_served_model(directory, "llama", hidden_size=128, head_dim=32, max_position_embeddings=2048)
 
 
 def settings(path: Path, metrics_address: str) -> Sequence[str]:
@@ -56,8 +50,8 @@ def metrics_address() -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(path: Path, metrics_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings(path, metrics_address)) as cluster:
+def cluster(llama_path: Path, metrics_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings(llama_path, metrics_address)) as cluster:
         yield cluster
 
 
@@ -82,8 +76,8 @@ def check_kill(cluster: Cluster, metrics_address: str, role: str, undisturbed: l
     cluster.wait_idle()
 
 
-def test_undisturbed_greedy_tokens_equal_hugging_face(path: Path, undisturbed: list[Collected]) -> None:
-    assert undisturbed[0].token_ids[0] == reference_tokens(path, PROMPTS[0], NUM_TOKENS, DEVICE)
+def test_undisturbed_greedy_tokens_equal_hugging_face(llama_path: Path, undisturbed: list[Collected]) -> None:
+    assert undisturbed[0].token_ids[0] == reference_tokens(llama_path, PROMPTS[0], NUM_TOKENS, DEVICE)
 
 
 @pytest.mark.parametrize("role", WORKERS)
@@ -121,15 +115,15 @@ def test_a_stream_ends_as_without_the_replacement(cluster: Cluster, metrics_addr
     assert "is_crash=True" not in cluster.log_file.read_text().rpartition("replacing the dense worker")[2]
 
 
-def test_one_worker_on_each_of_two_gpus(path: Path, tmp_path: Path) -> None:
+def test_one_worker_on_each_of_two_gpus(llama_path: Path, tmp_path: Path) -> None:
     """Checks the tokens, then kills each worker once."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
     metrics_address = f"127.0.0.1:{free_port()}"
     devices = ("dense.device=cuda:0", "attention.device=cuda:1")
-    with gpu_cluster(tmp_path, *settings(path, metrics_address), *devices) as cluster:
+    with gpu_cluster(tmp_path, *settings(llama_path, metrics_address), *devices) as cluster:
         undisturbed = collect_all(cluster.gateway, MESSAGES)
-        assert undisturbed[0].token_ids[0] == reference_tokens(path, PROMPTS[0], NUM_TOKENS, DEVICE)
+        assert undisturbed[0].token_ids[0] == reference_tokens(llama_path, PROMPTS[0], NUM_TOKENS, DEVICE)
         [cached] = collect_all(cluster.gateway, MESSAGES[:1])
         cached.assert_equals(undisturbed[0])
         for role in WORKERS:
