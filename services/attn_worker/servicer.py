@@ -22,6 +22,7 @@ from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
+from services.channel.region import shared_memory_id
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.attention.learned import Learned
 from services.common.config import MAX_LANES, AttentionSection
@@ -157,6 +158,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             max_model_len=cache.max_model_len,
             layer_window=cache.uncounted_window,
             max_num_sources=cache.max_num_sequences or 0,
+            shared_memory=shared_memory_id(),
         )
 
     async def _create_channels(self, request: attn_pb2.AttachRequest, attachment_id: int) -> dict[int, Channel]:

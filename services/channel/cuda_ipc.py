@@ -35,6 +35,10 @@ _NO_PEER_ACCESS = (
     runtime.cudaError_t.cudaErrorPeerAccessUnsupported,
     runtime.cudaError_t.cudaErrorMapBufferObjectFailed,
 )
+_HIDDEN = (
+    ": it is in another container, and CUDA shares memory between processes that see each other: put both into one"
+    " container, or into one pod with shareProcessNamespace"
+)
 _NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
 # From this many tokens on, copying a peer's memory first is faster: a matrix product reads its input once per tile,
 # and reads from a peer are not cached. Measured by `bench/seam.py` on two GPUs.
@@ -143,8 +147,11 @@ class CudaIpcChannel:
             lies_on_peer = gpu.decode() != gpu_uuid(device)
             error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
             if error != runtime.cudaError_t.cudaSuccess:
-                cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the peer may just have died
-                mend = "" if cause is PeerError else ": put both workers on one GPU, or on two that are linked"
+                cause, mend = PeerError, ""  # the peer may just have died
+                if region.is_of_hidden_process:
+                    cause, mend = ConfigError, _HIDDEN
+                elif error in _NO_PEER_ACCESS:
+                    cause, mend = ConfigError, ": put both workers on one GPU, or on two that are linked"
                 raise cause(f"{device} cannot map the attention worker's GPU memory: {error.name}{mend}")
             undo.callback(runtime.cudaIpcCloseMemHandle, int(pointer))
             channel = cls(device, kind, region, spec, int(pointer), is_owner=False, lies_on_peer=lies_on_peer)

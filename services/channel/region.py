@@ -31,6 +31,7 @@ _DOOMED = ABORT_WORD + 1  # not 0 before a region that is tied to this one is ab
 _EPOCH, _ATTACHMENT = 0, 1
 _OWNER, _PEER = 2, 3  # see `_process_word`; 0: none yet
 _TIE = 4  # the same number in all regions that are tied together; 0: it is alone
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_FLAG = 2 * WORDS_PER_LINE
 _NUM_ERRORS = 5 * WORDS_PER_LINE  # beyond the three flags
 
@@ -108,6 +109,11 @@ class SharedRegion:
         except ValueError:  # released
             return True
 
+    @property
+    def is_of_hidden_process(self) -> bool:
+        """Whether this process cannot see the creator, which is in a container with process ids of its own."""
+        return self.words[_OWNER] >> 32 != _pid_namespace()
+
     def tie(self, names: Iterable[str]) -> None:
         """Makes this region and the named ones share their fate; called once, before anything waits in them.
 
@@ -153,6 +159,12 @@ class SharedRegion:
             self.memory.close()
 
 
+def shared_memory_id() -> str:
+    """Equal in processes that see the same /dev/shm: of one machine, and of containers that share it."""
+    found = SHM_DIR.stat()
+    return f"{_BOOT_ID.read_text().strip()}:{found.st_dev}:{found.st_ino}"
+
+
 def abort_regions_of(pid: int) -> None:
     """Sets the abort mark of each region that the process `pid` has created or mapped. It has died.
 
@@ -192,7 +204,11 @@ def _header_of(path: Path) -> Iterator[memoryview]:
 
 def _process_word(pid: int) -> int:
     """A process of this process's container: in two containers, different processes can have the same id."""
-    return Path("/proc/self/ns/pid").stat().st_ino << 32 | pid
+    return _pid_namespace() << 32 | pid
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def flag_word(flag: int) -> int:

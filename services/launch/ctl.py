@@ -1,4 +1,4 @@
-"""`python -m services.launch ctl`: calls the launcher that runs on this machine, by its socket.
+"""`python -m services.launch ctl`: calls the launcher that runs on this machine, or a dense worker, by its socket.
 
 Exit status: 0 done; 1 refused or rolled back, nothing has changed; 2 wrong command line; 3 no launcher answers.
 """
@@ -18,7 +18,7 @@ from services.common.config import toml_value
 from services.common.errors import PeerError
 from services.launch.addresses import control_address
 from services.launch.run_directory import live_directories
-from services.pb import launch_pb2, launch_pb2_grpc
+from services.pb import dense_pb2, dense_pb2_grpc, launch_pb2, launch_pb2_grpc
 from services.rpc.error_details import error_of
 
 DONE, FAILED, NO_LAUNCHER = 0, 1, 3
@@ -32,7 +32,7 @@ def main(argv: Sequence[str], program: str = "services.launch ctl") -> int:
     parser = make_parser(program)
     arguments = parser.parse_args(dashed(argv))
     try:
-        address = arguments.launcher or find_launcher()
+        whom, address = _whom(arguments)
     except PeerError as error:
         return _fail(program, str(error), NO_LAUNCHER)
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -43,13 +43,15 @@ def main(argv: Sequence[str], program: str = "services.launch ctl") -> int:
             if arguments.command == "add-attention":
                 return add_attention(stub, arguments)
             if arguments.command == "drain-attention":
+                if arguments.dense is not None:
+                    return leave_dense(dense_pb2_grpc.DenseWorkerStub(channel), arguments)
                 return drain_attention(stub, arguments)
             return replace_dense(stub, arguments)
         except grpc.RpcError as error:
             if (
                 error.code() is grpc.StatusCode.UNAVAILABLE and error_of(error) is None
             ):  # else the launcher's own answer
-                return _fail(program, f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
+                return _fail(program, f"{whom} at {address} does not answer: {error.details()}", NO_LAUNCHER)
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return _fail(program, _describe_timeout(arguments), FAILED)
             return _fail(program, error.details() or error.code().name, FAILED)
@@ -101,7 +103,12 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add = commands.add_parser("add-attention", help="start one more attention worker, which gets the next sequences")
     add.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="then it is undone (300)")
     drain = commands.add_parser("drain-attention", help="move the sequences of an attention worker, and stop it")
-    drain.add_argument("name", help="its name, as `status` has it")
+    drain.add_argument("name", help="its name, as `status` has it; with --dense, its address")
+    drain.add_argument(
+        "--dense",
+        metavar="unix:PATH",
+        help="ask this dense worker, about an attention worker that another launcher has started and will stop",
+    )
     drain.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="then it stays (60)")
     commands.add_parser("status", help="list the running services and their standbys")
     return parser
@@ -143,6 +150,16 @@ def drain_attention(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Name
     return DONE
 
 
+def leave_dense(stub: dense_pb2_grpc.DenseWorkerStub, arguments: argparse.Namespace) -> int:
+    """Lets a dense worker leave an attention worker that others start and stop, such as one in a container."""
+    request = dense_pb2.RemoveAttentionWorkerRequest(
+        address=arguments.name, timeout_ms=round(1000 * arguments.timeout)
+    )
+    stub.RemoveAttentionWorker(request, timeout=arguments.timeout + STATUS_TIMEOUT_S)
+    print(f"the dense worker has left {arguments.name}, which may be stopped")
+    return DONE
+
+
 def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
     """Prints one line per service."""
     reply = stub.GetStatus(launch_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S)
@@ -166,6 +183,13 @@ def describe_standby(standby: launch_pb2.StandbyStatus) -> str:
     if standby.device_bytes:
         memory += f", {standby.device_bytes / MIB:.0f} MB of GPU memory"
     return f"{name}: process {standby.pid} ready, {kind}, {memory}, {took_over}"
+
+
+def _whom(arguments: argparse.Namespace) -> tuple[str, str]:
+    """Who is asked, and the address. Raises `PeerError`."""
+    if dense := getattr(arguments, "dense", None):
+        return "the dense worker", dense
+    return "the launcher", arguments.launcher or find_launcher()
 
 
 def _describe_timeout(arguments: argparse.Namespace) -> str:

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.channel import QUEUED, Channel
 from services.common.config import MAX_ATTENTION_WORKERS, PeerSection
-from services.common.errors import ConfigError, DeviceError, InvalidRequest, PeerError
+from services.common.errors import ConfigError, DeviceError, InvalidRequest, PeerError, StaleEpoch
 from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
 from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
 from services.dense_worker.attention_workers.split_context.part_openings import PartOpenings
@@ -58,6 +58,7 @@ _RETRY_REFUSED_S = 5.0  # the same if it has another model or other sizes
 _FIND_S = 1.0  # between two looks for new sockets
 _POLL_S = 0.02
 _LANE = 0
+_File = tuple[int, int]  # its inode, and when that was made
 _ALIKE = ("block_size", "window", "num_sink_tokens", "layer_window")  # what the caches must have in common
 
 
@@ -131,6 +132,8 @@ class AttentionWorkersClient(AttentionClient):
         self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
         self._listener: AttentionListener | None = None
         self._leaving: dict[int, asyncio.Future[None]] = {}  # by cache_id: workers whose sequences move to others
+        # By address, sockets that patterns name and whose workers have left: not found again as long as they are these.
+        self._left: dict[str, _File | None] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -196,7 +199,7 @@ class AttentionWorkersClient(AttentionClient):
         assert self._listener is not None, "it is attached"
         cache_id = next((each for each, own in self.addresses.items() if own == address), None)
         if cache_id is None:
-            self._workers.pop(address, None)
+            self._forget(address)
             return
         if not self._links.keys() - self._leaving.keys() - {cache_id}:
             raise InvalidRequest(f"the attention worker at {address} is the last one: add another one before")
@@ -217,6 +220,11 @@ class AttentionWorkersClient(AttentionClient):
                     " for them; it goes on"
                 ) from error
             raise
+
+    def _forget(self, address: str) -> None:
+        """A worker that has left is not sought any more, even while it is still there."""
+        self._workers.pop(address, None)
+        self._left[address] = _file_at(address)
 
     def release(self, attachment: Attachment, cache_id: int) -> None:
         self._loop.call_soon_threadsafe(self._release, cache_id)
@@ -325,9 +333,10 @@ class AttentionWorkersClient(AttentionClient):
 
     def _find(self) -> list[_Worker]:
         """Workers at sockets that patterns name and that are new."""
+        self._left = {each: file for each, file in self._left.items() if file is not None and _file_at(each) == file}
         found = []
         for path in itertools.chain.from_iterable(map(glob.iglob, self._patterns)):
-            if (address := f"unix:{path}") not in self._workers:
+            if (address := f"unix:{path}") not in self._workers and address not in self._left:
                 found.append(_Worker(address, self._peers, is_found=True))
                 self._workers[address] = found[-1]
         return found
@@ -362,6 +371,8 @@ class AttentionWorkersClient(AttentionClient):
             raise kind(f"{where} refused: {error.details()}") from error
         except (ConfigError, DeviceError) as error:
             raise ConfigError(f"{where}: {error}") from error
+        except StaleEpoch as error:
+            raise PeerError(f"{where}: {error}") from error
         cache = AttachedCache(
             self._next_cache_id,
             reply.num_blocks,
@@ -497,7 +508,7 @@ class AttentionWorkersClient(AttentionClient):
         link = self._links.pop(cache_id)
         if (left := self._leaving.pop(cache_id, None)) is not None:
             left.set_result(None)
-            self._workers.pop(link.worker.address, None)
+            self._forget(link.worker.address)
         self._joined.lose(cache_id)
         self._part_openings.lose(cache_id)
         if self._links:
@@ -617,6 +628,15 @@ def _describe(first: _Link, joined: JoinedChannel | CudaJoinedChannel) -> Attach
         num_sink_tokens=reply.num_sink_tokens,
         layer_window=reply.layer_window if reply.HasField("layer_window") else None,
     )
+
+
+def _file_at(address: str) -> _File | None:
+    """Which file the socket at an address is: another worker at the same address has another one."""
+    try:
+        found = Path(address.removeprefix("unix:")).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _check_room(num_present: int, where: str) -> None:

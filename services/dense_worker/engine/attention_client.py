@@ -18,9 +18,10 @@ import torch
 
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import map_channel
+from services.channel.region import shared_memory_id
 from services.common.attention.learned import Learned, encode_learned
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
+from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch, TwostrokeError
 from services.common.gpu import gpu_uuid
 from services.common.kv_cache.format import KVCacheFormat
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
@@ -245,11 +246,20 @@ def attach_request(options: AttachOptions) -> attn_pb2.AttachRequest:
 def map_channels(
     reply: attn_pb2.AttachReply, spec: ChannelSpec, device: torch.device, wait_timeout_s: float
 ) -> dict[int, Channel]:
-    """The channels of an attachment, by lane. Raises the errors of `map_channel`."""
-    return {
-        lane.lane: map_channel(device, lane.kind, lane.handle, spec, reply.epoch, reply.attachment_id, wait_timeout_s)
-        for lane in reply.lanes
-    }
+    """The channels of an attachment, by lane. Raises the errors of `map_channel`, `ConfigError` for other memory."""
+    numbers = reply.epoch, reply.attachment_id
+    try:
+        return {
+            lane.lane: map_channel(device, lane.kind, lane.handle, spec, *numbers, wait_timeout_s)
+            for lane in reply.lanes
+        }
+    except StaleEpoch as error:
+        if reply.shared_memory == shared_memory_id():
+            raise
+        raise ConfigError(
+            "the attention worker has another /dev/shm than the dense worker: run both on one machine, and containers"
+            f" with a common /dev/shm ({error})"
+        ) from error
 
 
 def execute(stub: attn_pb2_grpc.AttentionWorkerStub, epoch: int, attachment_id: int) -> grpc.aio.StreamStreamCall:

@@ -171,6 +171,19 @@ def test_the_error_names_memory_that_cannot_be_mapped(driver: Driver, error: Err
     region.close()
 
 
+def test_the_error_says_why_memory_of_another_container_cannot_be_mapped(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_ipc = importlib.import_module(MODULES[1])
+    driver.mapping_error = Error.cudaErrorInvalidResourceHandle
+    region = make_region(cuda_ipc, UUID)
+    region.words[2] ^= 1 << 33  # as if its creator had process ids of its own
+    with pytest.raises(ConfigError, match=r"InvalidResourceHandle: it is in another container, .*shareProcessNamesp"):
+        cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.QUEUED, region.name.encode(), SPEC, EPOCH, 1)
+    assert driver.held == []
+    region.close()
+
+
 @pytest.mark.parametrize(
     ("capability", "target", "has_dependent_launch"),
     [((8, 0), "sm_70", False), ((9, 0), "sm_90", True), ((10, 0), "sm_90", True), ((12, 1), "sm_90", True)],

@@ -36,6 +36,14 @@ def test_the_error_names_a_launcher_that_does_not_answer(capsys: pytest.CaptureF
     assert f"{tmp_path}/gone.sock does not answer" in capsys.readouterr().err
 
 
+def test_the_error_names_a_dense_worker_that_does_not_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["drain-attention", "unix:/run/attention-a.sock", "--dense", f"unix:{tmp_path}/gone.sock"]
+    assert ctl.main(words) == ctl.NO_LAUNCHER
+    assert f"the dense worker at unix:{tmp_path}/gone.sock does not answer" in capsys.readouterr().err
+
+
 def test_a_single_launcher_is_found_and_with_two_one_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     with run_directory() as first:
         assert ctl.find_launcher() == f"unix:{first}/launch.sock"

@@ -258,6 +258,27 @@ def test_a_stray_socket_that_a_pattern_names_is_left_out() -> None:
         asyncio.run(attach(is_found=False))
 
 
+def test_a_worker_that_has_left_is_not_found_again_at_the_same_socket(tmp_path: Path) -> None:
+    path = tmp_path / "attention-a.sock"
+
+    async def run() -> None:
+        client = make_client()
+        client._patterns = [f"{tmp_path}/attention-*.sock"]
+
+        def found() -> list[str]:
+            return [each.address for each in client._find()]
+
+        path.touch()
+        assert found() == [f"unix:{path}"] and not found()
+        client._forget(f"unix:{path}")
+        assert not found() and not found(), "it stops later, when others have been told that it may"
+        path.rename(tmp_path / "other")  # so that the next one cannot have its inode
+        path.touch()
+        assert found() == [f"unix:{path}"], "another one at the same address"
+
+    asyncio.run(run())
+
+
 class Serving:
     """A client that serves links, and what the engine is told."""
 

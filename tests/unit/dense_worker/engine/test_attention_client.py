@@ -13,10 +13,11 @@ import torch
 
 from services.attn_worker.attach_request import read_sinks
 from services.channel import ChannelSpec
+from services.channel.region import shared_memory_id
 from services.channel.shm import ShmChannel
 from services.common.attention.learned import Learned
 from services.common.config import PeerSection
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, StaleEpoch
 from services.common.model_config import AttentionOptions
 from services.dense_worker.engine.attachment import AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
@@ -219,6 +220,21 @@ def test_a_channel_for_another_kind_of_device_is_an_error_at_once() -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="offers a cuda_ipc_queued channel, the dense worker on cpu needs shm"):
             await make_client(Attention())._attach()
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_another_shared_memory_is_named_and_not_tried_again(is_same: bool) -> None:
+    class Elsewhere(Attention):
+        async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
+            lanes = [attn_pb2.LaneHandle(kind="shm", handle=b"twostroke-none")]
+            return attn_pb2.AttachReply(lanes=lanes, shared_memory=shared_memory_id() if is_same else "boot:23:1")
+
+    async def test() -> None:
+        cause, message = (StaleEpoch, "does not exist") if is_same else (ConfigError, "has another /dev/shm than the")
+        with pytest.raises(cause, match=message):
+            await make_client(Elsewhere())._attach_once()
 
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
 
