@@ -72,7 +72,9 @@ def test_the_schema_would_find_a_mistake(base: Manifest) -> None:
     "directory",
     [
         BASE,
-        *(KUBERNETES / "overlays" / name for name in OVERLAYS),
+        *(KUBERNETES / "overlays" / name for name in (*OVERLAYS, "attention")),
+        KUBERNETES / "ranks",
+        KUBERNETES / "attention-gpus",
         *(KUBERNETES / "components" / name for name in COMPONENTS),
     ],
 )

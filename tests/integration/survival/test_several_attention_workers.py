@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import grpc
 import pytest
 
 from services.pb import attn_pb2, attn_pb2_grpc, gateway_pb2, sampling_pb2
+from tests.deploy.kustomize import rendered
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, ctl, request, running_cluster, wait_for_log
 from tests.support.rank_processes import pid_of
@@ -216,6 +218,52 @@ def test_workers_at_sockets_of_a_pattern_are_found_as_they_come(
             for collected, expected in zip(disturbed, of_one_worker, strict=True):
                 collected.assert_equals(expected)
             wait_for(found, 1)
+
+
+def test_the_hook_of_a_pod_that_stops_moves_its_sequences(
+    tmp_path: Path, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected]
+) -> None:
+    pods = rendered("attention")["Deployment/twostroke-attention"]["spec"]["template"]["spec"]["containers"]
+    shell, flag, line = pods[0]["lifecycle"]["preStop"]["exec"]["command"]
+    here = line.replace("/run/twostroke", str(tmp_path)).replace("exec python ", f"exec {sys.executable} ")
+
+    def stop(pod: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"POD_NAME": pod}
+        return subprocess.run([shell, flag, here], env=environment, capture_output=True, text=True, timeout=100.0)
+
+    def addresses() -> set[str]:
+        return {Path(each.address).name for each in found.dense_status().attention_workers}
+
+    def wait_for(*pods: str) -> None:
+        deadline = time.monotonic() + 60.0
+        while addresses() != {f"attention-{pod}.sock" for pod in pods}:
+            assert time.monotonic() < deadline, found.log_file.read_text()
+            time.sleep(0.05)
+
+    def drain() -> None:
+        hook = stop("b")
+        assert hook.returncode == 0, hook.stderr
+        assert hook.stdout.endswith("attention-b.sock, which may be stopped\n")
+
+    settings = (
+        'launch.services=["dense_worker", "gateway"]',
+        f"dense.address=unix:{tmp_path}/dense.sock",
+        f'attention.addresses=["unix:{tmp_path}/attention-*.sock"]',
+    )
+    with (
+        attention_worker(tmp_path, "attention-a"),
+        attention_worker(tmp_path, "attention-b") as drained,
+        running_cluster(tmp_path, *settings) as found,
+    ):
+        wait_for_log(found.process, found.log_file, "service=gateway event=serving")
+        wait_for("a", "b")
+        for collected, expected in zip(collect_all(found.gateway, messages, drain), of_one_worker, strict=True):
+            collected.assert_equals(expected)
+        assert num_copied_tokens(found) > 0 and drained.poll() is None
+        refused = stop("a")
+        assert refused.returncode == 1 and "attention-a.sock is the last one" in refused.stderr
+        with attention_worker(tmp_path, "attention-c"):
+            wait_for("a", "c")  # it was found, and the one that still runs was not found again
 
 
 def test_a_worker_that_is_missing_at_start_is_named(tmp_path: Path) -> None:

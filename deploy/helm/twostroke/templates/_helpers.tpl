@@ -9,6 +9,18 @@ app.kubernetes.io/name: twostroke
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- /* Pods of attention workers have another name than those that clients reach. */}}
+{{- define "twostroke.attentionLabels" -}}
+{{ include "twostroke.attentionSelector" . }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "twostroke.attentionSelector" -}}
+app.kubernetes.io/name: twostroke-attention
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
 {{- define "twostroke.image" -}}
 image: {{ .Values.image.repository }}:{{ .Values.image.tag | default .Values.device }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -71,4 +83,26 @@ startupProbe:
   periodSeconds: 2
   timeoutSeconds: 5
   failureThreshold: 150
+{{- end }}
+
+{{- /* Where workers meet: the root context, a volume and where it is mounted. Pods of a set share it on their node. */}}
+{{- define "twostroke.meeting" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.attentionPods.count -}}
+- name: {{ index . 1 }}
+  mountPath: {{ index . 2 }}
+  subPathExpr: {{ $root.Release.Name }}-$(POD_NAMESPACE)-{{ index . 1 }}
+{{- else -}}
+- {name: {{ index . 1 }}, mountPath: {{ index . 2 }}}
+{{- end }}
+{{- end }}
+
+{{- define "twostroke.meetingVolumes" -}}
+- {name: run, hostPath: {path: /dev/shm, type: Directory}}
+- {name: shm, hostPath: {path: /dev/shm, type: Directory}}
+{{- end }}
+
+{{- define "twostroke.namespace" -}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
 {{- end }}
