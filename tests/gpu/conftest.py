@@ -53,7 +53,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def kernel_device() -> torch.device:
     """The device on which Triton kernels can run."""
     if torch.cuda.is_available():
-        return torch.device("cuda")
+        return torch.device("cuda", 0)
     if os.environ.get("TRITON_INTERPRET") == "1":
         return torch.device("cpu")
     pytest.skip("no CUDA device")
