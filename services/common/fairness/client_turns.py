@@ -1,19 +1,13 @@
-"""`ClientTurns`: what only few may do at once, such as compiling grammars, is done by clients in turns.
-
-It is round robin: among the tenants that have something waiting, and within a tenant among its clients. A client's own
-requests keep their order. So however much one client has waiting, another one waits for two of its turns at most.
-"""
+"""`ClientTurns`: what only few may do at once, such as compiling grammars, is done by clients in turns."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator
 
 from services.common.errors import CapacityError
-
-Client = tuple[int, int]  # numbers of the tenant, which is an API key, and of the client's address
+from services.common.fairness.client_queue import Client, ClientQueue
 
 
 class ClientTurns:
@@ -22,8 +16,7 @@ class ClientTurns:
     def __init__(self, num_places: int, max_wait_s: float | None = None, what: str = "") -> None:
         """`num_places`: how many may have a turn at once. `max_wait_s`: how long `what` may wait for one."""
         self._num_free = num_places  # above 0 only while nobody waits
-        # Tenants, and the clients of each, in the order of their turns. None of these containers is empty.
-        self._waiting: dict[int, dict[int, deque[asyncio.Future[None]]]] = {}
+        self._waiting = ClientQueue[asyncio.Future[None]]()
         self._max_wait_s = max_wait_s
         self._what = what
 
@@ -44,9 +37,8 @@ class ClientTurns:
         if self._num_free:
             self._num_free -= 1
             return
-        tenant, address = client
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, {}).setdefault(address, deque()).append(place)
+        self._waiting.put(client, place)
         try:
             await place
         except asyncio.CancelledError:
@@ -57,21 +49,8 @@ class ClientTurns:
     def _pass_on(self) -> None:
         """Gives a place to whoever is next."""
         while self._waiting:
-            place = self._take_next()
+            place = self._waiting.take()
             if not place.done():  # else it was cancelled
                 place.set_result(None)
                 return
         self._num_free += 1
-
-    def _take_next(self) -> asyncio.Future[None]:
-        """Takes out the one whose turn it is. Its client, and its tenant, go to the end."""
-        tenant = next(iter(self._waiting))
-        clients = self._waiting.pop(tenant)
-        address = next(iter(clients))
-        places = clients.pop(address)
-        place = places.popleft()
-        if places:
-            clients[address] = places
-        if clients:
-            self._waiting[tenant] = clients
-        return place

@@ -25,6 +25,7 @@ from services.gateway.link.dense_messages import (
     table_parts,
 )
 from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.outbox import Outbox
 from services.gateway.link.served_model import ServedModel, ask_info, peer_error, served_model, wait_info
 from services.gateway.link.stream_sequences import StreamSequences
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -34,8 +35,6 @@ log = structlog.get_logger()
 
 FIRST_RETRY_S = 0.02
 MAX_RETRY_S = 0.1
-
-_Outbox = asyncio.Queue[JournalEntry | dense_pb2.GatewayMessage | None]  # entries to submit; None ends the stream
 
 
 class StreamReopened(PeerError):
@@ -71,7 +70,7 @@ class DenseClient:
         self.worker: int | None = None  # epoch of the connected dense worker, or of the last one
         self.num_resubmitted = 0  # total number of sequences that were running when a stream broke
         self.num_messages = 0  # total number of messages from the dense worker
-        self._outbox: _Outbox | None = None  # None without a stream
+        self._outbox: Outbox | None = None  # None without a stream
         self._wait_limits: dict[int, asyncio.TimerHandle] = {}  # by seq_id, while there is no stream
         self._absence_reason = ""  # why there is no stream
 
@@ -92,14 +91,14 @@ class DenseClient:
     def submit(self, entry: JournalEntry) -> None:
         """Starts one of the stream's sequences, now or as soon as there is a connection."""
         if self._outbox is not None:
-            self._outbox.put_nowait(entry)
+            self._outbox.submit(entry)
         else:
             self._limit_wait(entry)
 
     def cancel(self, entry: JournalEntry) -> None:
         """Makes the dense worker forget a sequence. Without a stream it has forgotten all of them already."""
         if self._outbox is not None:
-            self._outbox.put_nowait(dense_pb2.GatewayMessage(cancel=dense_pb2.Cancel(seq_id=entry.seq_id)))
+            self._outbox.put(dense_pb2.GatewayMessage(cancel=dense_pb2.Cancel(seq_id=entry.seq_id)))
         elif entry.seq_id in self._wait_limits:
             self._wait_limits.pop(entry.seq_id).cancel()
 
@@ -111,7 +110,7 @@ class DenseClient:
     def reopen(self) -> None:
         """Ends the stream, if connected, and connects again at once."""
         if self._outbox is not None:
-            self._outbox.put_nowait(None)
+            self._outbox.put(None)
 
     def forget(self) -> None:
         """Called without a stream, when its sequences continue elsewhere."""
@@ -157,11 +156,10 @@ class DenseClient:
         self._crashes.record_connected(info.epoch)
 
     async def _converse(self, call: grpc.aio.StreamStreamCall) -> None:
-        outbox: _Outbox = asyncio.Queue()
         # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
-        tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call, outbox))]
+        tasks = [asyncio.create_task(self._read(call))]
         try:
-            await self._begin(outbox)
+            tasks.append(asyncio.create_task(self._write(call, await self._begin())))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises the error that ended the stream
@@ -171,19 +169,18 @@ class DenseClient:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end()
 
-    async def _begin(self, outbox: _Outbox) -> None:
+    async def _begin(self) -> Outbox:
+        """What is to be written first: the sequences that the stream continues, and that these are all."""
         self._owner.assign_orphaned_sequences(self)
-        for entry in self.sequences.unfinished():
-            outbox.put_nowait(entry)
-            self.num_resubmitted += entry.queue_s is not None
-        num_resubmitted = outbox.qsize()
+        entries = list(self.sequences.unfinished())
+        self.num_resubmitted += sum(entry.queue_s is not None for entry in entries)
         resumed = dense_pb2.Resumed(gateway=self.sequences.gateway)
-        outbox.put_nowait(dense_pb2.GatewayMessage(resumed=resumed))
         self._end_waits()
-        self._outbox = outbox
+        self._outbox = Outbox([*entries, dense_pb2.GatewayMessage(resumed=resumed)])
         self._absence_reason = ""
-        log.info("dense worker connected", address=self._address, num_resubmitted=num_resubmitted)
+        log.info("dense worker connected", address=self._address, num_resubmitted=len(entries))
         await self._owner.note_connection(self, True)
+        return self._outbox
 
     async def _end(self) -> None:
         self._outbox = None
@@ -191,7 +188,7 @@ class DenseClient:
             self._limit_wait(entry)
         await self._owner.note_connection(self, False)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
         """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond.
 
         A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
@@ -199,7 +196,7 @@ class DenseClient:
         table_hash = ""  # of the prompt table that the worker has
         sent_pictures = SentPictures()
         while True:
-            message = await outbox.get()
+            message = await outbox.take()
             if message is None:
                 raise StreamReopened(f"another worker is looked for at {self._address}")
             if isinstance(message, JournalEntry):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.common.token_logprobs import LogprobRows
 from services.gateway.link import dense_client
-from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
+from services.lora.prompt_embeds import make_prompt_embeds
 from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request, open_entry
 from tests.support.reports import prompt_logprobs
-from tests.support.running_gateway import run
+from tests.support.running_gateway import run, until
 from tests.support.workers.fake_dense import FakeDense, fake_logprob
 from tests.unit.gateway.link.test_dense_client import connected, count_up, take_all
 
@@ -67,6 +69,38 @@ def test_a_sequence_closed_before_it_is_written_is_never_submitted(tmp_path: Pat
             gateway.journal.close(closed)
             await take_all(gateway.submit("other", [20], max_tokens=1))
             assert [submit.spec.request_id for submit in dense.submits] == ["other"]
+
+    run(test())
+
+
+def test_a_client_waits_for_two_sequences_of_another_one_not_for_all(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: ())
+        async with connected(tmp_path, dense) as (gateway, _):
+            for name, client in [*((str(i), 1) for i in range(50)), ("other", 2), ("another", 2)]:
+                request = make_request(name, prompt_token_ids=[1], max_tokens=5, client=client)
+                entry = open_entry(gateway.journal, request)
+                gateway.pool.submit(entry)
+            await until(lambda: len(dense.submits) == 52)
+            names = [submit.spec.request_id for submit in dense.submits]
+            assert names == ["0", "other", "1", "another", *(str(i) for i in range(2, 50))]
+
+    run(test())
+
+
+def test_answers_that_share_vectors_are_written_together_and_their_table_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: ())
+        async with connected(tmp_path, dense) as (gateway, _):
+            for client in (1, 2):
+                table = make_prompt_embeds(bytes([client]) * 64, 2, 16, "float16", "prompt_embeds")
+                given = {"prompt_token_ids": [1000, 1001], "max_tokens": 5, "best_of": 3, "n": 3, "client": client}
+                request = replace(make_request(str(client), **given), prompt_embeds=table)
+                for entry in gateway.journal.open(request, UpdateQueue()):
+                    gateway.pool.submit(entry)
+            await until(lambda: len(dense.submits) == 6)
+            assert [submit.spec.request_id for submit in dense.submits] == ["1"] * 3 + ["2"] * 3
+            assert len(dense.table_parts) == 2
 
     run(test())
 
