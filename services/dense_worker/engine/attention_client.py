@@ -160,10 +160,13 @@ class AttentionClient:
                     raise ConfigError(f"attention worker at {self._address} refused: {error.details()}") from error
                 if time.monotonic() > deadline:
                     reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                    raise PeerError(
-                        f"no attention worker at {self._address} within {self._connect_timeout_s} s: {reason}"
-                    ) from error
+                    raise PeerError(f"{self._absence} within {self._connect_timeout_s} s: {reason}") from error
                 await asyncio.sleep(_RETRY_S)
+
+    @property
+    def _absence(self) -> str:
+        """What is said of attempts to attach that end without success."""
+        return f"no attention worker at {self._address}"
 
     async def _attach_once(self) -> Attachment:
         """Raises an error of gRPC, or what `map_channels` raises."""

@@ -8,8 +8,12 @@ attachment ends for all; caches stay, and a new attachment joins them again.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import secrets
-from collections.abc import Awaitable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, PeerError, StaleEpoch
+from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch
 from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import (
@@ -93,6 +97,7 @@ class RankedAttentionClient(AttentionClient):
         named |= {f"the dense shard of rank {rank}": each for rank, each in enumerate(shards, 1)}
         self._health_stubs = {who: health_pb2_grpc.HealthStub(channel) for who, channel in named.items()}
         self._serving: _Serving | None = None
+        self._given_up: dict[asyncio.Future[Sequence[RankGroup]], float] = {}  # meetings in threads, and since when
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
         try:
@@ -104,9 +109,7 @@ class RankedAttentionClient(AttentionClient):
     async def _attach_once(self) -> Attachment:
         await self._check_health()
         asked = zip(self._attention_stubs, self._all_options, strict=True)
-        replies = await _all_or_none(
-            stub.Attach(attach_request(each), timeout=self._connect_timeout_s) for stub, each in asked
-        )
+        replies = await _all_or_none(self._ask_to_attach(rank, *each) for rank, each in enumerate(asked))
         _check_alike(replies)
         attachment = self._map(replies[0])
         try:
@@ -138,27 +141,55 @@ class RankedAttentionClient(AttentionClient):
 
     async def _check_health(self) -> None:
         """Raises `PeerError` if a process of a rank is not ready, before anything is asked of the others."""
-        request, timeout_s = health_pb2.HealthCheckRequest(), self._rpc_timeout_s
-        stubs = self._health_stubs
-        replies = await _all_or_none(stub.Check(request, timeout=timeout_s) for stub in stubs.values())
-        for who, reply in zip(stubs, replies, strict=True):
-            if reply.status != health_pb2.HealthCheckResponse.SERVING:
-                raise PeerError(f"{who} is not ready")
+        await _all_or_none(self._check_ready(*each) for each in self._health_stubs.items())
+
+    async def _check_ready(self, who: str, stub: health_pb2_grpc.HealthStub) -> None:
+        with _naming(who):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._rpc_timeout_s)
+        if reply.status != health_pb2.HealthCheckResponse.SERVING:
+            raise PeerError(f"{who} is not ready")
+
+    async def _ask_to_attach(
+        self, rank: int, stub: attn_pb2_grpc.AttentionWorkerStub, options: AttachOptions
+    ) -> attn_pb2.AttachReply:
+        with _naming(f"the attention worker of rank {rank}"):
+            return await stub.Attach(attach_request(options), timeout=self._connect_timeout_s)
+
+    @property
+    def _absence(self) -> str:
+        return "the ranks have not met"
 
     async def _meet(self, attachment_id: int, replies: Sequence[attn_pb2.AttachReply]) -> Sequence[RankGroup]:
-        """Lets all shards join, and meets them. Raises `PeerError`, or `ConfigError` if one refuses."""
+        """Lets all shards join, and meets them. Raises `PeerError`, or `ConfigError` if one refuses.
+
+        A library that connects ranks may wait for one that has died, without a bound, and nothing releases its thread.
+        Raises `DeviceError` if an earlier one is still not back: only the end of the process ends it.
+        """
+        bound_s = self._options.wait_timeout_s
+        self._given_up = {each: when for each, when in self._given_up.items() if not each.done()}
+        if self._given_up and (waited_s := time.monotonic() - min(self._given_up.values())) > bound_s:
+            raise DeviceError(
+                f"connecting the ranks has not ended {waited_s:.1f} s after it was given up, the limit"
+                f" (channel.wait_timeout_s) is {bound_s:g} s: this process must start again"
+            )
         store = RankStore.create()
         options = self._options
         arguments = options.device, store, self._rank, options.num_lanes, options.wait_timeout_s
-        meeting = asyncio.ensure_future(asyncio.to_thread(join_groups, *arguments))
+        meeting = _in_thread(join_groups, *arguments)
         joins = [
             self._join(rank, attachment_id, replies[rank], store.port) for rank in range(1, len(self._shard_stubs) + 1)
         ]
         try:
-            groups, *_ = await _all_or_none([asyncio.shield(meeting), *joins])
+            async with asyncio.timeout(self._connect_timeout_s):
+                groups, *_ = await _all_or_none([asyncio.shield(meeting), *joins])
         except BaseException as error:
             store.fail(str(error) or "the first rank stops")
+            self._given_up[meeting] = time.monotonic()
             meeting.add_done_callback(_abort_met)
+            if isinstance(error, TimeoutError):
+                raise PeerError(
+                    f"they have not been connected within {self._connect_timeout_s:g} s (peers.connect_timeout_s)"
+                ) from error
             raise
         return groups
 
@@ -256,6 +287,31 @@ async def _all_or_none(calls: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+    """As `asyncio.to_thread`, in a thread that does not hold up the end of the process."""
+    call: concurrent.futures.Future[T] = concurrent.futures.Future()
+    call.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            call.set_result(function(*arguments))
+        except BaseException as error:
+            call.set_exception(error)
+
+    threading.Thread(target=run, name="meeting of ranks", daemon=True).start()
+    return asyncio.wrap_future(call)
+
+
+@contextlib.contextmanager
+def _naming(who: str) -> Iterator[None]:
+    """Errors of gRPC name the process that was called: `PeerError`, or `ConfigError` if a retry cannot help."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        kind = PeerError if error.code() in TRANSIENT else ConfigError
+        raise kind(f"{who}: {error.details() or error.code().name}") from error
 
 
 async def _awaited(call: Awaitable[T]) -> T:

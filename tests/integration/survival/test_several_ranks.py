@@ -96,3 +96,25 @@ def test_a_rank_that_hangs_is_found(
             collected.assert_equals(expected)
         assert pid_of(cluster, stopped) != pid
         cluster.wait_idle()
+
+
+def test_a_rank_whose_device_hangs_is_found(
+    tmp_path: Path,
+    messages: list[gateway_pb2.GenerateRequest],
+    of_one_rank: list[Collected],
+    arrangement: tuple[str, ...],
+) -> None:
+    """Its process answers, and nobody can tell it from those that wait for it: all dense workers start again."""
+    hang = tmp_path / "hang"
+    launcher = "tests.support.workers.hanging_rank_launcher"
+    settings = *arrangement, "watchdog.stall_timeout_s=5"
+    environment = os.environ | {"HANG_FILE": str(hang)}
+    with running_cluster(tmp_path, *settings, is_warm=True, launcher=launcher, env=environment) as cluster:
+        pids = {each: pid_of(cluster, each) for each in PROCESSES}
+        disturbed = collect_all(cluster.gateway, messages, hang.touch)
+        for collected, expected in zip(disturbed, of_one_rank, strict=True):
+            collected.assert_equals(expected)
+        assert not hang.exists(), "no step has hung"
+        changed = {each for each in PROCESSES if pid_of(cluster, each) != pids[each]}
+        assert changed == {"dense_worker", "dense_worker-1"}, "the caches of all ranks are kept"
+        cluster.wait_idle()

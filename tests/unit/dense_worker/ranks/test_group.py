@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 
 from services.common.errors import PeerError
 from services.common.rank import Rank
-from services.dense_worker.ranks.group import GlooGroup, naming_ranks
+from services.dense_worker.ranks import join_group
+from services.dense_worker.ranks.group import LOOPBACK, GlooGroup, naming_ranks
 from services.dense_worker.ranks.join_group import RankStore, join_groups
 from tests.support.dense.thread_ranks import run_ranks
 
@@ -162,6 +165,27 @@ def test_a_rank_that_cannot_come_ends_the_meeting_of_the_others() -> None:
 
     run_ranks(2, lambda group: meet(group.rank.index))
     timer.join()
+
+
+def test_a_rank_that_has_met_the_others_and_does_not_connect_is_found() -> None:
+    store = RankStore.create()
+
+    def join(index: int) -> None:
+        if index:
+            RankStore.find(store.port).meet(Rank(index, 2), 60.0)
+            return
+        with pytest.raises(PeerError, match="another rank is gone, or does not answer"):
+            join_groups(CPU, store, Rank(0, 2), 1, 0.5)
+
+    run_ranks(2, lambda group: join(group.rank.index))
+
+
+def test_a_first_rank_that_cannot_be_reached_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_group, "STORE_TIMEOUT", timedelta(seconds=1))
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerError, match="another rank is gone, or does not answer"):
+        RankStore.find(port)
 
 
 def test_only_errors_of_ranks_are_named_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,12 @@ from grpc_health.v1 import health_pb2
 
 from services.channel import ChannelSpec
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, PeerError, StaleEpoch, TwostrokeError
+from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch, TwostrokeError
 from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.session import NO_ATTACHMENT
+from services.dense_worker.ranks import ranked_attention_client
 from services.dense_worker.ranks.ranked_attention_client import OtherRank, RankedAttentionClient
 from services.pb import attn_pb2
 from services.rpc.error_details import rich_status
@@ -31,11 +33,19 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 class Process:
     """The stub of an attention worker or a shard. Calls are counted; those that raise nothing may take long."""
 
-    def __init__(self, error: Exception | None = None, status: int = SERVING, takes_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        error: Exception | None = None,
+        status: int = SERVING,
+        takes_s: float = 0.0,
+        absence: Exception | None = None,
+    ) -> None:
         self.num_calls = self.num_cancelled = 0
-        self._error, self._status, self._takes_s = error, status, takes_s
+        self._error, self._status, self._takes_s, self._absence = error, status, takes_s, absence
 
     async def Check(self, request: object, timeout: float) -> Any:
+        if self._absence is not None:
+            raise self._absence
         return SimpleNamespace(status=self._status)
 
     async def _call(self) -> attn_pb2.AttachReply:
@@ -64,17 +74,23 @@ def as_call_fails(error: TwostrokeError) -> grpc.aio.AioRpcError:
     )
 
 
+def make_client(attention: list[Process], shard: Process, wait_timeout_s: float = LIMIT_S, **peers: float) -> Any:
+    """Of two ranks. The first one's attachment has no channels."""
+    options = AttachOptions("", "", 1, SPEC, CPU, wait_timeout_s)
+    other = OtherRank("127.0.0.1:9", "127.0.0.1:10", options)
+    section = PeerSection(**peers)
+    client: Any = RankedAttentionClient("127.0.0.1:8", options, section, asyncio.Event(), Rank(0, 2), [other])
+    client._attention_stubs, client._shard_stubs = attention, [shard]
+    client._health_stubs = dict(zip(("attention 0", "attention 1", "shard 1"), [*attention, shard], strict=True))
+    client._map = lambda reply: NO_ATTACHMENT
+    return client
+
+
 def attach(attention: list[Process], shard: Process) -> Attachment:
-    """Tries once with two ranks. The first one's attachment has no channels."""
+    """Tries once."""
 
     async def run() -> Attachment:
-        options = AttachOptions("", "", 1, SPEC, CPU, LIMIT_S)
-        other = OtherRank("127.0.0.1:9", "127.0.0.1:10", options)
-        client: Any = RankedAttentionClient("127.0.0.1:8", options, PeerSection(), asyncio.Event(), Rank(0, 2), [other])
-        client._attention_stubs, client._shard_stubs = attention, [shard]
-        client._health_stubs = dict(zip(("attention 0", "attention 1", "shard 1"), [*attention, shard], strict=True))
-        client._map = lambda reply: NO_ATTACHMENT
-        return await asyncio.wait_for(client._attach_once(), LIMIT_S)
+        return await asyncio.wait_for(make_client(attention, shard)._attach_once(), LIMIT_S)
 
     return asyncio.run(run())
 
@@ -86,9 +102,41 @@ def test_nobody_is_asked_to_attach_before_all_are_ready() -> None:
     assert attention[0].num_calls == attention[1].num_calls == 0
 
 
+def test_a_rank_that_never_comes_is_named_with_the_limit() -> None:
+    gone = as_call_fails(PeerError("connection refused"))
+
+    async def run() -> None:
+        client = make_client([Process(), Process()], Process(absence=gone), connect_timeout_s=0.3)
+        with pytest.raises(PeerError, match=r"the ranks have not met within 0\.3 s: shard 1: connection refused"):
+            await client._attach()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_ranks_whose_connection_never_ends_are_given_up_and_then_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(ranked_attention_client, "join_groups", lambda *arguments: is_over.wait())
+
+    async def run() -> None:
+        client = make_client([Process(), Process()], Process(), 0.2, connect_timeout_s=0.3)
+        with pytest.raises(PeerError, match=r"not been connected within 0\.3 s \(peers\.connect_timeout_s\)"):
+            await client._attach_once()
+        [meeting] = client._given_up
+        client._given_up[meeting] -= 1.0
+        with pytest.raises(DeviceError, match=r"1\.\d s after it was given up, the limit \(channel.* is 0\.2 s"):
+            await client._attach_once()
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    finally:
+        is_over.set()
+
+
 def test_an_attach_that_fails_ends_the_others() -> None:
     attention = [Process(takes_s=60.0), Process(error=as_call_fails(PeerError("it stops")))]
-    with pytest.raises(grpc.aio.AioRpcError):
+    with pytest.raises(PeerError, match="the attention worker of rank 1: it stops"):
         attach(attention, Process())
     assert attention[0].num_calls == attention[0].num_cancelled == 1
 
