@@ -1,7 +1,7 @@
 """A dense shard whose device hangs: its process answers, and the work that it was given never ends.
 
-As on a GPU, the engine thread only hands steps over, and whoever closes the seam waits for them. When the file HANG_FILE
-exists, the next step removes it and never ends.
+As on a GPU, the engine thread only hands steps over, and whoever closes the seam waits for them. When the file
+HANG_FILE exists, the next step removes it and never ends.
 """
 
 from __future__ import annotations
