@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
-from bench.load.transport import CONNECT_TIMEOUT_S, Answer, RequestError, TimedRequest
+from bench.load.transport import CONNECT_TIMEOUT_S, Answer, NobodyAnswers, RequestError, TimedRequest
 from services.pb import gateway_pb2, gateway_pb2_grpc
+from services.rpc.client import found_nobody
 
 GENERATE_STREAM = f"/{gateway_pb2.DESCRIPTOR.services_by_name['Gateway'].full_name}/GenerateStream"
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
@@ -25,7 +26,7 @@ class GrpcTransport:
         try:
             return await self._stub.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise _failure(error) from error
+            raise NobodyAnswers("gRPC") if found_nobody(error) else _failure(error) from error
 
     def encode(self, message: gateway_pb2.GenerateRequest) -> bytes:
         return message.SerializeToString()

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import httpx2
 
-from bench.load.transport import CONNECT_TIMEOUT_S, Answer, LoadError, RequestError, TimedRequest
+from bench.load.transport import CONNECT_TIMEOUT_S, Answer, LoadError, NobodyAnswers, RequestError, TimedRequest
 from services.pb import gateway_pb2
 
 END_OF_EVENT = b"\n\n"
@@ -29,7 +29,10 @@ class HttpTransport:
     async def model_info(self) -> gateway_pb2.ModelInfoResponse:
         with _naming_failures(CONNECT_TIMEOUT_S):
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                response = await self._client.get("/v1/models")
+                try:
+                    response = await self._client.get("/v1/models")
+                except httpx2.ConnectError as error:
+                    raise NobodyAnswers("HTTP") from error
         _check_status(response)
         try:
             [model] = response.json()["data"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.pb import gateway_pb2
+from services.rpc.client import nobody_answers
 
 PROTOCOLS = ("grpc", "http")
 CONNECT_TIMEOUT_S = 10.0
@@ -19,6 +20,10 @@ class LoadError(Exception):
 
 class RequestError(Exception):
     """One request failed; the message begins with the server's error code."""
+
+
+class NobodyAnswers(RequestError):
+    """No server listens at the address; the message is the API that it was to be for, gRPC or HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +82,7 @@ async def served_model(transport: Transport, address: str) -> gateway_pb2.ModelI
     """The model that the gateway at `address` serves. Raises `LoadError`."""
     try:
         return await transport.model_info()
+    except NobodyAnswers as error:
+        raise LoadError(nobody_answers(address, str(error))) from error
     except RequestError as error:
         raise LoadError(f"gateway at {address}: {error}") from error

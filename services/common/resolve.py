@@ -12,6 +12,7 @@ from services.common.config import AttentionSection, ModelSection
 from services.common.errors import ConfigError
 from services.common.kv_cache.scheme import read_kv_cache_scheme
 from services.common.kv_cache.streaming import with_streaming
+from services.common.max_model_len import resolve_max_model_len
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.rank import ALONE, Rank
 
@@ -87,23 +88,6 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.checkpoint_dtype
     return getattr(torch, name)
-
-
-def resolve_max_model_len(section: ModelSection, config: ModelConfig) -> int:
-    """The configured length, or else the model's own.
-
-    Raises `ConfigError` for a longer one without scaled RoPE and without sinks (`with_streaming`).
-    """
-    own = config.max_position_embeddings
-    if section.max_model_len is None:
-        return own
-    has_sinks = config.attention.num_sink_tokens > 0
-    if section.max_model_len > own and config.rope.rope_type == "default" and not has_sinks:
-        raise ConfigError(
-            f"model.max_model_len is {section.max_model_len}, the model's positions end at {own} "
-            "and its RoPE is not scaled"
-        )
-    return section.max_model_len
 
 
 def use_device(device: torch.device, num_threads: int | None) -> None:

@@ -24,11 +24,11 @@ from services.common.cli import dashed
 from services.common.config import API_KEY_VARIABLE, GatewaySection, api_key_of_environment
 from services.common.terminal import safe_for
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from services.rpc.client import found_nobody, nobody_answers
 from services.rpc.tls_arguments import add_tls_arguments, open_sync_channel, read_credentials
 
 INFO_TIMEOUT_S = 5.0
 MAX_STOP_AFTER_MS = 1e9
-NOBODY_LISTENS = "failed to connect to all addresses"  # gRPC's words
 BROKEN_PIPE_STATUS = 141  # as shells report SIGPIPE
 
 
@@ -203,11 +203,10 @@ def _request(arguments: argparse.Namespace) -> gateway_pb2.GenerateRequest:
 
 def _print_error(arguments: argparse.Namespace, error: grpc.RpcError) -> None:
     program, address = arguments.program, arguments.address
-    details = " ".join(error.details().split())
-    if error.code() is grpc.StatusCode.UNAVAILABLE and details.startswith(NOBODY_LISTENS):
-        mend = "start a server, as `twostroke serve` does, or name its gRPC address by --address"
-        print(f"{program}: nobody answers at {address}: {mend}", file=sys.stderr)
+    if found_nobody(error):
+        print(f"{program}: {nobody_answers(address, 'gRPC')}", file=sys.stderr)
         return
+    details = " ".join(error.details().split())
     print(f"{program}: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
 
 

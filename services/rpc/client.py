@@ -11,6 +11,7 @@ from services.common.addresses import BALANCED_SCHEMES
 from services.common.config import PeerSection
 from services.rpc.tls import TlsFiles, tls_files
 
+NOBODY_LISTENS = ("failed to connect to all addresses", "errors resolving")  # gRPC's words
 RECONNECT_MS = 20  # streams wait for a worker that is back
 MAX_RECONNECT_MS = 100
 CONNECT_TIMEOUT_MS = 1000  # of one attempt: a busy worker answers late
@@ -20,6 +21,19 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 DENSE_WORKER = "twostroke.dense.v1.DenseWorker"
 # Calls go in turn to all replicas that report SERVING to `grpc.health.v1`.
 ROUND_ROBIN = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": DENSE_WORKER}}
+
+
+def found_nobody(error: grpc.RpcError) -> bool:
+    """Whether a call of a client failed because no server listens at the address."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and (error.details() or "").startswith(NOBODY_LISTENS)
+
+
+def nobody_answers(address: str, api: str) -> str:
+    """What to tell the user of a client that found no server. `api`: the one whose address it needs, gRPC or HTTP."""
+    return (
+        f"nobody answers at {address}: start a server, as `twostroke serve` does, or name its {api} address by "
+        "--address"
+    )
 
 
 def is_balanced(address: str) -> bool:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disabl
 
 from services import VERSION
 from services.common.errors import ConfigError
+from services.rpc.bindable import cannot_listen
 
 log = structlog.get_logger()
 
@@ -56,8 +57,7 @@ def serving_metrics(address: str | None, registry: CollectorRegistry, setting: s
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)
     except OSError as error:
-        reason = "port in use or address not of this host"
-        raise ConfigError(f"cannot serve metrics on {setting} {address}: {reason}") from error
+        raise cannot_listen(error, address, setting) from error
     try:
         bound = f"{host}:{server.server_port}"
         log.info("metrics", address=bound)

@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common.addresses import BALANCED_SCHEMES
 from services.common.errors import ConfigError, TwostrokeError
 from services.pb import stall_pb2
+from services.rpc.bindable import check_bindable
 from services.rpc.error_details import rich_status
 from services.rpc.health import HealthServicer
 from services.rpc.reflection import add_reflection
@@ -112,8 +113,8 @@ class GrpcServer:
                 return self.server.add_insecure_port(address)
             return self.server.add_secure_port(address, tls.server_credentials())
         except RuntimeError as error:
-            named = f"{self._setting} {address}" if self._setting and address == self._address else address
-            raise ConfigError(f"cannot listen on {named}: port in use or address not of this host") from error
+            check_bindable(address, self._setting if address == self._address else "")  # gRPC does not say why
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
 
     async def set_serving(self, is_serving: bool) -> None:
         """Sets the health of the whole server and of each service. A stalled server reports NOT_SERVING anyway."""

@@ -415,3 +415,13 @@ def test_impossible_options_are_refused_before_the_run(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(("protocol", "api"), [("grpc", "gRPC"), ("http", "HTTP")])
+def test_without_a_server_one_sentence_says_what_to_do(
+    protocol: str, api: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--protocol", protocol, "--address", "127.0.0.1:1"], "twostroke bench") == 1
+    said = f"nobody answers at 127.0.0.1:1: start a server, as `twostroke serve` does, or name its {api} address by"
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == f"twostroke bench: {said} --address\n"

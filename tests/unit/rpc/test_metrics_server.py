@@ -46,7 +46,8 @@ def test_the_error_names_an_address_in_use() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         setting = "dense.metrics_address"
         serving = serving_metrics(address, new_registry("dense"), setting)
-        with pytest.raises(ConfigError, match=f"{setting} {address}"), serving:
+        mend = f"choose another port by --set {setting}=127.0.0.1:PORT"
+        with pytest.raises(ConfigError, match=f"{setting} {address}: port in use; .*{mend}$"), serving:
             pass
 
 

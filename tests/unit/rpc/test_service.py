@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from services.common.errors import ConfigError
 from services.rpc.server import GrpcServer, serve
 from tests.support.cluster import REPOSITORY
 
@@ -109,3 +112,18 @@ def test_a_bug_in_a_constructor_ends_the_process_like_any_other_bug() -> None:
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 70  # EX_SOFTWARE of sysexits.h
     assert "ZeroDivisionError" in ended.stdout + ended.stderr
+
+
+def test_a_grpc_server_that_cannot_listen_says_why_and_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for address, sentence in (
+            (f"127.0.0.1:{port}", "port in use; stop the other server, or choose another port by --set dense.address="),
+            ("192.0.2.1:9", "address not of this host; choose one of its own by --set dense.address=HOST:9"),
+        ):
+
+            async def start(address: str = address) -> None:
+                await GrpcServer(address, [], 4096, setting="dense.address").start()
+
+            with pytest.raises(ConfigError, match=re.escape(f"cannot listen on dense.address {address}: {sentence}")):
+                asyncio.run(start())

@@ -13,6 +13,7 @@ from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.encoders.encoder_config import TextEncoderConfig, read_encoder_config
 from services.common.errors import ConfigError
+from services.common.max_model_len import check_max_model_len
 from services.common.pooling.pooling_config import PoolingConfig, read_pooling
 from services.common.resolve import resolve_device, use_device
 from services.dense_worker.encoders.text.encoder_engine import EncoderEngine
@@ -175,8 +176,7 @@ def check_config(config: Config) -> None:
 def input_limit(config: Config, shape: TextEncoderConfig, pooling: PoolingConfig) -> int:
     """The longest input in tokens. Raises `ConfigError` if the config asks for more than the model has positions."""
     asked = config.model.max_model_len
-    if asked is not None and asked > shape.max_input_tokens:
-        raise ConfigError(f"model.max_model_len is {asked}, the model's positions end at {shape.max_input_tokens}")
+    check_max_model_len(config.model, shape)
     return asked or min(shape.max_input_tokens, pooling.max_input_tokens or shape.max_input_tokens)
 
 

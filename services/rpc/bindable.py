@@ -1,0 +1,43 @@
+"""Why a service cannot listen at an address, and what to do about it: the same sentence for every kind of server."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from services.common.errors import ConfigError
+
+
+def check_bindable(address: str, setting: str) -> None:
+    """Raises `ConfigError` if nobody can listen there now. `setting`: as for `cannot_listen`."""
+    if address.startswith("unix:"):
+        directory = Path(address.removeprefix("unix:")).parent
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise cannot_listen(PermissionError(errno.EACCES, f"{directory} cannot be written"), address, setting)
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        raise cannot_listen(error, address, setting) from error
+
+
+def cannot_listen(error: OSError, address: str, setting: str) -> ConfigError:
+    """The error for an address where `error` came. `setting`: the key of the config that it is from; empty: of none."""
+    is_http, host, port = setting == "gateway.http_address", *address.rpartition(":")[::2]
+    of_port = "--port" if is_http else f"--set {setting}={host}:PORT"
+    of_host = "--host" if is_http else f"--set {setting}=HOST:{port}"
+    reason, mend = {
+        errno.EADDRINUSE: ("port in use", f"stop the other server, or choose another port by {of_port}"),
+        errno.EADDRNOTAVAIL: ("address not of this host", f"choose one of its own by {of_host}"),
+        errno.EACCES: ("not permitted to this user", f"choose a port from 1024 on by {of_port}"),
+    }.get(error.errno, (error.strerror, ""))
+    if address.startswith("unix:"):
+        reason, mend = error.strerror, ""
+    said = f"{reason}; {mend}" if mend and setting else reason
+    return ConfigError(f"cannot listen on {f'{setting} {address}'.strip()}: {said}")

@@ -1,0 +1,57 @@
+"""A length of `model.max_model_len` that the workers would refuse ends the start before anything is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config import load_config
+from services.common.errors import ConfigError
+from services.common.max_model_len import check_before_start
+from tests.support.cluster import REPOSITORY
+from tests.unit.common.test_streaming import write_config
+
+TIMEOUT_S = 60.0
+SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "is_allowed"),
+    [
+        ({}, [], True),
+        ({}, ["model.max_model_len=64"], True),
+        ({}, ["model.max_model_len=65"], False),
+        ({"rope_parameters": SCALED}, ["model.max_model_len=65"], True),
+        ({}, ["model.max_model_len=65", "attention.window=32", "attention.sink_tokens=4"], True),
+    ],
+    ids=str,
+)
+def test_only_a_length_without_positions_is_refused(
+    tmp_path: Path, fields: dict[str, Any], settings: list[str], is_allowed: bool
+) -> None:
+    path = write_config(tmp_path, "llama", max_position_embeddings=64, **fields)
+    config = load_config(None, [f"model.path={path}", *settings])
+    if is_allowed:
+        check_before_start(config)
+        return
+    with pytest.raises(ConfigError, match=r"is 65, the model's positions end at 64 .*: set it to 64 or less"):
+        check_before_start(config)
+
+
+def test_an_encoder_has_its_own_limit(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "bert", max_position_embeddings=64, vocab_size=99, num_attention_heads=2)
+    with pytest.raises(ConfigError, match="is 65, the model's positions end at 64: set it to 64 or less"):
+        check_before_start(load_config(None, [f"model.path={path}", "model.max_model_len=65"]))
+
+
+def test_the_start_ends_before_a_service_is_started() -> None:
+    command = [sys.executable, "-m", "services.launch", "--max-model-len", "99999"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "model.max_model_len is 99999" in line and "service=launch" in line
