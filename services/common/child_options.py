@@ -34,6 +34,7 @@ class ChildOptions(pydantic.BaseModel):
     stated_weights_hash: str | None = None
     continues_sequences: bool = False  # of a dense worker: open requests of earlier weights go on with its own
     control_address: SocketAddress | None = None  # of a gateway: where the launcher answers
+    http_listener: int | None = None  # of a gateway: the descriptor of the socket that systemd passes for its HTTP API
     shares_ports: bool = False  # of a gateway: with other gateways of this machine, by SO_REUSEPORT
     peer_address: SocketAddress | None = None  # where these gateways reach this one, and no client does
     peer_addresses: tuple[SocketAddress, ...] = ()  # where it reaches them

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -530,6 +530,19 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"config file {str(file)!r} is not TOML: {error}") from error
     for override in overrides:
         _apply_override(document, override)
+    return _validated(document)
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """The config with other values of some keys, `section.key`. Raises `ConfigError` if they do not fit the others."""
+    document = config.model_dump(exclude_unset=True)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        document.setdefault(section, {})[name] = value
+    return _validated(document)
+
+
+def _validated(document: dict[str, object]) -> Config:
     try:
         return Config.model_validate(document)
     except pydantic.ValidationError as error:
@@ -553,6 +566,25 @@ def service_manager_of_environment() -> ServiceManagerEnvironment:
             raise ConfigError(f"{name} is {text!r}, not a number above 0")
         numbers.append(None if text is None else int(text))
     return ServiceManagerEnvironment(os.environ.get("NOTIFY_SOCKET") or None, *numbers)
+
+
+class ListenEnvironment(NamedTuple):
+    """What systemd tells a service about the sockets that it passes on, see sd_listen_fds_with_names(3)."""
+
+    pid: int | None  # of the process that they are for; None: of none
+    num_sockets: int
+    names: tuple[str, ...] | None  # as many; None: they have no names
+
+
+def take_listen_environment() -> ListenEnvironment:
+    """What systemd has said; removes it, as it is for no child. Raises `ConfigError` for what is no number."""
+    pid, number, names = (os.environ.pop(name, None) for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
+    for name, text in (("LISTEN_PID", pid), ("LISTEN_FDS", number)):
+        if text is not None and not (text.isascii() and text.isdigit()):
+            raise ConfigError(f"{name} is {text!r}, not a number")
+    return ListenEnvironment(
+        None if pid is None else int(pid), int(number or 0), None if names is None else tuple(names.split(":"))
+    )
 
 
 def api_keys_of_environment() -> str:

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from typing import Literal
 
 from services.channel.shm_cleanup import SHM_DIR
 from services.common.config import Config
-from services.common.errors import CapacityError, ConfigError, ModelError, TwostrokeError
-from services.common.process import importing
+from services.common.errors import CapacityError, ConfigError, ModelError
+from services.common.max_model_len import check_max_model_len, read_shape
 from services.common.several_attention_workers import devices_of_workers
 from services.gateway.resources.open_files import RESERVE
 from services.launch.addresses import check_free
@@ -31,6 +32,7 @@ from services.launch.gpus import torch_cuda
 from services.launch.hub import is_hub_name
 from services.launch.memory_plan import plan_memory
 from services.launch.mps import CONTROL, has_gpu
+from services.launch.passed_sockets import check_same_address
 
 DESCRIPTION = (
     "Says in a line for each thing whether this machine can serve with these options of `twostroke serve`, and what "
@@ -44,6 +46,8 @@ GOOD_PLAN_BYTES = 2 * GIB  # plans of TensorRT, compiled kernels
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 LEAST_DRIVERS = {12: 525, 13: 580}  # major version of CUDA, and the oldest driver whose branch runs it
 ROOT = Path(__file__).parents[2]
+SOCKET_UNIT = "twostroke.socket"  # of deploy/systemd
+SYSTEMCTL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,8 @@ def examine(config: Config, hub_name: str | None) -> Iterator[Finding]:
     yield from check_gpu(config)
     yield check_shared_memory(shutil.disk_usage(SHM_DIR).free if SHM_DIR.is_dir() else None)
     yield check_open_files(config, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    for key in ("address", "http_address"):
-        yield check_port(f"gateway.{key}", getattr(config.gateway, key))
+    yield check_port("gateway.address", config.gateway.address)
+    yield check_http_port(config, address_of_unit())
     yield check_directory("temporary directory", Path(tempfile.gettempdir()), LEAST_DISK_BYTES, "set TMPDIR")
     if has_gpu() and config.dense.device != "cpu":
         plans = config.dense.plan_dir.expanduser()
@@ -208,6 +212,31 @@ def check_port(key: str, address: str) -> Finding:
     return Finding("ok", "port", f"{key} {address} is free")
 
 
+def check_http_port(config: Config, held: str | None) -> Finding:
+    """Whether the gateway can listen there, or systemd already does so for it, at `held`."""
+    finding = check_port("gateway.http_address", config.gateway.http_address)
+    if finding.state == "ok" or held is None:
+        return finding
+    try:
+        check_same_address(config, held)
+    except ConfigError as error:
+        return Finding("failure", "port", str(error))
+    return Finding("ok", "port", f"gateway.http_address {held} is held by systemd's {SOCKET_UNIT} for the server")
+
+
+def address_of_unit() -> str | None:
+    """Where systemd listens for `twostroke.service`; None if it does not, or if there is no systemd."""
+    command = ["systemctl", "show", SOCKET_UNIT, "--property=ActiveState", "--property=Listen"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=SYSTEMCTL_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^Listen=(.+) \(Stream\)$", shown, re.MULTILINE)
+    if found is None or "ActiveState=active\n" not in f"{shown}\n":
+        return None
+    return f"unix:{found[1]}" if found[1].startswith(("/", "@")) else found[1]
+
+
 def check_directory(subject: str, directory: Path, least: int, mend: str) -> Finding:
     """Whether a directory, which may not exist yet, can be written and has `least` bytes left."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
@@ -221,13 +250,13 @@ def check_directory(subject: str, directory: Path, least: int, mend: str) -> Fin
 
 
 def check_model(config: Config) -> Finding:
-    """Whether the model is supported, and its weights are in a format that is read."""
-    with importing():
-        from services.common.encoders.encoder_config import read_served_config
+    """Whether the model is supported, as long as is asked for, and its weights are in a format that is read."""
     path = config.model.path
     try:
-        read_served_config(path, config.model.num_layers)
-    except TwostrokeError as error:
+        check_max_model_len(config.model, read_shape(config))
+    except ConfigError as error:
+        return Finding("failure", "model", str(error))  # which says what to do
+    except ModelError as error:
         return Finding("failure", "model", str(error), "docs/models.md lists the supported families")
     files = sorted(path.glob("*.safetensors"))
     if not files:

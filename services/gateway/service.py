@@ -72,6 +72,7 @@ log = structlog.get_logger()
 SERVICE_NAMES = [SERVICE_NAME, TRITON_SERVICE_NAME]
 MAX_INT = 2**31 - 1
 SWITCH_INTERVAL_S = 0.001  # after which a thread gives the event loop the interpreter lock; Python's default is 5 ms
+LEAVE_GRACE_S = 1.0  # for the first request of clients that connected just before the gateway leaves a passed socket
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 _LOOP_DELAY_INTERVAL_S = 0.02
 
@@ -205,11 +206,13 @@ class Gateway:
         app = build_app(
             service, section, self._registry, worker_load, triton, updates, self._vectors, resumption, self._speech
         )
-        http_server = HttpServer(app, section, tls, DIALECTS, shares_port=self._options.shares_ports)
-        self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
+        is_shared, listener = self._options.shares_ports, self._options.http_listener
+        self._http = HttpServer(app, section, tls, DIALECTS, shares_port=is_shared, listener=listener)
+        self._opened.push_async_callback(self._http.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
-        self._http_address = await http_server.start()
+        if listener is None:
+            self._http_address = await self._http.start()
 
     def _make_pool_metrics(self, worker_load: WorkerLoad, service: RequestService) -> Collector:
         config, name = self._config, service.names.first
@@ -347,10 +350,16 @@ class Gateway:
     async def _announce(self) -> None:
         log.info("waiting for the dense worker", address=self._address, dense_address=self._config.dense.address)
         await self._dense.wait_connected()
+        if self._drain.is_set():
+            return
+        if self._options.http_listener is not None:
+            self._http_address = await self._http.start()  # until now clients have waited in the socket's queue
         log.info("serving", address=self._address, http_address=self._http_address, model=str(self._config.model.path))
 
     async def _drained(self) -> None:
         await self._drain.wait()
+        if self._options.http_listener is not None:
+            await self._http.leave(LEAVE_GRACE_S)
         log.info("draining", num_open=self._admission.num_open, drain_timeout_s=self._section.drain_timeout_s)
         self._admission.refuse_all()
         await self._server.set_serving(False)

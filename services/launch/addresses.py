@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from pathlib import Path
 
 from services.common.addresses import MAX_PORT
 from services.common.config import Config
 from services.common.errors import ConfigError
 from services.launch.child import SECTIONS
+from services.rpc.bindable import check_bindable
 from services.rpc.client import read_peer_tls
 from services.rpc.tls import tls_files
 
@@ -61,12 +60,16 @@ def check_tls(config: Config) -> None:
     read_peer_tls(config.peers)
 
 
-def check_addresses(config: Config) -> None:
-    """Raises `ConfigError` for an address where a service cannot listen, or where its clients cannot find it."""
+def check_addresses(config: Config, *, is_http_passed: bool = False) -> None:
+    """Raises `ConfigError` for an address where a service cannot listen, or where its clients cannot find it.
+
+    `is_http_passed`: systemd listens already at the address of the HTTP API.
+    """
     services = config.launch.services
     if "gateway" in services:
         check_free(config.gateway.address, "gateway.address")
-        check_free(config.gateway.http_address, "gateway.http_address")
+        if not is_http_passed:
+            check_free(config.gateway.http_address, "gateway.http_address")
     for role, name in SECTIONS.items():
         if role in services:
             check_free(getattr(config, name).address, f"{name}.address")
@@ -80,26 +83,6 @@ def check_free(address: str, setting: str) -> None:
     """
     if address.startswith("unix:"):
         return  # the service itself checks this
-    host, _, port = address.rpartition(":")
-    if int(port) == 0:
+    if int(address.rpartition(":")[2]) == 0:
         raise ConfigError(f"cannot listen on {setting} {address}: nobody would find it; ports are from 1 to {MAX_PORT}")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on {setting} {address}: {error.strerror}") from error
-    family, kind, protocol, _, target = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(target)
-        except OSError as error:
-            is_http = setting == "gateway.http_address"
-            of_port = "--port" if is_http else f"--set {setting}={host}:PORT"
-            of_host = "--host" if is_http else f"--set {setting}=HOST:{port}"
-            reasons = {
-                errno.EADDRINUSE: f"port in use; stop the other server, or choose another port by {of_port}",
-                errno.EADDRNOTAVAIL: f"address not of this host; choose one of its own by {of_host}",
-                errno.EACCES: f"not permitted to this user; choose a port from 1024 on by {of_port}",
-            }
-            reason = reasons.get(error.errno, error.strerror)
-            raise ConfigError(f"cannot listen on {setting} {address}: {reason}") from error
+    check_bindable(address, setting)

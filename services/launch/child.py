@@ -94,6 +94,7 @@ class Child:
 
     def _start(self) -> None:
         own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = self.options.http_listener
         with its_end:
             options = self.options.model_copy(update={"lifeline": its_end.fileno()})
             command = [sys.executable, "-m", self.module, "--config", str(self.config_file)]
@@ -103,7 +104,7 @@ class Child:
                     [*command, "--child", options.model_dump_json()],
                     stdin=subprocess.DEVNULL,
                     env=self._environment,
-                    pass_fds=[its_end.fileno()],
+                    pass_fds=[its_end.fileno(), *([] if listener is None else [listener])],
                     start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
                 )
         self._lifelines.watch(own_end, self._process.pid)

@@ -19,6 +19,7 @@ import structlog
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key, service_manager_of_environment
 from services.common.encoders.encoder_types import is_encoder
+from services.common.max_model_len import check_before_start
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.launch.addresses import check_addresses, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
@@ -31,6 +32,7 @@ from services.launch.lifelines import Lifelines
 from services.launch.memory_plan import check_memory
 from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, find_mps, start_mps, stop_mps
+from services.launch.passed_sockets import take_passed_sockets, with_passed_sockets
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import (
@@ -74,11 +76,16 @@ class Launcher:
         Raises `ConfigError`, `PeerError`, and what `check_memory` raises.
         """
         run_dir = self._opened.enter_context(run_directory())
-        config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
+        passed = take_passed_sockets()
+        for listener in passed:
+            self._opened.callback(listener.close)
+        config = with_passed_sockets(self._config, passed)
+        config = place_sockets(config, run_dir, is_private=self._arguments.prompt is not None)
         self._serves_alone = config.launch.runs_all
         config = self._config = without_needless_services(config)
-        check_addresses(config)
+        check_addresses(config, is_http_passed=bool(passed))
         check_attention_workers(config)
+        await asyncio.to_thread(check_before_start, config)
         await asyncio.to_thread(check_rank_gpus, config)
         check_tls(config)
         for number, key in enumerate(self._arguments.api_key or (), start=1):
@@ -93,7 +100,7 @@ class Launcher:
             if role in config.launch.services
         }
         counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
-        services = service_configs(config, run_dir, addresses, counts_dir)
+        services = service_configs(config, run_dir, addresses, counts_dir, [each.fileno() for each in passed])
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config)
         if len(addresses) == len(SECTIONS):

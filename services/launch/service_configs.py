@@ -68,12 +68,16 @@ def num_gateways(config: Config) -> int:
 
 
 def service_configs(
-    config: Config, run_dir: Path, addresses: Mapping[str, SwitchedAddress], counts_dir: Path | None = None
+    config: Config,
+    run_dir: Path,
+    addresses: Mapping[str, SwitchedAddress],
+    counts_dir: Path | None = None,
+    listeners: Sequence[int] = (),
 ) -> list[ServiceStart]:
     """The services of `launch.services`, in starting order. Others look for a worker at its switched address.
 
     addresses: of the workers among them, by role, in starting order. counts_dir: a directory in shared memory; several
-    gateways need one.
+    gateways need one. listeners: descriptors of the sockets that systemd passes, one for each gateway, or none.
     """
     starts = [
         ServiceStart(role, role, with_address(config, role, address.new_address()), ChildOptions())
@@ -85,6 +89,11 @@ def service_configs(
         starts = attention_starts(config, run_dir, starts)
     if "gateway" in config.launch.services:
         gateways = gateway_configs(config, run_dir, counts_dir)
+        if listeners:
+            gateways = [
+                (own, options.model_copy(update={"http_listener": listener}))
+                for (own, options), listener in zip(gateways, listeners, strict=True)
+            ]
         names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
         starts += [ServiceStart(name, "gateway", *each) for name, each in zip(names, gateways, strict=True)]
     return starts

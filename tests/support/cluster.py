@@ -127,7 +127,7 @@ class Cluster(Stubs):
         self.process = process
         self.log_file = log_file
         self.address = settings["gateway.address"]
-        self.http_address = settings["gateway.http_address"]
+        self.http_address = settings.get("gateway.http_address")
 
     def pid_of(self, role: str) -> int:
         """Process id of a child of the launcher. If it was just killed, waits until it is started again."""
@@ -173,25 +173,31 @@ def running_cluster(
     is_warm: bool = False,
     launcher: str = "services.launch",
     env: Mapping[str, str] | None = None,
+    listeners: Sequence[socket.socket] = (),
 ) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
     `wrapper` is a command that executes the next one in its own process, such as `unshare`. `env` is the whole
     environment, by default ours. With `is_warm` the processes are forked from `tests.support.warm_server`, for tests
     that measure neither start time nor all memory of a process; how much it grows is the same. `launcher` is the module
-    that starts all others. There are no standbys unless `overrides` ask for them.
+    that starts all others. There are no standbys unless `overrides` ask for them. `listeners` are passed on as systemd
+    would, to a warm `tests.support.workers.activated_launcher`; then HTTP has their address.
     """
     regions_before = stale_regions()
     command = [sys.executable, "-m", launcher]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
-    sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
+    if not listeners:
+        sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
     settings = dict(override.split("=", 1) for override in (*sockets, *NO_STANDBYS, *overrides))
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     log_file = directory / "log"
     with log_file.open("w") as log:
         if is_warm:
-            process = WarmProcess(warm_server(), command, stderr=log.fileno(), env=env, wrapper=wrapper)
+            passed = {number: each.fileno() for number, each in enumerate(listeners, start=3)}
+            process = WarmProcess(
+                warm_server(), command, stderr=log.fileno(), env=env, wrapper=wrapper, pass_fds=passed
+            )
         else:
             process = subprocess.Popen([*wrapper, *command], cwd=REPOSITORY, stderr=log, env=env, text=True)
     cluster = Cluster(process, directory, log_file, settings)

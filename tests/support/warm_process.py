@@ -85,10 +85,12 @@ class WarmServer:
         stderr: int,
         env: Mapping[str, str] | None,
         start_new_session: bool,
-        pass_fds: Sequence[int],
+        pass_fds: Sequence[int] | Mapping[int, int],
         wrapper: Sequence[str],
     ) -> int:
         """Starts `python ARGUMENTS...` as a child of this process; returns its process id.
+
+        `pass_fds`: files that it gets, by their number there if they have another one here.
 
         Raises `TimeoutError` if the server takes too long. The next call waits for it again, and a process that comes
         too late is killed: on a very busy machine one test fails, not all that follow it in this process.
@@ -110,7 +112,8 @@ class WarmServer:
                     assert self._receive() == READY
                     self._is_ready = True
                 self._number = message["number"] = self._number + 1
-                files = [nothing.fileno(), stdout, stderr, *namespaces, *pass_fds]
+                passed = pass_fds.values() if isinstance(pass_fds, Mapping) else pass_fds
+                files = [nothing.fileno(), stdout, stderr, *namespaces, *passed]
                 socket.send_fds(self._connection, [json.dumps(message).encode()], files)
                 while True:
                     number, pid = map(int, self._receive().split())
@@ -146,7 +149,7 @@ class WarmProcess:
         stderr: int = 2,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
-        pass_fds: Sequence[int] = (),
+        pass_fds: Sequence[int] | Mapping[int, int] = (),
         wrapper: Sequence[str] = (),
     ) -> None:
         python, *arguments = command

@@ -55,6 +55,7 @@ from tests.support.warm_process import (
 LAUNCHERS = (  # modules that start services
     "services.launch",
     "services.console",
+    "tests.support.workers.activated_launcher",
     "tests.support.workers.hub_user",
     "tests.support.workers.speculating_launcher",
 )

@@ -51,6 +51,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no request has come yet, or not all of its headers."""
+        return self.cycle is None and not self._is_refused
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:

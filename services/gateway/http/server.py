@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.config import GatewaySection
-from services.common.errors import ConfigError
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.errors import Dialect
 from services.gateway.http.host_check import HostCheck
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
+from services.rpc.bindable import cannot_listen
 from services.rpc.server import check_socket_free
 from services.rpc.tls import TlsFiles, warn_if_exposed
 
 log = structlog.get_logger()
 
 START_TIMEOUT_S = 10.0
+LOOK_INTERVAL_S = 0.01
 
 
 class HttpServer:
@@ -40,9 +42,15 @@ class HttpServer:
         dialects: Sequence[Dialect],
         *,
         shares_port: bool,
+        listener: int | None = None,
     ) -> None:
-        """`dialects`: those that are not OpenAI's. `shares_port`: with other processes."""
+        """`dialects`: those that are not OpenAI's. `shares_port`: with other processes.
+
+        `listener`: descriptor of a socket that listens at the address already, and that others keep open; None: the
+        server binds its own.
+        """
         self._section = section
+        self._listener = listener
         self._tls = tls
         self._shares_port = shares_port
         self._task: asyncio.Task[None] | None = None
@@ -67,7 +75,10 @@ class HttpServer:
 
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if the address is in use."""
-        self._socket = bind(self._section.http_address, shares_port=self._shares_port)
+        if self._listener is None:
+            self._socket = bind(self._section.http_address, shares_port=self._shares_port)
+        else:
+            self._socket = socket.socket(fileno=self._listener)
         if self._tls is None:
             warn_if_exposed(self._section.http_address)
         self._task = asyncio.create_task(self._server.serve([self._socket]))
@@ -80,6 +91,25 @@ class HttpServer:
             return self._section.http_address
         return f"{self._section.http_address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
+    async def leave(self, grace_s: float) -> None:
+        """Accepts no new connections, which wait in the socket's queue for the next process, and ends idle ones.
+
+        Clients that are connected and have not sent a request yet get `grace_s` seconds for it. After their answers
+        all connections close.
+        """
+        if self._task is None:
+            return
+        for server in self._server.servers:
+            server.close()
+        connections = self._server.server_state.connections
+        deadline = time.monotonic() + grace_s
+        is_first = True  # turn of the loop, in which it makes the connections that it has just accepted
+        while is_first or (any(each.is_new for each in connections) and time.monotonic() < deadline):
+            is_first = False
+            await asyncio.sleep(LOOK_INTERVAL_S)
+        for connection in list(connections):
+            connection.shutdown()
+
     async def stop(self, grace_s: float) -> None:
         """Accepts no new connections, gives running answers `grace_s` seconds to end, then cuts them."""
         if self._task is None:
@@ -89,7 +119,7 @@ class HttpServer:
         await self._task
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
-        if self._section.http_address.startswith("unix:"):
+        if self._listener is None and self._section.http_address.startswith("unix:"):
             Path(self._section.http_address.removeprefix("unix:")).unlink(missing_ok=True)
 
 
@@ -162,7 +192,7 @@ def bind(address: str, *, shares_port: bool = False) -> socket.socket:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(target)
     except OSError as error:
-        raise ConfigError(f"cannot listen on gateway.http_address {address}: {error.strerror}") from error
+        raise cannot_listen(error, address, "gateway.http_address") from error
     listener.setblocking(False)
     return listener
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -48,6 +49,37 @@ def test_a_taken_port_is_a_failure_with_status_1(capsys: pytest.CaptureFixture[s
         assert doctor.main(flags) == 1
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failure")]
     assert f"gateway.http_address 127.0.0.1:{port}" in line and line.endswith("by --port")
+
+
+def fake_systemctl(directory: Path, listen: str, state: str = "active") -> str:
+    """Lets `systemctl` say that twostroke.socket is in this state; returns the PATH with it."""
+    program = directory / "systemctl"
+    said = f"Listen={listen} (Stream)\nActiveState={state}\n"
+    program.write_text(f'#!/bin/sh\n[ "$2" = twostroke.socket ] && printf "{said}"\n')
+    program.chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def test_a_port_that_systemd_holds_for_the_server_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        config = load_config(None, [f"gateway.http_address={address}"])
+        for listen, state, expected in (
+            (address, "active", f"ok       port: gateway.http_address {address} is held by systemd's twostroke.socket"),
+            ("0.0.0.0:8080", "active", f"failure  port: gateway.http_address is {address}, and systemd listens at 0"),
+            (address, "inactive", f"failure  port: cannot listen on gateway.http_address {address}: port in use"),
+        ):
+            monkeypatch.setenv("PATH", fake_systemctl(tmp_path, listen, state))
+            assert str(doctor.check_http_port(config, doctor.address_of_unit())).startswith(expected)
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert doctor.address_of_unit() is None, "without systemd"
+
+
+def test_a_length_that_a_start_refuses_is_a_failure() -> None:
+    sentence = "model.max_model_len is 99999, the model's positions end at 2048 and its RoPE is not scaled: set it to"
+    finding = doctor.check_model(load_config(None, ["model.max_model_len=99999"]))
+    assert finding.state == "failure" and finding.text.startswith(sentence)
+    assert doctor.check_model(load_config(None, ["model.max_model_len=2048"])).state == "ok"
 
 
 def test_a_model_by_name_is_not_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
