@@ -88,7 +88,7 @@ def address_of(listener: socket.socket) -> str:
     """Where a socket listens, as the config says it."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
-        return f"unix:{name.decode() if isinstance(name, bytes) else name}"
+        return f"unix:{name.decode().replace(chr(0), '@') if isinstance(name, bytes) else name}"  # @: without a file
     return _host_and_port(name)
 
 
