@@ -6,7 +6,8 @@
 
 A decode step is a dense stroke, whose time depends on its rows alone, and an attention stroke, whose time depends on
 the tokens of context alone. Both were measured by themselves (`bench/dense.py`, `bench/attention.py`); what the strokes
-lose to each other is the seam's (`bench/seam.py`). docs/several-gpus.md says which arrangements there are.
+lose to each other is the seam's (`bench/seam.py`). A server's step takes a little longer, by its rows. A run of so many
+requests is filled and drained step by step. docs/several-gpus.md says which arrangements there are.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from services.common.batch_buckets import bucket_for, token_buckets
 
 RESULTS = Path(__file__).parent / "results"
 LANES = 2  # micro-batches in flight, if there are several
@@ -68,7 +71,9 @@ class Strokes:
     far_seam_ms: Sequence[float]  # the same between two GPUs
     sum_rows: Sequence[float]  # of a sum over two ranks
     sum_us: Sequence[float]
-    after_ms: float  # sampler and upload, once a step
+    after_ms: float  # sampler, upload and whatever else a server's step has beside its strokes
+    after_row_ms: float  # the same for each row
+    lanes_overlap: float  # 1: with two lanes a step takes the longer stroke; 0: their steps run one after the other
     rank_efficiency: float  # rate at which a rank reads its part of the weights, of that of whole ones
     rank_after_layer_us: float  # norm and addition as kernels of their own, twice a layer
     cache_tokens: int  # that a GPU holds beside all weights
@@ -100,6 +105,19 @@ class Strokes:
         """The sums over ranks of a step: two in a layer, and one of the embedding."""
         us = float(np.interp(rows, self.sum_rows, self.sum_us))
         return (2 * self.num_layers + 1) * us / 1000
+
+    def after(self, rows: float) -> float:
+        """What a server's step of so many rows has beside its strokes."""
+        return self.after_ms + self.after_row_ms * rows
+
+    def of_layers(self, num_layers: int) -> Strokes:
+        """Those of a model with so many of the layers; the vocabulary's part of a dense stroke is a fiftieth."""
+        part = num_layers / self.num_layers
+        scaled = {
+            name: [part * each for each in getattr(self, name)]
+            for name in ("dense_ms", "attention_ms", "seam_ms", "far_seam_ms")
+        }
+        return replace(self, num_layers=num_layers, prompt_attention_ms=part * self.prompt_attention_ms, **scaled)
 
     @property
     def linear_dense(self) -> tuple[float, float]:
@@ -138,35 +156,44 @@ class Arrangement:
                 tokens = self.num_dense * strokes.cache_tokens
         return int(tokens / context)
 
-    def step_ms(self, strokes: Strokes, rows: float, context: float) -> float:
-        """A decode step of `rows` sequences in all, each with so many tokens of context."""
+    def step_ms(self, strokes: Strokes, rows: float, context: float, prompt_tokens: float = 0.0) -> float:
+        """A step of `rows` sequences in all, each with so many tokens of context, and of parts of prompts."""
         match self.kind:
             case x if x == RANKS:
-                return _step_of_ranks(strokes, rows, context, self.num_dense)
+                return _step_of_ranks(strokes, rows, context, prompt_tokens, self.num_dense)
             case x if x == SPLIT:
-                return _step_of_workers(strokes, rows / self.num_dense, context, self.num_attention, self.num_lanes)
-        own = rows / self.num_dense
-        return strokes.dense(own) + strokes.attention(own * context) + strokes.seam(own) + strokes.after_ms
+                return _step_of_workers(strokes, self, rows / self.num_dense, context, prompt_tokens / self.num_dense)
+        own, prompts = rows / self.num_dense, prompt_tokens / self.num_dense
+        attention = strokes.attention(own * context) + strokes.prompt_attention_ms * prompts
+        return strokes.dense(own + prompts) + attention + strokes.seam(own + prompts) + strokes.after(own)
 
 
-def _step_of_ranks(strokes: Strokes, rows: float, context: float, count: int) -> float:
+def _step_of_ranks(strokes: Strokes, rows: float, context: float, prompts: float, count: int) -> float:
     """Each rank has 1/count of each product and of the heads; sums join them."""
-    dense = strokes.dense(rows) / (count * strokes.rank_efficiency) if count > 1 else strokes.dense(rows)
-    grown = 2 * (count - 1) / count  # of the sum over two ranks: what a ring moves
-    joined = strokes.sums(rows) * grown + strokes.num_layers * strokes.rank_after_layer_us / 1000 if count > 1 else 0.0
-    return dense + strokes.attention(rows * context / count) + strokes.seam(rows) + joined + strokes.after_ms
+    all_rows = rows + prompts
+    dense = strokes.dense(all_rows) / (count * strokes.rank_efficiency) if count > 1 else strokes.dense(all_rows)
+    attention = strokes.attention(rows * context / count) + strokes.prompt_attention_ms * prompts / count
+    joined = 0.0
+    if count > 1:
+        grown = 2 * (count - 1) / count  # of the sum over two ranks: what a ring moves
+        joined = strokes.sums(all_rows) * grown + strokes.num_layers * strokes.rank_after_layer_us / 1000
+    return dense + attention + strokes.seam(all_rows) + joined + strokes.after(rows)
 
 
-def _step_of_workers(strokes: Strokes, rows: float, context: float, workers: int, lanes: int) -> float:
+def _step_of_workers(strokes: Strokes, split: Arrangement, rows: float, context: float, prompts: float) -> float:
     """One dense worker, and attention workers that share the sequences; the step waits for the slowest of them.
 
     With two lanes one half of the rows is in a dense stroke while the other one is in attention. A step then takes as
-    long as the longer of both strokes for all halves, or as one lane takes alone.
+    long as the longer of both strokes for all halves, or as one lane takes alone; or, where lanes do not overlap, as
+    long as all of them one after the other.
     """
-    own = rows / lanes
-    dense, attention = strokes.dense(own), strokes.attention(own * context / workers)
-    alone = dense + attention + strokes.far_seam(own / workers) + strokes.after_ms
-    return max(alone, lanes * (dense + strokes.after_ms), lanes * attention)
+    lanes, workers = split.num_lanes, split.num_attention
+    own, own_prompts = rows / lanes, prompts / lanes
+    dense = strokes.dense(own + own_prompts) + strokes.after(own)
+    attention = strokes.attention(own * context / workers) + strokes.prompt_attention_ms * own_prompts / workers
+    alone = dense + attention + strokes.far_seam((own + own_prompts) / workers)
+    overlapping = max(alone, lanes * dense, lanes * attention)
+    return strokes.lanes_overlap * overlapping + (1 - strokes.lanes_overlap) * lanes * alone
 
 
 def best_num_attention(strokes: Strokes, rows_each: float, context: float) -> float:
@@ -211,6 +238,48 @@ def predict(strokes: Strokes, arrangement: Arrangement, lengths: Lengths, rows: 
     return Prediction(arrangement, rows, tpot_ms, 1000 * rows / tpot_ms)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A load as it was measured: all requests come at once, and so many of them run at a time."""
+
+    num_requests: int
+    at_once: int
+    prompt: int
+    output: int
+    step_tokens: int  # that a step of a lane may have
+    capture_ms: float = 0.0  # by which the first step of each size was longer, if graphs were captured then
+
+    def tokens_per_s(self, strokes: Strokes, arrangement: Arrangement) -> float:
+        """Output tokens by the time from the first step to the last one.
+
+        Steps have a token of each running sequence, and parts of prompts as far as there is room, in the order of their
+        coming.
+        """
+        sizes = token_buckets(self.at_once, self.step_tokens)
+        seen = set[int]()
+        left = np.zeros(0, int)  # tokens of prompts, by running sequence, that are to be computed
+        written = np.zeros(0, int)
+        num_waiting, total_ms = self.num_requests, 0.0
+        while num_waiting or len(left):
+            num_new = min(num_waiting, self.at_once - len(left))
+            num_waiting -= num_new
+            left, written = np.append(left, np.full(num_new, self.prompt)), np.append(written, np.zeros(num_new, int))
+            decodes = left == 0
+            num_rows = int(decodes.sum())
+            room = max(0, self.step_tokens * arrangement.num_lanes - num_rows)
+            parts = np.clip(room - (np.cumsum(left) - left), 0, left)
+            context = self.prompt + float(written[decodes].mean()) if num_rows else 0.0
+            total_ms += arrangement.step_ms(strokes, num_rows, context, float(parts.sum()))
+            size = bucket_for(sizes, min(num_rows + int(parts.sum()), sizes[-1]))
+            total_ms += 0.0 if size in seen else self.capture_ms
+            seen.add(size)
+            left = left - parts
+            written = written + (left == 0)
+            goes_on = written < self.output
+            left, written = left[goes_on], written[goes_on]
+        return 1000 * self.num_requests * self.output / total_ms
+
+
 def arrangements(num_gpus: int) -> Iterator[Arrangement]:
     """All that use exactly so many GPUs."""
     yield Arrangement(ONE_GPU if num_gpus == 1 else REPLICAS, num_dense=num_gpus)
@@ -252,7 +321,7 @@ def read_strokes(results: Path = RESULTS) -> Strokes:
     tokens = sorted(by_tokens)
     prompts = [each for each in attention["rows"] if each["step"] == "34 x 235"]  # appended, then attended
     prompt_us = sum(each["microseconds"] for each in prompts) / _num_tokens(prompts[0])
-    return Strokes(
+    strokes = Strokes(
         num_layers=layers,
         dense_rows=[each["batch"] for each in dense["steps"]],
         dense_ms=[each["own_ms"] for each in dense["steps"]],
@@ -265,12 +334,28 @@ def read_strokes(results: Path = RESULTS) -> Strokes:
         far_seam_ms=[layers * each / 1000 for each in far["seam_us_per_layer"].values()],
         sum_rows=[each["rows"] for each in ranks["sums"]],
         sum_us=[each["nccl_us"] for each in ranks["sums"]],
-        after_ms=ranks["after_step_ms"],
+        after_ms=0.0,
+        after_row_ms=0.0,
+        lanes_overlap=ranks["lanes_overlap"],
         rank_efficiency=ranks["rank_efficiency"],
         rank_after_layer_us=ranks["rank_after_layer_us"],
         cache_tokens=ranks["cache_tokens"],
         cache_tokens_alone=ranks["cache_tokens_alone"],
     )
+    return _with_after(strokes, [each for each in ranks["servers"] if each["kind"] == ONE_GPU and "step_ms" in each])
+
+
+def _with_after(strokes: Strokes, servers: Sequence[dict[str, Any]]) -> Strokes:
+    """With what is left of a server's step beside its strokes: the line through two of one GPU."""
+    rows = [each["rows"] for each in servers]
+    left = [
+        each["step_ms"]
+        - Arrangement(ONE_GPU).step_ms(strokes, each["rows"], Lengths.of(each["prompt"], each["output"]).context)
+        for each in servers
+    ]
+    (first, last), (low, high) = rows, left
+    per_row = (high - low) / (last - first)
+    return replace(strokes, after_ms=low - per_row * first, after_row_ms=per_row)
 
 
 def _num_tokens(row: dict[str, Any]) -> int:
@@ -300,7 +385,7 @@ def checks(strokes: Strokes, results: Path = RESULTS) -> list[Check]:
         measured = json.loads((results / f"{file}.json").read_text())
         for rows, ms in measured["two_processes_ms"].items():
             context, what = measured["task"]["context"], f"{arrangement}: a step of {rows} rows"
-            predicted = arrangement.step_ms(strokes, int(rows), context) - strokes.after_ms  # no sampler in these
+            predicted = arrangement.step_ms(strokes, int(rows), context) - strokes.after(int(rows))  # no server's step
             found.append(Check(what, "ms", ms, predicted))
     for each in json.loads((results / "two-gpus.json").read_text())["servers"]:
         found += _checks_of_server(strokes, each)
@@ -308,14 +393,19 @@ def checks(strokes: Strokes, results: Path = RESULTS) -> list[Check]:
 
 
 def _checks_of_server(strokes: Strokes, run: dict[str, Any]) -> Iterator[Check]:
-    lengths = Lengths.of(run["prompt"], run["output"])
-    arrangement = Arrangement(run["kind"], num_dense=run.get("num_dense", 1))
-    predicted = predict(strokes, arrangement, lengths, run["rows"])
-    what = f"{arrangement}: {run['rows']} at once, {run['prompt']}/{run['output']}"
+    rows, prompt, output = run["rows"], run["prompt"], run["output"]
+    arrangement = Arrangement(run["kind"], num_dense=run.get("num_dense", 1), num_lanes=run.get("num_lanes", 1))
+    own = strokes.of_layers(run.get("num_layers", strokes.num_layers))
+    of_layers = "" if own.num_layers == strokes.num_layers else f", {own.num_layers} layers"
+    what = f"{arrangement}{of_layers}: {rows} at once, {prompt}/{output}"
     if "step_ms" in run:
-        yield Check(f"{what}, a step", "ms", run["step_ms"], arrangement.step_ms(strokes, run["rows"], lengths.context))
+        predicted = arrangement.step_ms(own, rows, Lengths.of(prompt, output).context)
+        yield Check(f"{what}, a step", "ms", run["step_ms"], predicted)
     if "tokens_per_s" in run:
-        yield Check(what, "tok/s", run["tokens_per_s"], predicted.tokens_per_s)
+        load = Run(run["requests"], rows, prompt, output, run["step_tokens"], run.get("late_capture_ms", 0.0))
+        yield Check(
+            f"{what}, {load.num_requests} requests", "tok/s", run["tokens_per_s"], load.tokens_per_s(own, arrangement)
+        )
 
 
 def read_lengths(path: Path) -> Lengths:
@@ -372,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     strokes = read_strokes(args.results)
     if args.gpus is None:
         for check in checks(strokes, args.results):
-            print(f"{check.what:58} {check.measured:9.2f} {check.predicted:9.2f} {check.unit:6} {check.error:+6.1%}")
+            print(f"{check.what:78} {check.measured:9.2f} {check.predicted:9.2f} {check.unit:6} {check.error:+6.1%}")
         return 0
     try:
         lengths = Lengths.of(args.prompt, args.output) if args.lengths is None else read_lengths(args.lengths)

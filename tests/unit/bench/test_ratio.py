@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.ratio import (
+    ONE_GPU,
     RANKS,
     REPLICAS,
     SPLIT,
     Arrangement,
     Lengths,
+    Run,
     Strokes,
     best_num_attention,
     checks,
@@ -35,6 +38,8 @@ LINEAR = Strokes(
     sum_rows=[1],
     sum_us=[0.0],
     after_ms=0.0,
+    after_row_ms=0.0,
+    lanes_overlap=1.0,
     rank_efficiency=1.0,
     rank_after_layer_us=0.0,
     cache_tokens=1_000_000,
@@ -79,6 +84,42 @@ def test_predicted_steps_are_close_to_all_measured_ones() -> None:
     assert len(steps) == 18
     assert max(abs(each.error) for each in steps) < 0.12
     assert np.mean([abs(each.error) for each in steps]) < 0.05
+
+
+def test_predicted_throughputs_are_close_to_all_measured_ones() -> None:
+    found = [each for each in checks(read_strokes()) if each.unit == "tok/s"]
+    assert len(found) == 11
+    assert max(abs(each.error) for each in found) < 0.12
+
+
+def test_a_run_has_the_steps_that_can_be_counted() -> None:
+    """Two requests at a time of four, and room for three rows in a step; each step takes 1 ms."""
+    strokes = replace(LINEAR, dense_ms=[1.0, 1.0])
+    strokes = replace(strokes, attention_ms=[0.0, 0.0])
+    run = Run(num_requests=4, at_once=2, prompt=3, output=2, step_tokens=3)
+    # Prompts: 3 of A; a token of A and 2 of B's prompt, with which A ends; 1 of B's and 2 of C's; and so on.
+    steps = 0
+    waiting, running = 4, list[list[int]]()  # tokens of its prompt that are left, tokens that it has written
+    while waiting or running:
+        while waiting and len(running) < 2:
+            waiting, running = waiting - 1, [*running, [3, 0]]
+        room = 3 - sum(not left for left, _ in running)
+        for each in running:
+            part = min(room, each[0])
+            room -= part
+            each[0] -= part
+            each[1] += each[0] == 0
+        running = [each for each in running if each[1] < 2]
+        steps += 1
+    assert run.tokens_per_s(strokes, Arrangement(ONE_GPU)) == pytest.approx(1000 * 4 * 2 / steps)
+    captured = replace(run, capture_ms=10.0).tokens_per_s(strokes, Arrangement(ONE_GPU))
+    assert captured < 1000 * 4 * 2 / (steps + 10)
+
+
+def test_strokes_of_half_the_layers_take_half_the_time() -> None:
+    strokes = read_strokes()
+    whole, half = (Arrangement(ONE_GPU).step_ms(each, 64, 500) for each in (strokes, strokes.of_layers(16)))
+    assert half - strokes.after(64) == pytest.approx((whole - strokes.after(64)) / 2)
 
 
 def test_replicas_have_the_throughput_and_ranks_the_short_times() -> None:
