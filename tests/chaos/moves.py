@@ -2,7 +2,8 @@
 
 Every answer must be that of an undisturbed run. Afterwards nothing may be left: no sequence, block or shared memory.
 A KV cache of 8 bits rounds so coarsely that log-probabilities depend on what else a step computes. So that no fault of
-copied blocks passes for that, it runs with `dense.deterministic`, and all numbers must be equal to the last bit.
+copied blocks passes for that, it runs with `dense.deterministic`, and all numbers must be equal to the last bit. With
+`--split-context` a quarter of the streams needs the caches of two workers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -33,7 +34,7 @@ from tests.chaos.ends import read_ends, unexpected_ends
 from tests.chaos.monkey import ATTENTION, DENSE, MAX_STOP_S, Monkey
 from tests.support.adapters import make_adapter
 from tests.support.clients.streams import Collected
-from tests.support.cluster import Cluster, children_of, running_cluster
+from tests.support.cluster import Cluster, children_of, request, running_cluster
 from tests.support.process_memory import resident_bytes
 from tests.support.prompt_vectors import embeds_of, random_vectors
 
@@ -43,6 +44,9 @@ NUM_VECTORS = 60  # of a prompt
 POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("model", "int8", "fp8")
 NUM_BLOCKS = 160  # of each worker: too few for all streams at once, if there is only one
+LARGE_CHARACTERS, MAX_FORKED_CHARACTERS = (2000, 3000), 300
+NUM_SPLIT_BLOCKS = 60  # the same with split contexts
+TOO_LARGE = "all caches together have"  # of what the workers that are left cannot hold
 MAX_NUM_SEQS = 16
 MAX_WORKERS = 4
 STALL_TIMEOUT_S, WAIT_TIMEOUT_S = 8.0, 4.0
@@ -72,11 +76,18 @@ class Arena:
     messages: list[gateway_pb2.GenerateRequest]
     expected: list[Collected]
     tolerance: float  # of log-probabilities
+    refused: list[int] = field(default_factory=list)  # messages that the workers left in a run could not hold
 
 
 @contextlib.contextmanager
 def arena(
-    directory: Path, policy: str, size: Size, kv_cache_dtype: str = "model", *, is_warm: bool = False
+    directory: Path,
+    policy: str,
+    size: Size,
+    kv_cache_dtype: str = "model",
+    *,
+    splits_context: bool = False,
+    is_warm: bool = False,
 ) -> Iterator[Arena]:
     """Starts a cluster of two attention workers, and gets the undisturbed answer to every message."""
     is_deterministic = kv_cache_dtype != "model"
@@ -87,7 +98,8 @@ def arena(
         f"attention.host_kv_bytes={2**23}",
         f"scheduler.policy={policy}",
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
-        f"attention.num_blocks={NUM_BLOCKS}",
+        f"attention.num_blocks={NUM_SPLIT_BLOCKS if splits_context else NUM_BLOCKS}",
+        f"attention.split_context={str(splits_context).lower()}",
         "attention.block_size=16",
         f"dense.max_loras={len(ADAPTERS)}",
         f"gateway.lora_modules={modules}",
@@ -102,6 +114,8 @@ def arena(
     ]
     with running_cluster(directory, *settings, is_warm=is_warm) as cluster:
         messages = _messages(Random(POOL_SEED), size)
+        if splits_context:
+            _enlarge_some(messages, Random(POOL_SEED), size)
         with ThreadPoolExecutor(len(messages)) as threads:
             expected = list(threads.map(lambda message: send(cluster, message, "grpc_stream"), messages))
         yield Arena(cluster, size, messages, expected, 0.0 if is_deterministic else 1e-3)
@@ -119,6 +133,19 @@ def _messages(random: Random, size: Size) -> list[gateway_pb2.GenerateRequest]:
             message.prompt_embeds.CopyFrom(embeds_of(random_vectors(EMBEDDED_MODEL, NUM_VECTORS, seed=index)))
             message.ClearField("prompt_logprobs")
     return messages
+
+
+def _enlarge_some(messages: list[gateway_pb2.GenerateRequest], random: Random, size: Size) -> None:
+    """Every fourth one then needs more than one cache. What has several answers must fit into one."""
+    text = (EMBEDDED_MODEL / "documents.txt").read_text() * 4  # a short one
+    for index, message in enumerate(messages):
+        if index % 4 == 3:
+            start = random.randrange(len(text) - LARGE_CHARACTERS[1])
+            options = {"temperature": 0.8, "seed": index} if index % 8 == 3 else {"logprobs": 2}
+            length = random.randint(*LARGE_CHARACTERS)
+            messages[index] = request(text[start : start + length], 2 * size.max_tokens, ignore_eos=True, **options)
+        elif message.n > 1 or message.HasField("beam_search"):
+            message.prompt = message.prompt[:MAX_FORKED_CHARACTERS]
 
 
 class Mover(Monkey):
@@ -270,6 +297,7 @@ class Mover(Monkey):
 def run(arena: Arena, seed: int) -> list[str]:
     """Runs one seed. Returns what the monkey did. Raises `AssertionError` for wrong answers and for what is left."""
     random, cluster = Random(seed), arena.cluster
+    arena.refused.clear()
     mover = Mover(cluster, Random(seed + 1), arena.size.max_actions)
     gateway_pid, log_size = cluster.pid_of("gateway"), cluster.log_file.stat().st_size
     with ThreadPoolExecutor(len(arena.messages) + 1) as threads:
@@ -302,7 +330,13 @@ def _check_stream(arena: Arena, index: int, seed: int) -> None:
         if chunks_left == 0:
             raise Cancelled
 
-    collected = send(arena.cluster, message, random.choice(GRPC) if chunks_left < 0 else GRPC[0], on_chunk)
+    try:
+        collected = send(arena.cluster, message, random.choice(GRPC) if chunks_left < 0 else GRPC[0], on_chunk)
+    except grpc.RpcError as error:
+        if TOO_LARGE not in (error.details() or ""):
+            raise
+        arena.refused.append(index)  # a worker has been taken away, or does not come back soon enough
+        return
     try:
         if chunks_left == 0:
             for each, token_ids in collected.token_ids.items():
@@ -355,13 +389,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="runs of fewer streams and actions")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=POLICIES, help="of the scheduler")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="model", help="%(default)s by default")
+    parser.add_argument("--split-context", action="store_true", help="with streams that need two workers each")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for policy in arguments.policy:
         seed, directory = None, Path(tempfile.mkdtemp(prefix="moves-"))
         try:
-            with arena(directory, policy, SHORT if arguments.short else LONG, arguments.kv_cache_dtype) as where:
+            size, splits_context = SHORT if arguments.short else LONG, arguments.split_context
+            with arena(
+                directory, policy, size, arguments.kv_cache_dtype, splits_context=splits_context
+            ) as where:
                 lasting = {"gateway": where.cluster.pid_of("gateway"), "launcher": where.cluster.process.pid}
                 before = {name: resident_bytes(pid) for name, pid in lasting.items()}
                 for seed in seeds:
@@ -369,12 +407,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     actions = run(where, seed)
                     grown = {name: resident_bytes(pid) - before[name] for name, pid in lasting.items()}
                     memory = ", ".join(f"{name} {each / 2**20:+.0f} MB" for name, each in grown.items())
-                    duration = f"{time.monotonic() - start_s:.1f} s"
+                    duration = f"{time.monotonic() - start_s:.1f} s, {len(where.refused)} refused"
                     print(f"seed {seed}, {policy}: {', '.join(actions)}: {duration}; {memory}", flush=True)
                     assert max(grown.values()) < MAX_GROWTH_BYTES, memory
         except Exception:
             traceback.print_exc()
             options = f"--policy {policy} --kv-cache-dtype {arguments.kv_cache_dtype}{' --short' * arguments.short}"
+            options += " --split-context" * arguments.split_context
             print(f"FAILED: seed {seed}, {policy}; again: python -m tests.chaos.moves --first-seed {seed} --seeds 1 "
                   f"{options}\nlogs: {directory}", file=sys.stderr)
             return 1

@@ -56,6 +56,7 @@ LAUNCHERS = (  # modules that start services
     "services.launch",
     "services.console",
     "tests.support.workers.activated_launcher",
+    "tests.support.workers.hanging_rank_launcher",
     "tests.support.workers.hub_user",
     "tests.support.workers.speculating_launcher",
 )
