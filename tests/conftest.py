@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import random
@@ -44,12 +45,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out files that took longer than `--files-up-to`; unknown ones count as short."""
-    limit_s = config.getoption("--files-up-to")
-    if limit_s is None or collection_path.suffix != ".py":
+    """Leaves out files that took longer than `--files-up-to`, where unknown ones count as short; with `--only-long`,
+    those without long tests, which take seconds to import.
+    """
+    if not collection_path.name.startswith("test_"):
         return None
     file = collection_path.relative_to(config.rootpath).as_posix()
+    if config.getoption("--only-long") and file not in {each.partition("::")[0] for each in long_tests()}:
+        return True
+    limit_s = config.getoption("--files-up-to")
+    if limit_s is None:
+        return None
     return True if json.loads(DURATIONS.read_text()).get(file, 0.0) > limit_s else None
+
+
+@functools.cache
+def long_tests() -> frozenset[str]:
+    return frozenset(LONG_TESTS.read_text().splitlines())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,7 +90,7 @@ def select_by_length(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_only_long = config.getoption("--only-long")
     if not is_only_long and config.getoption("--hypothesis-profile") != QUICK:
         return
-    long = set(LONG_TESTS.read_text().splitlines())
+    long = long_tests()
     whole_files = {*map(file_of, items)} if not any("::" in each for each in config.args) else set()
     if unknown := {each for each in long if each.split("::")[0] in whole_files} - {item.nodeid for item in items}:
         raise pytest.UsageError(f"{LONG_TESTS} names tests that do not exist: {sorted(unknown)}")
