@@ -19,7 +19,7 @@ from tests.support.plain_services import PlainServices, plain_services
 
 TEXT = "one two three four five six seven eight. " * 3
 PROMPTS = [TEXT, "San Francisco is a", "The cat and the dog. The cat and the", "1 2 3 4 1 2 3 4 1 2"]
-MAX_TOKENS = 30
+MAX_TOKENS = 20
 MAX_FORM_TOKENS = 60  # of an answer that must be whole
 MAX_ROUNDS = 20  # a busy machine may have no time for drafts, or for a kill before the answers end
 NUM_HEADS = 3

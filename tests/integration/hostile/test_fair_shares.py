@@ -16,7 +16,7 @@ from tests.support.models import ONE_LAYER
 MAX_NUM_SEQS = 8  # places in a step
 NUM_QUEUED = 32
 MAX_NUM_WAITING = 64
-LONG, SHORT = 400, 20  # tokens of the streams that hold the places, and of those that wait for one
+LONG, SHORT = 250, 20  # tokens of the streams that hold the places, and of those that wait for one
 MAX_STEPS = 150  # of the others until a newcomer's first token; in the order of arrival it would be more than LONG
 GREEDY, OTHER = "198.51.100.1", "198.51.100.2"  # addresses of clients
 LIMIT_S = 120.0

@@ -27,7 +27,7 @@ SETTINGS = {
     "scheduler.speculation": "ngram",
     "attention.num_blocks": 26,  # of 16 tokens: fewer than all requests together need
 }
-MAX_TOKENS = 30
+MAX_TOKENS = 20
 PROMPT = "The capital of France is Paris. The capital of Italy is Rome. What is the capital of "
 
 

@@ -28,7 +28,7 @@ from tests.support.process_memory import resident_bytes
 
 NUM_CLIENTS = 4  # of each API
 MAX_ATTEMPTS = 5  # to disturb streams before they end
-MAX_TOKENS = 120
+MAX_TOKENS = 70
 NUM_CROWD = 120
 CROWD_TOKENS = 16
 CROWD_PROMPTS = ("San Francisco is a", "Once upon a time", "The capital of France", "Count to ten")
@@ -511,7 +511,7 @@ def test_many_streams_at_once_survive_their_gateway_and_cost_little(cluster: Clu
         assert crowd.texts == {key: expected[crowd.prompt(key)] for key in crowd.texts}
         growths = [resident_bytes(pid) - before for pid, before in zip(pids, before_bytes, strict=True)]
         times_s = [cpu_s(pid) - before for pid, before in zip(pids, before_s, strict=True)]
-        assert growths[0] < NUM_CROWD * 20_000 and growths[1] < NUM_CROWD * 150_000, growths
+        assert growths[0] < NUM_CROWD * 20_000 and growths[1] < NUM_CROWD * 300_000, growths
         assert times_s[0] < NUM_CROWD * 0.003 and times_s[1] < NUM_CROWD * 0.02, times_s
         if crowd.num_broken:
             return

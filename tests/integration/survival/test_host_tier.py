@@ -28,7 +28,7 @@ from tests.support.warm_process import run_warm
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
-NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 5, 100, 150  # which fill all blocks
+NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 5, 150, 100  # which fill all blocks
 MAX_ROUNDS = 5  # on a busy machine a stream may end before the kill
 MAX_MODEL_LEN = 800
 HOST_KV_BYTES = 64 * 2**20

@@ -16,7 +16,7 @@ from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
 
 PROMPT = "Count from 1 to 100, slowly, and tell of every number what you like about it. " * 4
-MAX_TOKENS = 60
+MAX_TOKENS = 30
 
 
 @pytest.fixture(scope="module")

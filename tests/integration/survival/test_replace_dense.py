@@ -176,7 +176,8 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
     cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected], metrics_address: str
 ) -> None:
     pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
-    with Load(cluster, messages) as load:
+    few = messages[:3]  # the test above has streams of every kind
+    with Load(cluster, few) as load:
         impatient = ctl(cluster, "replace-dense", "--timeout", "0.1")
         until(lambda: not has_second_worker(cluster), "the new worker stops when nobody wants it any more")
         not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
@@ -193,7 +194,7 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
     assert "dtype is float16" in other_dtype.stderr and f"process {pid}, goes on" in other_dtype.stderr
     assert cluster.pid_of("dense_worker") == pid
     assert num_recovered(metrics_address) > recovered, "no stream was open when the old worker left"
-    needed = load.check(undisturbed)
+    needed = load.check(undisturbed[: len(few)])
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
 
 

@@ -30,8 +30,8 @@ from tests.support.workers.poisoned_dense_worker import POISON
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
-PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
-MAX_TOKENS = 90
+PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 5
+MAX_TOKENS = 60
 POISONED_DENSE = {"dense_worker": "tests.support.workers.poisoned_dense_worker"}
 POISONED_ATTENTION = {"attn_worker": "tests.support.workers.poisoned_attn_worker"}
 FAULTY_ATTENTION = {"attn_worker": "tests.support.workers.faulty_attn_worker"}
@@ -114,7 +114,7 @@ def test_a_killed_gateway_breaks_its_streams_and_the_workers_close_its_sequences
 
 def test_a_request_that_kills_the_dense_worker_is_failed_alone(tmp_path: Path) -> None:
     with plain_services(tmp_path, TWO_LAYERS, modules=POISONED_DENSE) as services:
-        innocent = [request(f"Count from {i}", 80, temperature=0.9, seed=i, ignore_eos=True) for i in range(12)]
+        innocent = [request(f"Count from {i}", 80, temperature=0.9, seed=i, ignore_eos=True) for i in range(6)]
         undisturbed = collect_all(services.gateway, innocent)
         starts = dict(services.num_starts)
         errors: list[grpc.RpcError] = []
@@ -149,7 +149,7 @@ def test_a_single_long_request_survives_two_quick_kills_of_the_attention_worker(
     """The second kill comes while prompt and tokens are computed again, which takes many steps."""
     settings = (TWO_LAYERS, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2")
     with plain_services(tmp_path, *settings) as services:
-        message = request([5, 6, 7, 8] * 60, 120, temperature=0.9, seed=1, ignore_eos=True)
+        message = request([5, 6, 7, 8] * 30, 60, temperature=0.9, seed=1, ignore_eos=True)
         expected = collect(services.gateway, message)
 
         def kill_twice() -> bool:
@@ -210,7 +210,7 @@ def test_an_attention_worker_whose_gpu_has_failed_ends_and_is_replaced(
 def test_planned_restarts_do_not_count_as_crashes(tmp_path: Path) -> None:
     """An operator restarts the workers three times, each time before the stream gets a token."""
     with plain_services(tmp_path, TWO_LAYERS, modules=POISONED_DENSE) as services:
-        message = request("Count", 120, temperature=0.9, seed=3, ignore_eos=True)
+        message = request("Count", 60, temperature=0.9, seed=3, ignore_eos=True)
         [expected] = collect_all(services.gateway, [message])
 
         def restart_all() -> None:

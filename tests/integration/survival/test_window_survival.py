@@ -13,8 +13,8 @@ from tests.support.plain_services import PlainServices, plain_services
 from tests.support.reference import make_served_model, random_prompts, reference_tokens
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
-WINDOW, BLOCK_SIZE, BUDGET, MAX_TOKENS = 20, 8, 24, 220
-NUM_BLOCKS = 36  # for three sequences of 280 tokens 105 would be needed without windows
+WINDOW, BLOCK_SIZE, BUDGET, MAX_TOKENS = 20, 8, 24, 110
+NUM_BLOCKS = 36  # for three sequences of 111 to 170 tokens 53 would be needed without windows
 
 
 @pytest.fixture(scope="module")
