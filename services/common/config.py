@@ -112,8 +112,8 @@ class GatewaySection(Section):
     # maximum number of log-probabilities in all answers to one request: tokens times (1 + most likely, named or all
     # tokens for each); 128 k tokens with 20 most likely tokens each make 2.8 million
     max_request_logprobs: Count = 4_000_000
-    # memory that all open requests together may take for bodies, embeddings, log-probabilities, logits and
-    # hidden states; beyond it requests wait. docs/operations.md says what counts how much
+    # memory that all open requests together may take for bodies, embeddings, compiled forms, log-probabilities,
+    # logits and hidden states; beyond it requests wait. docs/operations.md says what counts how much
     max_held_bytes: Count = 512 * 2**20
     max_held_wait_s: Seconds = 5.0  # longest time that a request waits for memory; then it is refused
     max_held_waiting: Count = 256  # requests that may wait for memory at the same time; further ones are refused

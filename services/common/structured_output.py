@@ -35,6 +35,7 @@ class StructuredOutput:
     text: str = ""  # schema, regular expression, grammar or structural tag; empty for the other kinds
     choices: tuple[str, ...] = ()  # of `Constraint.CHOICE`; in the client's order
     field_name: str = field(default=FIELD_NAME, compare=False)  # its name in the client's request, for error messages
+    compiled_bytes: int = field(default=0, compare=False)  # that a worker needs for it, if the gateway has tried it
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ first line of the answer says whether the vocabulary can be used, each further l
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.grammar_error import GrammarError, SlowGrammarError
@@ -40,7 +41,19 @@ NUM_WALKS = 3
 NUM_STEPS = 16  # tokens of a walk
 NUM_ATTEMPTS = 3  # at a walk that is too slow: an interrupt or a cold cache can make a single step slow
 
+_COUNTS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"  # of mallinfo(3)
 _NOT_EMPTY = re.compile(rb"[^\0]", re.DOTALL)
+
+
+class Tried(NamedTuple):
+    """A grammar that can be used."""
+
+    grammar: str
+    num_bytes: int  # that it takes when it is compiled and a few outputs have followed it
+
+
+class _MallocInfo(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint) for name in _COUNTS.split())
 
 
 def main() -> None:
@@ -68,7 +81,8 @@ def _serve() -> None:
         # Ends the process with SIGPROF. Unlike RLIMIT_CPU it counts fractions of a second, so each has the same.
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         try:
-            _answer(grammar=try_grammar(tokenizer, vocabulary, read_form(json.loads(line))))
+            tried = try_grammar(tokenizer, vocabulary, read_form(json.loads(line)))
+            _answer(grammar=tried.grammar, num_bytes=tried.num_bytes)
         except GrammarError as error:
             _answer(error=str(error), origin=error.origin, is_slow=isinstance(error, SlowGrammarError))
         except (ValueError, RecursionError, MemoryError) as error:
@@ -80,16 +94,25 @@ def read_form(message: dict[str, Any]) -> StructuredOutput:
     return StructuredOutput(Constraint(message["constraint"]), message["text"], tuple(message["choices"]))
 
 
-def try_grammar(tokenizer: LLTokenizer, vocabulary: Vocabulary, structure: StructuredOutput) -> str:
+def try_grammar(tokenizer: LLTokenizer, vocabulary: Vocabulary, structure: StructuredOutput) -> Tried:
     """The grammar of a grammar, tried. Raises `GrammarError`."""
     grammar = lower(structure, vocabulary.special_tokens)
+    before = _allocated_bytes()
     try:
         start = compile_grammar(tokenizer, grammar)
     except GrammarError as error:
         raise locate(error, structure, vocabulary.special_tokens) from error
     for walk in range(NUM_WALKS):
         _try_walk(start, walk)
-    return grammar
+    return Tried(grammar, max(0, _allocated_bytes() - before))
+
+
+def _allocated_bytes() -> int:
+    """What this process has allocated by malloc, as llguidance does, less than the 4 GiB that mallinfo counts."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo.restype = _MallocInfo
+    found = libc.mallinfo()
+    return (found.uordblks + found.hblkhd) % 2**32
 
 
 def _try_walk(start: LLMatcher, walk: int) -> None:
@@ -135,7 +158,7 @@ def _random_token(mask: bytes, generator: random.Random) -> int | None:
     return 8 * found.start() + generator.choice(bits)
 
 
-def _answer(**values: str | bool | None) -> None:
+def _answer(**values: str | int | None) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 

@@ -44,6 +44,7 @@ from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.resources.repeatable import current_run
 from services.gateway.text.answer_grammar import refusal
 from services.gateway.text.grammar_trials import GrammarTrials
+from services.gateway.text.held_forms import HeldForms
 from services.gateway.text.read_chat import read_chat_in_turn
 from services.gateway.text.tokenizer import Tokenizer
 from services.grammar.grammar_error import GrammarError
@@ -102,6 +103,7 @@ class RequestService:
         self.max_answers = max_answers  # to all prompts of one HTTP request
         self._max_request_logprobs = max_request_logprobs
         self._grammar_trials = grammar_trials
+        self._held_forms = HeldForms(memory)
         self.memory = memory
         self.generates = generates
         self.sources = sources  # None: the model has no encoder
@@ -194,6 +196,7 @@ class RequestService:
             structure = request.spec.sampling.structured_output
             if structure is not None:
                 compiled = await self._compile(structure, request)
+                ticket.at_close(await self._held_forms.hold(compiled, caller.number))
                 sampling = replace(request.spec.sampling, structured_output=compiled)
                 request = replace(request, spec=replace(request.spec, sampling=sampling))
             if request.max_num_held_logprobs:

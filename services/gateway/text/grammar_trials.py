@@ -129,7 +129,7 @@ class GrammarTrials:
             error = kind(answer["error"], answer.get("origin"))
             self._keep(structure, error)
             raise error
-        compiled = StructuredOutput(Constraint.GRAMMAR, answer["grammar"])
+        compiled = StructuredOutput(Constraint.GRAMMAR, answer["grammar"], compiled_bytes=answer["num_bytes"])
         self._keep(structure, compiled)
         return compiled
 

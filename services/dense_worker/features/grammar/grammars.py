@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 2
 NICENESS = 5  # of the threads that compile: with few cores, many new grammars would make steps several times as long
-MAX_KEPT = 64  # compiled grammars, of up to 4 MB each by what was measured
-MAX_KEPT_BYTES = 16 * 2**20  # of their texts
+MAX_KEPT = 64  # compiled grammars
+MAX_KEPT_BYTES = 4 * 2**20  # of their texts: compiled they take 20 to 145 times as much by what was measured
 # Threads that find masks that take long, at most half of the cores: attention worker and gateway run beside them.
 MAX_MASK_THREADS = 8
 # One thread at a time uses a lexer. So of more sequences of a form the next ones get another lexer, and at most as many

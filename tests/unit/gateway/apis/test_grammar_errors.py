@@ -36,6 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": UNKNOWN_RULE}}, "structured_outputs.grammar", "missing"),
     ({"structured_outputs": {"structural_tag": TAG}}, "structured_outputs.structural_tag", "'xml'"),
 ]
+ROOM = 7_500_000  # of all requests: a form takes about 4 MB, and its body 0.8
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOOL: Any = {"name": "find_it", "strict": True}
 ONE: Any = {"name": "one"}
@@ -63,6 +64,29 @@ def test_equal_forms_of_different_fields_have_their_own_names_though_the_result_
             check_error(await client.post(COMPLETIONS, json=PROMPT | {field: LOOK_AHEAD}), 400, field, field)
 
     with_client(tmp_path, FakeDense(say("a")), test)
+
+
+def test_the_memory_of_compiled_forms_is_limited_in_sum_and_given_back(tmp_path: Path) -> None:
+    """Two forms do not fit at once, and the second one waits only as long as it may."""
+
+    def form(number: int) -> dict[str, Any]:
+        return PROMPT | {"guided_json": {"enum": [f"{number} value {i}" for i in range(10_000)]}, "max_tokens": 1000}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async with client.stream("POST", COMPLETIONS, json=form(1) | {"stream": True}) as first:
+            pieces = first.aiter_bytes()
+            await anext(pieces)
+            again = await client.post(COMPLETIONS, json=form(1) | {"max_tokens": 1})
+            assert again.status_code == 200, again.text
+            refused = await client.post(COMPLETIONS, json=form(2) | {"max_tokens": 1})
+            assert refused.status_code == 429, refused.text
+            message = refused.json()["error"]["message"]
+            assert "for the compiled form of the output" in message and f"{ROOM} (gateway.max_held_bytes)" in message
+        for other in (2, 3):  # the first one has ended
+            assert (await client.post(COMPLETIONS, json=form(other) | {"max_tokens": 1})).status_code == 200
+
+    dense = FakeDense(say("a" * 1000), step_s=0.05)
+    with_client(tmp_path, dense, test, max_held_bytes=ROOM, max_held_wait_s=0.05)
 
 
 def test_other_vendors_fields_have_their_names(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form(
 
 def test_a_form_that_took_too_long_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(made: GrammarTrials) -> None:
-        answers = iter([{"error": "slow", "is_slow": True}, {"grammar": "g"}])
+        answers = iter([{"error": "slow", "is_slow": True}, {"grammar": "g", "num_bytes": 1}])
 
         async def ask(form: StructuredOutput) -> dict[str, Any]:
             return next(answers)
@@ -173,7 +173,7 @@ def test_the_process_ends_itself_when_a_form_needs_more_cpu_time_than_allowed() 
     text = "".join(json.dumps(line) + "\n" for line in lines)
     ended = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGPROF
-    assert [set(json.loads(line)) for line in ended.stdout.splitlines()] == [set(), {"grammar"}]
+    assert [set(json.loads(line)) for line in ended.stdout.splitlines()] == [set(), {"grammar", "num_bytes"}]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
