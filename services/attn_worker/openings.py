@@ -85,7 +85,7 @@ class Openings:
             new.num_prompt_tokens,
             new.prefix_key,
             ignores_prefix_cache=new.ignores_prefix_cache,
-            max_cached_tokens=new.max_cached_tokens,
+            max_cached_tokens=0 if new.starts_empty else new.max_cached_tokens,
             num_extra_rows=new.num_extra_rows,
             spans=new.spans,
             supplier=supplier,

@@ -159,6 +159,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             layer_window=cache.uncounted_window,
             max_num_sources=cache.max_num_sequences or 0,
             shared_memory=shared_memory_id(),
+            is_empty=cache.is_empty,
         )
 
     async def _create_channels(self, request: attn_pb2.AttachRequest, attachment_id: int) -> dict[int, Channel]:
@@ -375,7 +376,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 result = opening.result()
                 span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
                 log.debug("opened", request_id=new.request_id, num_cached_tokens=result.num_cached_tokens)
-                put(encode_opened(describe_opened(new.seq_id, result)))
+                if not new.starts_empty:
+                    put(encode_opened(describe_opened(new.seq_id, result)))
                 return
             span.end(str(error))
             if isinstance(error, InvalidRequest | CapacityError):  # fails only this sequence, not the stream

@@ -144,6 +144,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         spans=encode_spans(sequence.spans),
         first_token=0 if sequence.part is None else sequence.part.start,
         end_token=0 if sequence.part is None else sequence.part.stop,
+        starts_empty=sequence.starts_empty,
     )
 
 
@@ -161,6 +162,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         leaves_address=message.leaves_address,
         spans=decode_spans(message.spans),
         part=range(message.first_token, message.end_token) if message.end_token else None,
+        starts_empty=message.starts_empty,
     )
 
 

@@ -33,6 +33,7 @@ class NewSequence:
     leaves_cache_id: int | None = None  # the one that may have its keys and values to copy; not sent
     leaves_address: str = ""  # where that one is, for the one that opens it
     spans: tuple[PromptSpan, ...] = ()  # of its prompt, see `SequenceSpec`
+    starts_empty: bool = False  # nothing of it is cached: the same plan may run it, and only a refusal is answered
     part: range | None = None  # the tokens of which this KV cache keeps keys and values; None: all
 
 

@@ -22,7 +22,7 @@ from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.rollback import Rollback
 from services.attn_worker.cache.sequence_rows import NO_SEQUENCE, SequenceRows
 from services.attn_worker.cache.step_spans import RopePositions, num_later_of_step, positions_of_step
-from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, Tier
+from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, NoTier, Tier
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.step import Fork, StepPlan
@@ -120,6 +120,11 @@ class KVCache:
     def uncounted_window(self) -> int | None:
         """The shortest window of layers whose blocks are evicted without the scheduler; None: there are none such."""
         return min((group.window for group in self._groups[1:] if group.window is not None), default=None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block can be found, neither here nor in the tier."""
+        return not (self._sequences or self.num_cached_blocks) and isinstance(self.tier, NoTier)
 
     @property
     def num_sequences(self) -> int:

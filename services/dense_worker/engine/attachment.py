@@ -21,6 +21,7 @@ class AttachedCache:
     num_blocks: int
     num_free_blocks: int
     orphaned_blocks: dict[int, int]  # as in `Attachment`
+    is_empty: bool = False  # as in `Attachment`
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Attachment:
     num_sink_tokens: int = 0
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
     others: tuple[AttachedCache, ...] = ()  # of further attention workers; the first one's cache has the id 0
+    is_empty: bool = False  # no block of a sequence can be found in the KV cache, since none was there before
     max_num_sequences: int | None = None  # that the KV cache keeps at a time; None: as many as have blocks
     ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none
 

@@ -186,6 +186,7 @@ class AttentionClient:
             window=reply.window if reply.HasField("window") else None,
             num_sink_tokens=reply.num_sink_tokens,
             layer_window=reply.layer_window if reply.HasField("layer_window") else None,
+            is_empty=reply.is_empty,
             max_num_sequences=reply.max_num_sources or None,
         )
 

@@ -27,7 +27,7 @@ from services.dense_worker.engine.observer import CacheCounts, EngineCounts, Eng
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.plan_timing import PlanTiming
 from services.dense_worker.engine.scheduler import Scheduler
-from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_outputs import StepOutputs
 from services.dense_worker.engine.step_report import StepReport
@@ -232,7 +232,7 @@ class Engine:
             self._has_run_suspect = False
             time.sleep(_AFTER_SUSPECT_S)
         for each in admitted:
-            if each in session.to_fork:  # a later plan forks it
+            if each.status is SequenceStatus.RUNNING:  # a later plan forks it, or the next one opens and runs it
                 self._runner.open(each.describe_to_runner())
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))

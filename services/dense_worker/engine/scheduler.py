@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import compress
 
 import numpy as np
@@ -266,7 +267,8 @@ class Scheduler:
     def next_to_open(self) -> list[Sequence]:
         """Chooses the sequences, in order, that fit now. Reserves their blocks and makes them OPENING.
 
-        Those that will be forked are RUNNING at once, because nobody has to open them.
+        RUNNING at once are those that will be forked, because nobody has to open them, and those of which the KV cache
+        has nothing: the plan that opens them runs them.
         A client that holds less than its share may take places and blocks from others: then sequences are preempted.
         Sequences that already hold blocks, from before the attachment, come before others: only they can use these
         blocks, and the others may need the space. Suspects come before all, one at a time.
@@ -295,6 +297,9 @@ class Scheduler:
                 self._waiting.note_opened(sequence)
                 self._residency.enter(sequence)
                 continue
+            if self._starts_empty(sequence):
+                self._start_empty(sequence)
+                continue
             sequence.status = SequenceStatus.OPENING
             state = sequence.describe_to_runner()
             news = sequence.describe_to_caches()
@@ -315,7 +320,11 @@ class Scheduler:
         opening = session.openings.pop(answer.seq_id, None)
         if opening is None:
             if answer.seq_id in session.closing:
-                return None  # another one of its KV caches was lost meanwhile
+                return None  # another one of its KV caches was lost meanwhile, or it has ended
+            sequence = self._sequences.get(answer.seq_id)
+            if answer.error is not None and sequence is not None and sequence.status is SequenceStatus.RUNNING:
+                self._finish(sequence)  # it was to start empty; its steps get errors, too
+                return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(answer.error))
             raise PeerError(f"sequence {answer.seq_id:x} is not being opened")
         sequence = opening.sequence
         self.session.release_reservation(sequence)
@@ -369,7 +378,9 @@ class Scheduler:
         return session.publish(plan, step.decodes, step.planned)
 
     def plan_openings(self) -> StepPlan | None:
-        """The openings of the next step alone, which are sent ahead of it; None: there are none."""
+        """The openings of the next step alone, which are sent ahead of it; None: there are none that have an answer."""
+        if all([each.starts_empty for each in self.session.to_open]):
+            return None
         new_sequences = self.session.take_openings()
         return StepPlan(self._next_step_id, new_sequences=new_sequences) if new_sequences else None
 
@@ -554,6 +565,27 @@ class Scheduler:
             self.session.closing.add(sequence.seq_id)  # it is being opened, and will be closed then
         self._waiting.forget(sequence)
         self._admission.forget(sequence)
+
+    def _starts_empty(self, sequence: Sequence) -> bool:
+        """Whether it is known that a KV cache has nothing of a sequence, so that no step has to wait for the answer."""
+        session = self.session
+        return not (
+            session.prefixes.may_have(sequence)
+            or session.attachment.ranks is not None  # their caches may differ
+            or sequence.divided is not None
+            or sequence.seq_id in session.orphaned_blocks
+            or any([each.num_extra_rows for each in sequence.features])
+        )
+
+    def _start_empty(self, sequence: Sequence) -> None:
+        """Lets the next plans open a sequence and run it."""
+        self.session.to_open.append(replace(sequence.describe(), starts_empty=True))
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = 0
+        self._waiting.note_opened(sequence)
+        self._residency.enter(sequence)
+        for feature in sequence.features:
+            feature.opened(sequence, SequenceOpened(sequence.seq_id))
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)

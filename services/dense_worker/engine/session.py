@@ -16,6 +16,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
 from services.dense_worker.engine.lanes import Lane, LaneDealer
+from services.dense_worker.engine.seen_prefixes import SeenPrefixes
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.waiting_queue import insert, remove
 from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenColumns
@@ -109,6 +110,8 @@ class Session:
         ledger = BlockLedger(sliding_window, attachment.num_blocks, attachment.num_free_blocks)
         self.ledgers = {0: ledger}  # by cache_id
         self.ledger = ledger  # of the largest KV cache; blocks have the same size in all
+        self.prefixes = SeenPrefixes(attachment.block_size)
+        self.prefixes.add_cache(attachment.num_blocks, is_empty=attachment.is_empty)
         self.layer_sliding_window = SlidingWindow(attachment.block_size, attachment.layer_window)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.rows = DecodeRows()  # of those that need one token in each step and nothing else
@@ -166,6 +169,7 @@ class Session:
         """A further attention worker has sequences from now on."""
         self.ledgers[cache.cache_id] = BlockLedger(self.ledger.sliding_window, cache.num_blocks, cache.num_free_blocks)
         self.ledger = self._largest_ledger()
+        self.prefixes.add_cache(cache.num_blocks, is_empty=cache.is_empty)
         for seq_id, num_blocks in cache.orphaned_blocks.items():
             if num_blocks > self.orphaned_blocks.get(seq_id, -1):  # with no blocks, too, it must be closed
                 self.orphaned_blocks[seq_id], self.orphan_caches[seq_id] = num_blocks, cache.cache_id
@@ -230,6 +234,7 @@ class Session:
         """A sequence runs from now on."""
         self.request_ids[sequence.seq_id] = sequence.spec.request_id
         self.dealer.enter(sequence)
+        self.prefixes.note(sequence)
         insert(self.running, sequence)
         insert(self.others, sequence)
         self.num_running_rows += sequence.num_rows
@@ -241,6 +246,7 @@ class Session:
         if sequence.slot is not None:
             self.leave_row(sequence)
         self.dealer.leave(sequence)
+        self.prefixes.note(sequence)  # by now it may have a first block
         remove(self.running, sequence)
         remove(self.others, sequence)
         self.num_running_rows -= sequence.num_rows
@@ -369,7 +375,11 @@ class Session:
         self.to_fork.pop(sequence, None)
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
-        self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
+        others = [each for each in self.to_open if each.seq_id != sequence.seq_id or not each.starts_empty]
+        if len(others) < len(self.to_open):  # it has been in no plan
+            self.to_open = others
+        else:
+            self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
 
     def close_rest(self, sequence: Sequence, lost_cache_id: int) -> None:
         """A sequence was being opened when one of its KV caches was lost: it leaves the others with the next plan."""

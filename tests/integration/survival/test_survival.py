@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -82,6 +83,34 @@ def test_streams_end_as_without_the_kill(
         needed = len(messages) * num_prompt_tokens + num_tokens  # several answers share the work on their prompt
         # An aborted step is computed again, as are tokens that had not reached the gateway. There are few of them.
         assert computed < needed + num_prompt_tokens, "a prompt was prefilled again"
+
+
+@pytest.mark.parametrize("role", ["attn_worker", "dense_worker"])
+def test_a_kill_within_the_plan_that_opens_sequences_changes_no_token(
+    services: PlainServices,
+    messages: list[gateway_pb2.GenerateRequest],
+    undisturbed: list[Collected],
+    role: str,
+) -> None:
+    """The attention worker is stopped before they come, so that it answers nothing. One of them is cancelled."""
+    services.wait_idle()
+    attention = services.pid_of("attn_worker")
+    os.kill(attention, signal.SIGSTOP)
+    cancelled = services.gateway.GenerateStream(request(PROMPT, MAX_TOKENS, ignore_eos=True))
+    with ThreadPoolExecutor(len(messages)) as threads:
+        answers = [threads.submit(collect, services.gateway, each) for each in messages]
+        deadline = time.monotonic() + STREAM_TIMEOUT_S
+        while not services.dense_status().num_running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        num_running = services.dense_status().num_running
+        cancelled.cancel()
+        services.kill(role)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(attention, signal.SIGCONT)
+        for answer, expected in zip(answers, undisturbed, strict=True):
+            answer.result().assert_equals(expected)
+    assert num_running, "no sequence ran without an answer of the attention worker"
+    services.wait_idle()
 
 
 def test_a_killed_gateway_breaks_its_streams_and_the_workers_close_its_sequences(

@@ -113,6 +113,17 @@ def test_openings_and_closings_are_answered_in_the_order_of_the_stream() -> None
     assert [(result.step_id, result.opened.seq_id) for result in results] == [(0, 1), (0, 2), (1, 0), (0, 1)]
 
 
+def test_a_sequence_that_starts_empty_runs_in_the_plan_that_opens_it_and_only_a_refusal_is_answered() -> None:
+    too_long = NUM_BLOCKS * BLOCK_SIZE + 1
+    plan = encode_plan(plan_of(1, PlanEntry(1, 0, 3, 1), PlanEntry(2, 0, 3, 1)))
+    plan.new_sequences.extend([opening(1, 3), opening(2, too_long)])
+    for each in plan.new_sequences:
+        each.starts_empty = True
+    refused, accepted = run([plan], 2)
+    assert refused.opened.seq_id == 2 and f"{too_long} tokens" in refused.opened.error
+    assert [(each.seq_id, each.message) for each in accepted.errors] == [(2, "sequence 2 is not open")]
+
+
 def test_an_unexpected_error_in_an_opening_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **keywords: object) -> None:
         raise MemoryError("no room for a table")

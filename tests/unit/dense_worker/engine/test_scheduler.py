@@ -61,11 +61,11 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
     )
 
 
-def new_session(cache: KVCache) -> Session:
-    """A new attachment to this cache."""
+def new_session(cache: KVCache, *, is_empty: bool = False) -> Session:
+    """A new attachment to this cache, which says whether it is empty."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
     kept = cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window
-    return Session(Attachment(1, 1, {}, *counts, cache.orphaned_blocks, cache.max_model_len, *kept))
+    return Session(Attachment(1, 1, {}, *counts, cache.orphaned_blocks, cache.max_model_len, *kept, is_empty=is_empty))
 
 
 def sample(plan: StepPlan) -> StepResult:

@@ -31,11 +31,14 @@ MAX_NUM_STEPS = 5_000
 class Cluster:
     """A scheduler and a KV cache, connected by two streams. Messages arrive in order, but at random times."""
 
-    def __init__(self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int, random: Random) -> None:
+    def __init__(
+        self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int, random: Random, *, is_known_empty: bool
+    ) -> None:
+        """`is_known_empty`: the scheduler knows what the cache has, and lets most sequences start at once."""
         self.cache = build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
         limits = SchedulerLimits(max_num_seqs, budget, MAX_MODEL_LEN, 1000, policy)
         self.scheduler = Scheduler(limits)
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_session(self.cache, is_empty=is_known_empty))
         self.to_cancel: list[int] = []
         self._random = random
         self._in_flight: PublishedPlan | None = None
@@ -50,7 +53,7 @@ class Cluster:
     def step(self) -> None:
         """Does the work of `Engine._step`. In between, random events happen before the step in flight has ended."""
         self._let_things_happen()
-        self._to_attention.extend(self.scheduler.next_to_open())
+        self._open()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._to_attention.append(plan)
@@ -67,11 +70,16 @@ class Cluster:
                 case 1:
                     self._handle_answer()
                 case 2:
-                    self._to_attention.extend(self.scheduler.next_to_open())
+                    self._open()
                 case 3 if self.to_cancel:
                     self.scheduler.cancel(self.to_cancel.pop())
         ledger = self.scheduler.session.ledger
         assert ledger.num_available_blocks >= 0
+
+    def _open(self) -> None:
+        """Those that start empty are in the next plan."""
+        chosen = self.scheduler.next_to_open()
+        self._to_attention.extend(each for each in chosen if each.status is SequenceStatus.OPENING)
 
     def _run_attention(self) -> None:
         if not self._to_attention:
@@ -82,6 +90,10 @@ class Cluster:
             result = self.cache.open_sequence(message.seq_id, token_ids, message.num_prompt_tokens)
             self._to_dense.append(describe_opened(message.seq_id, result))
             return
+        for new in message.plan.new_sequences:
+            if new.starts_empty:
+                result = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens)
+                assert result.num_held_blocks == 0, "the scheduler has known that nothing of it is cached"
         step = self.cache.plan_step(message.plan)
         assert not step.errors, "both sides must agree on lengths and blocks"
         if message.plan.close_seq_ids:
@@ -111,6 +123,7 @@ class Cluster:
     st.integers(1, 6),
     st.integers(6, 40),
     st.integers(0, 2**32),
+    st.booleans(),
 )
 def test_tokens_are_right_and_blocks_are_freed_with_events_at_any_time(
     arrivals: list[tuple[int, int, bool, bool]],
@@ -119,8 +132,9 @@ def test_tokens_are_right_and_blocks_are_freed_with_events_at_any_time(
     max_num_seqs: int,
     budget: int,
     seed: int,
+    is_known_empty: bool,
 ) -> None:
-    cluster = Cluster(policy, num_blocks, max_num_seqs, budget, Random(seed))
+    cluster = Cluster(policy, num_blocks, max_num_seqs, budget, Random(seed), is_known_empty=is_known_empty)
     sequences, cancelled = [], set()
     for seq_id, (prompt_len, max_tokens, can_stop, is_cancelled) in enumerate(arrivals, start=1):
         sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))

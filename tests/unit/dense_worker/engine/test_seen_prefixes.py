@@ -1,0 +1,176 @@
+"""Sequences of which nothing is cached run in the plan that opens them; all others wait for the answer."""
+
+from __future__ import annotations
+
+from random import Random
+
+from services.attn_worker.cache.build_cache import build_cache
+from services.attn_worker.cache.kv_cache import KVCache
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.engine.session import PublishedPlan
+from services.step import PlanAccepted, SequenceOpened
+from tests.support.dense.sequences import new_sequence
+from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, MAX_MODEL_LEN, new_session, sample
+
+NUM_BLOCKS = 32
+
+
+def make(seq_id: int, token_ids: list[int], max_tokens: int = 2, **spec: object) -> Sequence:
+    return new_sequence(seq_id, f"r{seq_id}", token_ids, SamplingParams(), max_tokens, **spec)
+
+
+def started(cache: KVCache, *, is_empty: bool = True) -> Scheduler:
+    scheduler = Scheduler(SchedulerLimits(4, 16, MAX_MODEL_LEN, 100, "guaranteed_no_evict"))
+    scheduler.begin(new_session(cache, is_empty=is_empty))
+    return scheduler
+
+
+def open_at_cache(cache: KVCache, published: PublishedPlan) -> list[int]:
+    """Opens what a plan opens; returns how many tokens of each would be found, which the scheduler says are none."""
+    found = []
+    for new in published.plan.new_sequences:
+        assert new.starts_empty
+        found.append(cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens).num_cached_tokens)
+    return found
+
+
+def run_to_end(scheduler: Scheduler, cache: KVCache) -> list[int]:
+    """Runs all steps; returns what `open_at_cache` found in them, after answers to all other openings."""
+    found, is_over = [], False
+    while not is_over:
+        for sequence in scheduler.next_to_open():
+            if sequence.status is SequenceStatus.OPENING:
+                result = cache.open_sequence(sequence.seq_id, sequence.describe().token_ids, sequence.num_prompt_tokens)
+                scheduler.session.to_open.clear()
+                held = result.num_held_blocks
+                scheduler.opened(
+                    SequenceOpened(sequence.seq_id, result.num_cached_tokens, result.num_pinned_blocks, held)
+                )
+        is_over = (published := scheduler.schedule()) is None
+        if published is not None:
+            found += open_at_cache(cache, published)
+            step = cache.plan_step(published.plan)
+            assert not step.errors
+            cache.commit_step()
+            if published.plan.frees_blocks:
+                scheduler.accepted(PlanAccepted(published.plan.step_id, step.num_freed_blocks))
+            scheduler.update(published, sample(published.plan))
+    return found
+
+
+def test_a_first_sequence_runs_in_the_plan_that_opens_it() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler, sequence = started(cache), make(1, [5] * 9)
+    scheduler.add(sequence)
+    assert scheduler.next_to_open() == [sequence] and sequence.status is SequenceStatus.RUNNING
+    assert scheduler.plan_openings() is None, "no answer is needed, so none is asked for ahead of the plan"
+    published = scheduler.schedule()
+    assert published is not None and [each.seq_id for each in published.plan.new_sequences] == [1]
+    assert [(entry.seq_id, entry.position, entry.num_tokens) for entry in published.plan.entries] == [(1, 0, 9)]
+    assert open_at_cache(cache, published) == [0] and not cache.plan_step(published.plan).errors
+
+
+def test_nothing_is_known_of_a_cache_that_was_not_empty() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler, sequence = started(cache, is_empty=False), make(1, [5] * 9)
+    scheduler.add(sequence)
+    scheduler.next_to_open()
+    assert sequence.status is SequenceStatus.OPENING
+
+
+def test_a_cache_is_empty_until_it_has_had_a_full_block() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    assert cache.is_empty
+    scheduler = started(cache)
+    scheduler.add(make(1, [5] * 9))
+    run_to_end(scheduler, cache)
+    assert cache.num_sequences == 0 and not cache.is_empty
+
+
+def test_the_next_turn_of_a_short_prompt_is_looked_for() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler, first = started(cache), make(1, [5, 6], max_tokens=6)
+    scheduler.add(first)
+    run_to_end(scheduler, cache)
+    turn = make(2, [5, 6, *first.output_token_ids, 3])
+    scheduler.add(turn)
+    run_to_end(scheduler, cache)
+    assert first.num_cached_tokens == 0 and turn.num_cached_tokens == BLOCK_SIZE
+
+
+def test_what_may_be_found_depends_on_the_salt_and_the_first_block() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    scheduler.add(make(1, [5] * 9))
+    run_to_end(scheduler, cache)
+    others = [make(2, [5] * 9, cache_salt="salt"), make(3, [5] * 3), make(4, [6, 5, 5, 5, 5]), make(5, [5] * 5)]
+    for each in others:
+        scheduler.add(each)
+    scheduler.next_to_open()
+    assert [each.status.name for each in others] == ["RUNNING", "RUNNING", "RUNNING", "OPENING"]
+
+
+def test_no_cached_block_is_missed_and_few_first_blocks_are_remembered() -> None:
+    """Prompts of few tokens, so that many begin alike; 12 blocks, so that blocks are evicted."""
+    random, cache = Random(1), build_cache(12, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler, num_at_once = started(cache), 0
+    for seq_id in range(1, 400):
+        sequence = make(seq_id, [random.randrange(3) for _ in range(random.randrange(1, 14))], random.randrange(1, 8))
+        scheduler.add(sequence)
+        found = run_to_end(scheduler, cache)
+        num_at_once += len(found)
+        assert not any(found), "the scheduler has missed cached blocks"
+        assert len(scheduler.session.prefixes._seen) <= 12
+    assert 100 < num_at_once < 399
+
+
+def test_one_that_is_cancelled_before_its_plan_is_never_opened() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    scheduler.add(make(1, [5] * 9))
+    scheduler.next_to_open()
+    scheduler.cancel(1)
+    assert scheduler.schedule() is None and not scheduler.session.closing
+    ledger = scheduler.session.ledger
+    assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (NUM_BLOCKS, 0)
+    scheduler.add(make(1, [5] * 9))  # the same id again
+    run_to_end(scheduler, cache)
+    assert cache.num_sequences == 0 and ledger.num_free_blocks == NUM_BLOCKS
+
+
+def test_one_that_is_cancelled_after_its_plan_is_closed_by_the_next() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    scheduler.add(make(1, [5] * 9))
+    scheduler.next_to_open()
+    published = scheduler.schedule()
+    assert published is not None
+    scheduler.cancel(1)
+    open_at_cache(cache, published)
+    cache.plan_step(published.plan)
+    cache.commit_step()
+    assert not scheduler.update(published, sample(published.plan)).others
+    run_to_end(scheduler, cache)
+    assert cache.num_sequences == 0 and scheduler.session.ledger.num_free_blocks == NUM_BLOCKS
+
+
+def test_one_that_is_refused_ends_and_gives_back_the_blocks_of_its_step() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    scheduler.add(make(1, [5] * 9))
+    scheduler.next_to_open()
+    published = scheduler.schedule()
+    assert published is not None
+    output = scheduler.opened(SequenceOpened(1, error="no room"))
+    assert output is not None and output.finish_reason is FinishReason.ERROR and str(output.error) == "no room"
+    step = cache.plan_step(published.plan)  # it was not opened, so that its entry fails
+    cache.commit_step()
+    errors = {seq_id: str(error) for seq_id, error in step.errors.items()}
+    assert scheduler.accepted(PlanAccepted(published.plan.step_id, errors=errors)) == []
+    assert not scheduler.update(published, sample(published.plan)).others
+    run_to_end(scheduler, cache)
+    ledger = scheduler.session.ledger
+    assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (NUM_BLOCKS, 0)
