@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", choices=FORMATS, default="stored")
     parser.add_argument("--load", type=parse_load, action="append", metavar="RxC:P/O")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a server's setting")
+    parser.add_argument("--only", action="append", metavar="NAME", help="of the servers' arrangements (all)")
     args = parser.parse_args(argv)
     shape = args.shape or ("llama-2-7b" if args.gpus else "tiny-llama")
     args.load = args.load or [Load(64, 32, 64, 64)]
@@ -73,7 +74,11 @@ ON_GPUS = {
 def run_servers(args: argparse.Namespace, shape: str, arrangements: Mapping[str, Sequence[str]]) -> None:
     """A server of each arrangement, one after the other, and the ratio of its tokens/s to those of the first one."""
     first: list[float] = []
+    if unknown := set(args.only or ()).difference(arrangements):
+        raise SystemExit(f"lanes: no arrangement {', '.join(sorted(unknown))}; there are {', '.join(arrangements)}")
     for name, own in arrangements.items():
+        if args.only and name not in args.only:
+            continue
         print(f"\n{name}", flush=True)
         with tempfile.TemporaryDirectory() as text:
             directory = Path(text)
