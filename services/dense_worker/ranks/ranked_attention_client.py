@@ -165,12 +165,12 @@ class RankedAttentionClient(AttentionClient):
         A library that connects ranks may wait for one that has died, without a bound, and nothing releases its thread.
         Raises `DeviceError` if an earlier one is still not back: only the end of the process ends it.
         """
-        bound_s = self._options.wait_timeout_s
+        bound_s = 2 * self._options.wait_timeout_s  # twice what gloo's own connection may take
         self._given_up = {each: when for each, when in self._given_up.items() if not each.done()}
         if self._given_up and (waited_s := time.monotonic() - min(self._given_up.values())) > bound_s:
             raise DeviceError(
                 f"connecting the ranks has not ended {waited_s:.1f} s after it was given up, the limit"
-                f" (channel.wait_timeout_s) is {bound_s:g} s: this process must start again"
+                f" (twice channel.wait_timeout_s) is {bound_s:g} s: this process must start again"
             )
         store = RankStore.create()
         options = self._options

@@ -125,7 +125,7 @@ def test_ranks_whose_connection_never_ends_are_given_up_and_then_the_process_end
             await client._attach_once()
         [meeting] = client._given_up
         client._given_up[meeting] -= 1.0
-        with pytest.raises(DeviceError, match=r"1\.\d s after it was given up, the limit \(channel.* is 0\.2 s"):
+        with pytest.raises(DeviceError, match=r"1\.\d s after it was given up, the limit \(twice.* is 0\.4 s"):
             await client._attach_once()
 
     try:
