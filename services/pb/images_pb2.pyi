@@ -13,18 +13,20 @@ class Pictures(_message.Message):
     def __init__(self, shapes: _Optional[_Iterable[_Union[PictureShape, _Mapping]]] = ...) -> None: ...
 
 class PictureShape(_message.Message):
-    __slots__ = ("num_tiles", "height", "width", "original_height", "original_width")
+    __slots__ = ("num_tiles", "height", "width", "original_height", "original_width", "resample")
     NUM_TILES_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     ORIGINAL_HEIGHT_FIELD_NUMBER: _ClassVar[int]
     ORIGINAL_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    RESAMPLE_FIELD_NUMBER: _ClassVar[int]
     num_tiles: int
     height: int
     width: int
     original_height: int
     original_width: int
-    def __init__(self, num_tiles: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., original_height: _Optional[int] = ..., original_width: _Optional[int] = ...) -> None: ...
+    resample: int
+    def __init__(self, num_tiles: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., original_height: _Optional[int] = ..., original_width: _Optional[int] = ..., resample: _Optional[int] = ...) -> None: ...
 
 class PicturePart(_message.Message):
     __slots__ = ("hash", "values", "forgotten")

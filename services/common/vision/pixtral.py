@@ -58,6 +58,7 @@ class PixtralLayout(Layout):
     unit: int  # pixels along a side of what becomes a token
     longest_side: int
     resample: int
+    keeps_size: ClassVar[bool] = True
     other_tokens: ClassVar[tuple[str, ...]] = (_BREAK, _END)
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from services.common.errors import InvalidRequest
 from services.common.families.kinds import Activation
@@ -65,6 +65,7 @@ class QwenLayout(Layout):
     min_pixels: int
     max_pixels: int
     resample: int  # as Pillow numbers its filters
+    keeps_size: ClassVar[bool] = True
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         most = max(self.min_pixels, min(self.max_pixels, LOW_DETAIL_PIXELS)) if is_low else self.max_pixels

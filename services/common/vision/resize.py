@@ -1,4 +1,7 @@
-"""`resize`: what Pillow makes of a picture, by several threads, which have its rows and then its columns."""
+"""`resize`: what Pillow makes of a picture, by several threads, which have its rows and its columns in Pillow's order.
+
+Pillow rounds to bytes between the two, so that the order matters.
+"""
 
 from __future__ import annotations
 
@@ -12,41 +15,53 @@ if TYPE_CHECKING:
 MAX_THREADS = 4  # for one picture: the first token waits for it, and other pictures have processes of their own
 MIN_PIXELS = 2**18  # before or after: fewer take a few milliseconds
 
+Size = tuple[int, int]  # width and height
 
-def resize(picture: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
-    """`picture.resize(size, resample)` of a picture in RGB, to the bit; size: width and height."""
+
+def resize(picture: Image.Image, size: Size, resample: int) -> Image.Image:
+    """`picture.resize(size, resample)` of a picture in RGB, to the bit."""
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     if num_threads == 1 or max(picture.width * picture.height, size[0] * size[1]) < MIN_PIXELS:
         return picture.resize(size, resample)
     return resize_in_bands(picture, size, resample, num_threads)
 
 
-def resize_in_bands(picture: Image.Image, size: tuple[int, int], resample: int, num_threads: int) -> Image.Image:
+def begins_with_columns(size: Size, new_size: Size) -> bool:
+    """Whether Pillow 13 gives columns their new length before rows. It was found by comparison, for many sizes."""
+    (width, height), (new_width, new_height) = size, new_size
+    return height > new_height and height - new_height > 2 * (width - new_width)
+
+
+def resize_in_bands(picture: Image.Image, size: Size, resample: int, num_threads: int) -> Image.Image:
     """The same for a picture of any size."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        for axis in (1, 0) if begins_with_columns(picture.size, size) else (0, 1):
+            picture = _resize_lines(picture, axis, size[axis], resample, threads, num_threads)
+    return picture
+
+
+def _resize_lines(
+    picture: Image.Image, axis: int, length: int, resample: int, threads: ThreadPoolExecutor, num_bands: int
+) -> Image.Image:
+    """Gives rows (axis 0) or columns (1) a new length."""
     from PIL import Image  # only a process that decodes pictures needs it
 
-    (width, height), (new_width, new_height) = picture.size, size
-    # Then Pillow may begin with columns. It rounds to bytes between the two, so that the order matters.
-    if height > new_height and height * new_width > width * new_height:
-        return picture.resize(size, resample)
-    middle, resized = Image.new("RGB", (new_width, height)), Image.new("RGB", size)
+    def resized(size: Size) -> Size:
+        return (length, size[1]) if axis == 0 else (size[0], length)
 
-    def rows(band: tuple[int, int]) -> Image.Image:
-        top, bottom = band
-        return picture.crop((0, top, width, bottom)).resize((new_width, bottom - top), resample)
+    def box(band: tuple[int, int], size: Size) -> tuple[int, int, int, int]:
+        first, behind = band
+        return (0, first, size[0], behind) if axis == 0 else (first, 0, behind, size[1])
 
-    def columns(band: tuple[int, int]) -> Image.Image:
-        left, right = band
-        return middle.crop((left, 0, right, height)).resize((right - left, new_height), resample)
+    def resize_band(band: tuple[int, int]) -> Image.Image:
+        part = picture.crop(box(band, picture.size))
+        return part.resize(resized(part.size), resample)
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        bands = _bands(height, num_threads)
-        for (top, _), part in zip(bands, threads.map(rows, bands), strict=True):
-            middle.paste(part, (0, top))
-        bands = _bands(new_width, num_threads)
-        for (left, _), part in zip(bands, threads.map(columns, bands), strict=True):
-            resized.paste(part, (left, 0))
-    return resized
+    found = Image.new("RGB", resized(picture.size))
+    bands = _bands(picture.size[1 - axis], num_bands)
+    for band, part in zip(bands, threads.map(resize_band, bands), strict=True):
+        found.paste(part, box(band, found.size)[:2])
+    return found
 
 
 def _bands(length: int, count: int) -> list[tuple[int, int]]:

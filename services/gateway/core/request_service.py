@@ -231,7 +231,8 @@ class RequestService:
                 "this model sees no pictures here: it has no tower that is supported, or model.images is false",
                 "messages",
             )
-        return await self.pictures.read(message, caller.number, held)
+        has_gpu = self._dense.has_model and self._dense.model.has_gpu
+        return await self.pictures.read(message, caller.number, held, worker_resizes=has_gpu)
 
     async def _reserve(self, request: GenerationRequest, held: HeldMemory, num_messages: int) -> None:
         """Reserves the memory of its features, which count together where they are of one kind."""

@@ -2,8 +2,8 @@
 
 Whatever a picture does to time or memory, it does to this process alone: the limits below end it, and the gateway
 starts another one. LAYOUT is JSON: the class of a layout, and its fields. Standard input has for each picture a line of
-JSON, `num_bytes`, `max_pixels` and `is_low`, and then so many bytes. The answer is a line of JSON, a `shape` or an
-`error`, and with a shape its tiles: a byte for each of red, green and blue.
+JSON, `num_bytes`, `max_pixels`, `is_low` and `worker_resizes`, and then so many bytes. The answer is a line of JSON, a
+`shape` or an `error`, and with a shape its pixels: tiles, or the client's picture if the worker resizes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from services.common.errors import InvalidRequest
-from services.common.vision.layout import Layout, PictureShape
+from services.common.vision.layout import Layout, PictureShape, resized_by_worker
 from services.common.vision.layouts import layout_of
 
 MAX_CPU_S = 10.0  # for one picture
@@ -107,11 +107,14 @@ def _answer(out: BinaryIO, data: bytes, layout: Layout, asked: dict[str, Any]) -
     try:
         picture = read_picture(data, asked["max_pixels"])
         shape = layout.shape_of(picture.height, picture.width, is_low=asked["is_low"])
-        tiles = layout.tiles_of(picture, shape)
+        if asked["worker_resizes"]:
+            shape = resized_by_worker(layout, shape)
+        tiles = layout.tiles_of(picture, shape) if shape.resample is None else [picture]
     except (InvalidRequest, MemoryError) as error:
         _write(out, {"error": str(error) or "a picture needs more memory than there is for decoding"})
         return
-    assert all(tile.size == (shape.width, shape.height) for tile in tiles), "as the shape says"
+    _, height, width, _ = shape.pixels_shape
+    assert all(tile.size == (width, height) for tile in tiles), "as the shape says"
     _write(out, {"shape": asdict(shape)}, *(tile.tobytes() for tile in tiles))
 
 

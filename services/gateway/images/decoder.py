@@ -38,6 +38,7 @@ class Encoding(NamedTuple):
 
     data: bytes
     is_low: bool  # little detail is enough
+    worker_resizes: bool = False  # as far as `resized_by_worker` allows
 
 
 class Decoder:
@@ -61,11 +62,11 @@ class Decoder:
         key = await asyncio.to_thread(_hash_of, encoded)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
-            await _reserve(held, len(kept.tiles))
+            await _reserve(held, len(kept.pixels))
             return kept
         async with self._turns.turn(client):
             picture = await self._decode(encoded, key)
-            num_bytes = len(picture.tiles)
+            num_bytes = len(picture.pixels)
             # Within the turn: no more pictures than there are processes are ever in memory without being counted.
             is_held = held.try_reserve(num_bytes, "pictures") is None
         if not is_held:  # it comes again when there is room
@@ -85,9 +86,9 @@ class Decoder:
         if key in self._kept:  # it has come twice at the same time
             return
         self._kept[key] = picture
-        self._num_kept_bytes += len(picture.tiles)
+        self._num_kept_bytes += len(picture.pixels)
         while self._num_kept_bytes > self._max_kept_bytes:
-            self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].tiles)
+            self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].pixels)
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -99,7 +100,12 @@ def _exchange(
 ) -> tuple[PictureShape, bytes]:
     """Writes a picture and reads what became of it. On a thread, until the process answers or ends."""
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    asked = {"num_bytes": len(encoded.data), "max_pixels": max_pixels, "is_low": encoded.is_low}
+    asked = {
+        "num_bytes": len(encoded.data),
+        "max_pixels": max_pixels,
+        "is_low": encoded.is_low,
+        "worker_resizes": encoded.worker_resizes,
+    }
     try:
         process.stdin.write(json.dumps(asked).encode() + b"\n")
         process.stdin.write(encoded.data)

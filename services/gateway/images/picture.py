@@ -18,12 +18,12 @@ class Picture:
 
     hash: str  # hexadecimal
     shape: PictureShape
-    tiles: bytes  # [num_tiles, height, width, 3]
+    pixels: bytes  # [`PictureShape.pixels_shape`]
 
     @classmethod
-    def of(cls, shape: PictureShape, tiles: bytes, file_hash: bytes) -> Picture:
+    def of(cls, shape: PictureShape, pixels: bytes, file_hash: bytes) -> Picture:
         """What a file became. file_hash: of its bytes, of which there are fewer than of pixels, and of `is_low`"""
-        return cls(hashlib.sha256(f"{shape}\0".encode() + file_hash).hexdigest(), shape, tiles)
+        return cls(hashlib.sha256(f"{shape}\0".encode() + file_hash).hexdigest(), shape, pixels)
 
 
 def expand(
@@ -63,6 +63,7 @@ def encode_pictures(pictures: Sequence[Picture]) -> bytes:
             width=each.shape.width,
             original_height=each.shape.original_height,
             original_width=each.shape.original_width,
+            resample=each.shape.resample,
         )
         for each in pictures
     ]

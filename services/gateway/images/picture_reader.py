@@ -46,9 +46,12 @@ class PictureReader:
                 f"{field} has {num_characters} characters of text, at most {MAX_CHARACTERS} beside pictures", field
             )
 
-    async def read(self, message: Request, client: Client, held: HeldMemory) -> list[Picture]:
+    async def read(
+        self, message: Request, client: Client, held: HeldMemory, *, worker_resizes: bool = False
+    ) -> list[Picture]:
         """Decodes a message's pictures, whose bytes it takes out of it. Reserves the memory for their pixels.
 
+        worker_resizes: the dense worker does it faster than Pillow.
         Raises `InvalidRequest` for a picture that cannot be read, and for too many.
         """
         if (given := num_pictures(message)) > self._section.max_images:
@@ -62,7 +65,8 @@ class PictureReader:
             data = await self._sources.read(each)
             each.ClearField("data")
             each.ClearField("url")
-            found.append(await self._decoder.decode(Encoding(data, each.detail == "low"), client, held))
+            encoded = Encoding(data, each.detail == "low", worker_resizes)
+            found.append(await self._decoder.decode(encoded, client, held))
         return found
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[PromptSpan, ...]]:

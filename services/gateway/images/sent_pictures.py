@@ -25,11 +25,11 @@ class SentPictures:
             if picture.hash in self._sizes:
                 self._sizes.move_to_end(picture.hash)
                 continue
-            self._sizes[picture.hash] = len(picture.tiles)
-            self._num_bytes += len(picture.tiles)
+            self._sizes[picture.hash] = len(picture.pixels)
+            self._num_bytes += len(picture.pixels)
             forgotten = self._forget({each.hash for each in pictures})
-            for start in range(0, len(picture.tiles), MAX_PART_BYTES):
-                values = picture.tiles[start : start + MAX_PART_BYTES]
+            for start in range(0, len(picture.pixels), MAX_PART_BYTES):
+                values = picture.pixels[start : start + MAX_PART_BYTES]
                 part = images_pb2.PicturePart(hash=bytes.fromhex(picture.hash), values=values, forgotten=forgotten)
                 yield dense_pb2.GatewayMessage(picture_part=part)
                 forgotten = []

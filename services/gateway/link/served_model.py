@@ -26,6 +26,7 @@ class ServedModel:
     max_num_seqs: int = 0  # sequences that run at once
     hidden_size: int = 0  # values of a hidden state; 0: there are none to be had
     continues_sequences: bool = False  # whether sequences of earlier weights go on
+    has_gpu: bool = False
 
 
 def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
@@ -41,6 +42,7 @@ def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
         max_num_seqs=info.max_num_seqs,
         hidden_size=info.hidden_size,
         continues_sequences=info.continues_sequences,
+        has_gpu=info.device != "cpu",
     )
 
 

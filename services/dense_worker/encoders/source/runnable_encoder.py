@@ -79,7 +79,7 @@ class RunnableEncoder:
             return SourceTokens(self._to_device(data.ids), data.pictures)
         if isinstance(data, Picture):
             assert self._pixels is not None, "the model reads pages"
-            return scale_pixels(data.tiles, self._pixels, self._device, self._dtype)[0]
+            return scale_pixels(data, self._pixels, self._device, self._dtype)[0]
         if self._stream is not None:
             data = data.pin_memory().to(self._device, non_blocking=True)
         return data.to(self._dtype) if data.is_floating_point() else data

@@ -51,7 +51,7 @@ class PatchEncoder:
     ) -> Generator[None, None, torch.Tensor]:
         """The rows of all tiles of all pictures, [num_tiles, num_rows, hidden]; yields after each layer."""
         table = self.patch_embedding.data
-        tiles = [scale_pixels(each.tiles, pixels, table.device, table.dtype) for each in pictures]
+        tiles = [scale_pixels(each, pixels, table.device, table.dtype) for each in pictures]
         patches = patches_of(torch.cat(tiles), self.config.patch_size).flatten(3).flatten(1, 2)
         x = F.linear(patches, table, None if self.patch_bias is None else self.patch_bias.data)
         if self.class_token is not None:

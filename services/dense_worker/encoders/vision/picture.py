@@ -9,6 +9,7 @@ import torch
 
 from services.common.vision.layout import PictureShape
 from services.common.vision.vision_config import PixelScale
+from services.dense_worker.encoders.vision.resample import resample
 from services.dense_worker.sampling.upload import upload
 
 
@@ -18,13 +19,16 @@ class Picture:
 
     hash: str  # of the tiles and all sizes, hexadecimal
     shape: PictureShape
-    tiles: torch.Tensor  # uint8 [num_tiles, height, width, 3], in the host's memory
+    pixels: torch.Tensor  # uint8 [`PictureShape.pixels_shape`], in the host's memory
 
 
-def scale_pixels(tiles: torch.Tensor, pixels: PixelScale, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 [num_tiles, height, width, 3] -> [num_tiles, 3, height, width] in `dtype`, computed in float32."""
-    mean, std = (upload(np.array(each, np.float32), device) for each in (pixels.mean, pixels.std))
-    return ((upload(tiles.numpy(), device).float() * pixels.factor - mean) / std).permute(0, 3, 1, 2).to(dtype)
+def scale_pixels(picture: Picture, scale: PixelScale, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[num_tiles, 3, height, width] in `dtype`, computed in float32."""
+    shape, tiles = picture.shape, upload(picture.pixels.numpy(), device)
+    if shape.resample is not None:
+        tiles = resample(tiles[0], shape.height, shape.width, shape.resample)[None]
+    mean, std = (upload(np.array(each, np.float32), device) for each in (scale.mean, scale.std))
+    return ((tiles.float() * scale.factor - mean) / std).permute(0, 3, 1, 2).to(dtype)
 
 
 def patches_of(image: torch.Tensor, size: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ class PixtralEncoder:
         config, table = self.config, self.patch_embedding.data
         patches, positions = [], []
         for picture in pictures:
-            image = scale_pixels(picture.tiles, pixels, table.device, table.dtype)[0]
+            image = scale_pixels(picture, pixels, table.device, table.dtype)[0]
             patches.append(patches_of(image, config.patch_size).flatten(2).flatten(0, 1))
             rows, columns = config.grid(picture.shape)
             positions.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)))

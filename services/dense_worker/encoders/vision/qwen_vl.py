@@ -119,7 +119,7 @@ class QwenVisionTower:
     def _patches(self, picture: Picture, pixels: PixelScale) -> torch.Tensor:
         """[num_patches, patch_dim], square by square; each patch is a film of equal frames."""
         config, table = self.config, self.patch_embedding.data
-        image = scale_pixels(picture.tiles, pixels, table.device, table.dtype)[0]
+        image = scale_pixels(picture, pixels, table.device, table.dtype)[0]
         patches = patches_of(image, config.patch_size)  # [rows, columns, 3, size, size]
         squares = patches.unflatten(1, (-1, config.merge_size)).unflatten(0, (-1, config.merge_size)).transpose(1, 2)
         films = squares.unsqueeze(-3).expand(*squares.shape[:-2], config.num_frames, *squares.shape[-2:])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from services.common.vision.layout import Layout
+from services.common.vision.layout import Layout, resized_by_worker
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.run_in_parts import RunInParts
 from services.dense_worker.encoders.vision.load import Tower
@@ -34,9 +34,8 @@ class VisionEncoder:
         """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded."""
         if self._stream is None:
             return
-        shape = layout.shape_of(1024, 1024, is_low=False)
-        tiles = torch.randint(256, (shape.num_tiles, shape.height, shape.width, 3), dtype=torch.uint8)
-        example = Picture("", shape, tiles)
+        shape = resized_by_worker(layout, layout.shape_of(1024, 1024, is_low=False))
+        example = Picture("", shape, torch.randint(256, shape.pixels_shape, dtype=torch.uint8))
         self.begin([example] * max(1, max_rows // self.size(example))).advance()
         self._stream.synchronize()
 

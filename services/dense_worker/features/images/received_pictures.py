@@ -50,6 +50,7 @@ class ReceivedPictures:
                 span.num_tokens,
                 span.grid_rows,
                 span.grid_columns,
+                each.resample if each.HasField("resample") else None,
             )
             found.append(self.one(span.hash, shape, stream))
         return tuple(found)
@@ -63,7 +64,6 @@ class ReceivedPictures:
                 raise RequestAborted(
                     f"picture {picture_hash[:16]} has {shape.num_bytes} bytes, {len(pixels)} have been sent"
                 )
-            tiles = torch.frombuffer(pixels, dtype=torch.uint8)
-            tiles = tiles.view(shape.num_tiles, shape.height, shape.width, 3)
-            picture = self._pictures[picture_hash] = Picture(picture_hash, shape, tiles)
+            values = torch.frombuffer(pixels, dtype=torch.uint8).view(shape.pixels_shape)
+            picture = self._pictures[picture_hash] = Picture(picture_hash, shape, values)
         return picture

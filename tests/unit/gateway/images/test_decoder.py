@@ -64,7 +64,7 @@ def check(found: Picture, picture: Image.Image) -> None:
     shape = LAYOUT.shape_of(picture.height, picture.width, is_low=False)
     assert found.shape == shape
     expected = picture.convert("RGB").resize((shape.width, shape.height), Image.Resampling.BICUBIC)
-    assert found.tiles == np.asarray(expected).tobytes()
+    assert found.pixels == np.asarray(expected).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "WEBP", "GIF", "JPEG"])
@@ -200,7 +200,7 @@ def test_a_file_that_comes_again_is_not_decoded_again(runner: Runner) -> None:
     assert all(kept.decode(data) is picture for data, picture in zip(files, first, strict=False))
     kept.decode(files[2])
     assert kept.decode(files[1]) is first[1] and kept.decode(files[0]) is not first[0], "the oldest made room"
-    assert kept.decode(files[0], is_low=True).tiles == first[0].tiles
+    assert kept.decode(files[0], is_low=True).pixels == first[0].pixels
     kept.loop.run_until_complete(kept.decoder.close())
     kept.loop.close()
 
@@ -240,7 +240,7 @@ def test_pictures_for_which_there_is_no_memory_are_not_kept(runner: Runner) -> N
     async def decode(data: bytes) -> Picture:
         held = HeldMemory(budget, NOBODY)
         picture = await runner.decoder.decode(Encoding(data, False), NOBODY, held)
-        assert held.num_bytes == len(picture.tiles)
+        assert held.num_bytes == len(picture.pixels)
         held.release()
         return picture
 

@@ -44,16 +44,16 @@ class Link:
         spans = tuple(PromptSpan(2 * index, 2, each.hash) for index, each in enumerate(pictures))
         spec = SequenceSpec("request", [1] * 2 * len(pictures), SamplingParams(), max_tokens=1, spans=spans)
         found = self.received.find(spec, encode_pictures(pictures), STREAM)
-        assert [bytes(each.tiles.flatten().tolist()) for each in found] == [each.tiles for each in pictures]
+        assert [bytes(each.pixels.flatten().tolist()) for each in found] == [each.pixels for each in pictures]
 
 
 def test_each_picture_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sent_pictures, "MAX_PART_BYTES", 50)
     first, second, third = map(picture, range(3))
     link = Link()
-    assert link.send([first, second, first]) == len(first.tiles) + len(second.tiles)
+    assert link.send([first, second, first]) == len(first.pixels) + len(second.pixels)
     assert link.send([second]) == 0
-    assert link.send([third, first]) == len(third.tiles)
+    assert link.send([third, first]) == len(third.pixels)
     link.received.end_stream(STREAM)
     with pytest.raises(RequestAborted, match="0 have been sent"):
         link.check([first])
@@ -68,7 +68,7 @@ def test_the_worker_keeps_the_latest_ones_and_all_of_a_request(monkeypatch: pyte
         asked = generator.choices(pictures, k=generator.randint(1, 10))
         num_sent += link.send(asked) > 0
         kept = sum(map(len, link.received._streams[STREAM].values()))
-        assert kept <= max(most, sum(len(each.tiles) for each in set(asked)))
+        assert kept <= max(most, sum(len(each.pixels) for each in set(asked)))
     assert 0 < num_sent < 200
     link.send(pictures[:2])
     link.send(pictures[2:4])
