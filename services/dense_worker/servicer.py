@@ -18,6 +18,7 @@ import torch
 
 from services.common.dense_info import dense_info_metadata
 from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
+from services.common.memory_file import can_read
 from services.common.process import resident_bytes
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
@@ -137,7 +138,10 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         with contextlib.suppress(TimeoutError):  # then it is refused with the reason
             async with asyncio.timeout(request.wait_ms / 1000):
                 await self._is_ready.wait()
-        return self._require_ready()[1]
+        info = dense_pb2.DenseInfo()
+        info.CopyFrom(self._require_ready()[1])
+        info.reads_memory_files = can_read(request.example)
+        return info
 
     async def Leave(self, request: dense_pb2.LeaveRequest, context: grpc.aio.ServicerContext) -> dense_pb2.LeaveReply:
         engine, _ = self._require_ready()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0cimages.proto\x12\x0ctwostroke.v1\"6\n\x08Pictures\x12*\n\x06shapes\x18\x01 \x03(\x0b\x32\x1a.twostroke.v1.PictureShape\"\x95\x01\n\x0cPictureShape\x12\x11\n\tnum_tiles\x18\x01 \x01(\r\x12\x0e\n\x06height\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x17\n\x0foriginal_height\x18\x04 \x01(\r\x12\x16\n\x0eoriginal_width\x18\x05 \x01(\r\x12\x15\n\x08resample\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_resample\">\n\x0bPicturePart\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x11\n\tforgotten\x18\x03 \x03(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0cimages.proto\x12\x0ctwostroke.v1\"6\n\x08Pictures\x12*\n\x06shapes\x18\x01 \x03(\x0b\x32\x1a.twostroke.v1.PictureShape\"\x95\x01\n\x0cPictureShape\x12\x11\n\tnum_tiles\x18\x01 \x01(\r\x12\x0e\n\x06height\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x17\n\x0foriginal_height\x18\x04 \x01(\r\x12\x16\n\x0eoriginal_width\x18\x05 \x01(\r\x12\x15\n\x08resample\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_resample\"V\n\nMemoryFile\x12\x12\n\nprocess_id\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\r\n\x05inode\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"f\n\x0bPicturePart\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x11\n\tforgotten\x18\x03 \x03(\x0c\x12&\n\x04\x66ile\x18\x04 \x01(\x0b\x32\x18.twostroke.v1.MemoryFileb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PICTURES']._serialized_end=84
   _globals['_PICTURESHAPE']._serialized_start=87
   _globals['_PICTURESHAPE']._serialized_end=236
-  _globals['_PICTUREPART']._serialized_start=238
-  _globals['_PICTUREPART']._serialized_end=300
+  _globals['_MEMORYFILE']._serialized_start=238
+  _globals['_MEMORYFILE']._serialized_end=324
+  _globals['_PICTUREPART']._serialized_start=326
+  _globals['_PICTUREPART']._serialized_end=428
 # @@protoc_insertion_point(module_scope)

@@ -28,12 +28,26 @@ class PictureShape(_message.Message):
     resample: int
     def __init__(self, num_tiles: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., original_height: _Optional[int] = ..., original_width: _Optional[int] = ..., resample: _Optional[int] = ...) -> None: ...
 
+class MemoryFile(_message.Message):
+    __slots__ = ("process_id", "descriptor", "inode", "num_bytes")
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    process_id: int
+    descriptor: int
+    inode: int
+    num_bytes: int
+    def __init__(self, process_id: _Optional[int] = ..., descriptor: _Optional[int] = ..., inode: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
 class PicturePart(_message.Message):
-    __slots__ = ("hash", "values", "forgotten")
+    __slots__ = ("hash", "values", "forgotten", "file")
     HASH_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     values: bytes
     forgotten: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, hash: _Optional[bytes] = ..., values: _Optional[bytes] = ..., forgotten: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    file: MemoryFile
+    def __init__(self, hash: _Optional[bytes] = ..., values: _Optional[bytes] = ..., forgotten: _Optional[_Iterable[bytes]] = ..., file: _Optional[_Union[MemoryFile, _Mapping]] = ...) -> None: ...

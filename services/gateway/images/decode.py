@@ -2,8 +2,9 @@
 
 Whatever a picture does to time or memory, it does to this process alone: the limits below end it, and the gateway
 starts another one. LAYOUT is JSON: the class of a layout, and its fields. Standard input has for each picture a line of
-JSON, `num_bytes`, `max_pixels`, `is_low` and `worker_resizes`, and then so many bytes. The answer is a line of JSON, a
-`shape` or an `error`, and with a shape its pixels: tiles, or the client's picture if the worker resizes it.
+JSON, `num_bytes`, `max_pixels`, `is_low`, `worker_resizes` and the `path` of a memory file, and then so many bytes. The
+answer is a line of JSON, a `shape` or an `error`, and with a shape its pixels: tiles, or the client's picture if the
+worker resizes it. Many pixels are written to the memory file, if there is one, and others follow the line.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import resource
 import signal
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
@@ -27,6 +29,7 @@ from services.common.vision.layouts import layout_of
 MAX_CPU_S = 10.0  # for one picture
 MAX_MEMORY_BYTES = 3 * 2**30  # of address space
 NICENESS = 5  # streams come first
+MIN_FILE_BYTES = 2**16  # of pixels; fewer are one message
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # What undoes each orientation of EXIF 2.32, section 4.6.4.A, which says where the first row and column belong.
 TURNS = {
@@ -46,7 +49,8 @@ def main() -> None:
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when this process ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     Image.MAX_IMAGE_PIXELS = None  # `read_picture` has a limit of its own
     warnings.simplefilter("ignore")  # of Pillow about files that are slightly wrong
     layout = layout_of(json.loads(sys.argv[1]))
@@ -96,7 +100,7 @@ def _to_rgb(picture: Image.Image) -> Image.Image:
     if picture.mode.startswith("I;16"):  # `convert` would make everything above 255 white
         return picture.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
     if not picture.has_transparency_data:
-        return picture.convert("RGB")
+        return picture if picture.mode == "RGB" else picture.convert("RGB")
     with_alpha = picture.convert("RGBA")  # whose colours below the alpha are arbitrary, mostly black
     on_white = Image.new("RGB", picture.size, WHITE)
     on_white.paste(with_alpha, mask=with_alpha.getchannel("A"))
@@ -115,13 +119,17 @@ def _answer(out: BinaryIO, data: bytes, layout: Layout, asked: dict[str, Any]) -
         return
     _, height, width, _ = shape.pixels_shape
     assert all(tile.size == (width, height) for tile in tiles), "as the shape says"
-    _write(out, {"shape": asdict(shape)}, *(tile.tobytes() for tile in tiles))
+    pixels = (tile.tobytes() for tile in tiles)
+    is_in_file = bool(asked["path"]) and shape.num_bytes >= MIN_FILE_BYTES
+    if is_in_file:
+        with open(asked["path"], "wb") as file:
+            file.writelines(pixels)
+    _write(out, {"shape": asdict(shape), "is_in_file": is_in_file}, () if is_in_file else pixels)
 
 
-def _write(out: BinaryIO, head: dict[str, Any], *rest: bytes) -> None:
+def _write(out: BinaryIO, head: dict[str, Any], rest: Iterable[bytes] = ()) -> None:
     out.write(json.dumps(head).encode() + b"\n")
-    for each in rest:
-        out.write(each)
+    out.writelines(rest)
     out.flush()
 
 

@@ -15,13 +15,15 @@ import subprocess
 from collections import OrderedDict
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.memory_file import MemoryFile
 from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.layouts import describe
 from services.gateway.images.decode import MAX_CPU_S, shape_from
-from services.gateway.images.picture import Picture
+from services.gateway.images.picture import Picture, Pixels
 from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.piped_process import end_of
@@ -30,6 +32,7 @@ MOST_PROCESSES = 8
 TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine; with it a process starts
 MAX_WAIT_S = 60.0  # for a turn
 MAX_HEAD_BYTES = 2**16
+MAX_FILES = 128  # of pixels, with those that are kept; further pictures are sent through pipes and by gRPC
 _MODULE = "services.gateway.images.decode"
 
 
@@ -50,6 +53,7 @@ class Decoder:
         self._num_kept_bytes, self._max_kept_bytes = 0, max_kept_bytes
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._max_pixels = max_pixels
+        self._files = WeakSet[MemoryFile]()
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "a picture")
         self._processes = DecodingProcesses(_MODULE, json.dumps(describe(layout)), num_processes, kind="pictures")
 
@@ -78,9 +82,19 @@ class Decoder:
         return picture
 
     async def _decode(self, encoded: Encoding, file_hash: bytes) -> Picture:
-        exchange = partial(_exchange, encoded=encoded, max_pixels=self._max_pixels)
-        shape, tiles = await self._processes.run(exchange, TIMEOUT_S, "a picture")
-        return Picture.of(shape, tiles, file_hash)
+        exchange = partial(_exchange, encoded=encoded, max_pixels=self._max_pixels, file=self._new_file())
+        shape, pixels = await self._processes.run(exchange, TIMEOUT_S, "a picture")
+        return Picture.of(shape, pixels, file_hash)
+
+    def _new_file(self) -> MemoryFile | None:
+        """For pixels; None if there are too many."""
+        while self._kept and len(self._files) >= MAX_FILES:
+            self._drop_oldest()
+        if len(self._files) >= MAX_FILES:
+            return None
+        file = MemoryFile()
+        self._files.add(file)
+        return file
 
     def _keep(self, key: bytes, picture: Picture) -> None:
         if key in self._kept:  # it has come twice at the same time
@@ -88,7 +102,10 @@ class Decoder:
         self._kept[key] = picture
         self._num_kept_bytes += len(picture.pixels)
         while self._num_kept_bytes > self._max_kept_bytes:
-            self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].pixels)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].pixels)
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -96,8 +113,8 @@ class Decoder:
 
 
 def _exchange(
-    process: subprocess.Popen[bytes], encoded: Encoding, max_pixels: int
-) -> tuple[PictureShape, bytes]:
+    process: subprocess.Popen[bytes], encoded: Encoding, max_pixels: int, file: MemoryFile | None
+) -> tuple[PictureShape, Pixels]:
     """Writes a picture and reads what became of it. On a thread, until the process answers or ends."""
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
     asked = {
@@ -105,6 +122,7 @@ def _exchange(
         "max_pixels": max_pixels,
         "is_low": encoded.is_low,
         "worker_resizes": encoded.worker_resizes,
+        "path": "" if file is None else file.path,
     }
     try:
         process.stdin.write(json.dumps(asked).encode() + b"\n")
@@ -119,10 +137,14 @@ def _exchange(
     if "error" in answer:
         raise InvalidRequest(answer["error"], "messages")
     shape = shape_from(answer["shape"])
-    tiles = process.stdout.read(shape.num_bytes)
-    if len(tiles) < shape.num_bytes:
+    if file is not None and answer["is_in_file"]:
+        file.seal()
+        assert len(file) == shape.num_bytes, "the process has written all of it"
+        return shape, file
+    pixels = process.stdout.read(shape.num_bytes)
+    if len(pixels) < shape.num_bytes:
         raise _why_ended(process)
-    return shape, tiles
+    return shape, pixels
 
 
 def _why_ended(process: subprocess.Popen[bytes]) -> Exception:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from services.common.errors import InvalidRequest
+from services.common.memory_file import MemoryFile
 from services.common.vision.layout import Layout, PictureShape
 from services.pb import images_pb2
 from services.step.prompt_span import PromptSpan
+
+Pixels: TypeAlias = bytes | MemoryFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +22,10 @@ class Picture:
 
     hash: str  # hexadecimal
     shape: PictureShape
-    pixels: bytes  # [`PictureShape.pixels_shape`]
+    pixels: Pixels  # [`PictureShape.pixels_shape`]
 
     @classmethod
-    def of(cls, shape: PictureShape, pixels: bytes, file_hash: bytes) -> Picture:
+    def of(cls, shape: PictureShape, pixels: Pixels, file_hash: bytes) -> Picture:
         """What a file became. file_hash: of its bytes, of which there are fewer than of pixels, and of `is_low`"""
         return cls(hashlib.sha256(f"{shape}\0".encode() + file_hash).hexdigest(), shape, pixels)
 

@@ -5,41 +5,57 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from services.common.memory_file import MemoryFile
 from services.gateway.images.picture import Picture
 from services.pb import dense_pb2, images_pb2
 
 MAX_PART_BYTES = 2**16  # of a picture in one message: gRPC sends larger ones more slowly
-MAX_KEPT_BYTES = 64 * 2**20  # of pictures that a worker keeps for a stream; one request may have more
+# Of pictures that a worker keeps for a stream; one request may have more.
+MAX_KEPT_BYTES = 64 * 2**20
+MAX_KEPT_FILES = 32
 
 
 class SentPictures:
     """Of one stream, from its beginning. Event loop."""
 
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes by hash, the least recently used first
-        self._num_bytes = 0
+    def __init__(self, *, shares_memory: bool = False) -> None:
+        """shares_memory: the worker can read memory files of this process"""
+        self._shares_memory = shares_memory
+        # Bytes by hash, the least recently used first. A file stays open for the worker to open it, maybe after the end
+        # of its request; from then on the worker has it mapped, so that it takes no further memory.
+        self._sent: OrderedDict[str, tuple[int, MemoryFile | None]] = OrderedDict()
+        self._num_bytes = self._num_files = 0
 
     def parts_for(self, pictures: Sequence[Picture]) -> Iterator[dense_pb2.GatewayMessage]:
         """The messages that the worker needs before a sequence with these pictures. All of them have to be sent."""
         for picture in {each.hash: each for each in pictures}.values():
-            if picture.hash in self._sizes:
-                self._sizes.move_to_end(picture.hash)
+            if picture.hash in self._sent:
+                self._sent.move_to_end(picture.hash)
                 continue
-            self._sizes[picture.hash] = len(picture.pixels)
-            self._num_bytes += len(picture.pixels)
-            forgotten = self._forget({each.hash for each in pictures})
-            for start in range(0, len(picture.pixels), MAX_PART_BYTES):
-                values = picture.pixels[start : start + MAX_PART_BYTES]
-                part = images_pb2.PicturePart(hash=bytes.fromhex(picture.hash), values=values, forgotten=forgotten)
+            pixels, num_bytes = picture.pixels, len(picture.pixels)
+            file = pixels if self._shares_memory and isinstance(pixels, MemoryFile) else None
+            self._sent[picture.hash] = num_bytes, file
+            self._num_bytes += num_bytes
+            self._num_files += file is not None
+            name, forgotten = bytes.fromhex(picture.hash), self._forget({each.hash for each in pictures})
+            if file is not None:
+                part = images_pb2.PicturePart(hash=name, file=file.describe(), forgotten=forgotten)
+                yield dense_pb2.GatewayMessage(picture_part=part)
+                continue
+            for start in range(0, num_bytes, MAX_PART_BYTES):
+                values = pixels[start : start + MAX_PART_BYTES]
+                part = images_pb2.PicturePart(hash=name, values=values, forgotten=forgotten)
                 yield dense_pb2.GatewayMessage(picture_part=part)
                 forgotten = []
 
     def _forget(self, needed: set[str]) -> list[bytes]:
         """The hashes of pictures that make room for the newest one."""
         forgotten = []
-        for name in [each for each in self._sizes if each not in needed]:
-            if self._num_bytes <= MAX_KEPT_BYTES:
+        for name in [each for each in self._sent if each not in needed]:
+            if self._num_bytes <= MAX_KEPT_BYTES and self._num_files <= MAX_KEPT_FILES:
                 break
-            self._num_bytes -= self._sizes.pop(name)
+            num_bytes, file = self._sent.pop(name)
+            self._num_bytes -= num_bytes
+            self._num_files -= file is not None
             forgotten.append(bytes.fromhex(name))
         return forgotten

@@ -133,13 +133,15 @@ class DenseClient:
                 if shared_channel is not None:
                     call = dense_pb2_grpc.DenseWorkerStub(shared_channel).Connect()
                     with _cancelling(call):
-                        self._meet(await wait_info(call, timeout_s))
-                        await self._converse(call)
+                        info = await wait_info(call, timeout_s)
+                        self._meet(info)
+                        await self._converse(call, info)
                 else:
                     async with open_channel(self._address, self._peers.max_message_bytes, self._tls) as channel:
                         stub = dense_pb2_grpc.DenseWorkerStub(channel)
-                        self._meet(await ask_info(stub, timeout_s))
-                        await self._converse(stub.Connect())
+                        info = await ask_info(stub, timeout_s)
+                        self._meet(info)
+                        await self._converse(stub.Connect(), info)
             except StreamReopened:
                 continue
             except PeerError as error:
@@ -155,11 +157,12 @@ class DenseClient:
         self.worker = info.epoch
         self._crashes.record_connected(info.epoch)
 
-    async def _converse(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _converse(self, call: grpc.aio.StreamStreamCall, info: dense_pb2.DenseInfo) -> None:
+        sent_pictures = SentPictures(shares_memory=info.reads_memory_files)
         # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
         tasks = [asyncio.create_task(self._read(call))]
         try:
-            tasks.append(asyncio.create_task(self._write(call, await self._begin())))
+            tasks.append(asyncio.create_task(self._write(call, await self._begin(), sent_pictures)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises the error that ended the stream
@@ -188,13 +191,12 @@ class DenseClient:
             self._limit_wait(entry)
         await self._owner.note_connection(self, False)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall, outbox: Outbox, sent_pictures: SentPictures) -> None:
         """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond.
 
         A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
         """
         table_hash = ""  # of the prompt table that the worker has
-        sent_pictures = SentPictures()
         while True:
             message = await outbox.take()
             if message is None:

@@ -9,6 +9,7 @@ import grpc
 
 from services.common.dense_info import read_dense_info
 from services.common.errors import PeerError
+from services.common.memory_file import MemoryFile
 from services.pb import dense_pb2, dense_pb2_grpc
 
 
@@ -54,8 +55,11 @@ async def ask_info(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> de
 
     A worker that is about to serve answers when it does, so that no retry comes too late.
     """
+    example = MemoryFile(b"example")
+    example.seal()
+    request = dense_pb2.GetInfoRequest(wait_ms=WAIT_MS, example=example.describe())
     try:
-        return await stub.GetInfo(dense_pb2.GetInfoRequest(wait_ms=WAIT_MS), timeout=timeout_s + WAIT_MS / 1000)
+        return await stub.GetInfo(request, timeout=timeout_s + WAIT_MS / 1000)
     except grpc.aio.AioRpcError as error:
         raise peer_error(error) from error
 

@@ -14,7 +14,8 @@ from services.common.config import GatewaySection
 
 log = structlog.get_logger()
 
-RESERVE = 128  # own files, sockets to workers, and connections that are accepted only to be refused
+# Own files, of which up to 128 have pictures, sockets to workers, and connections that are accepted only to be refused.
+RESERVE = 256
 MIN_CONNECTIONS = 8  # minimum of each kind, even with few files
 
 

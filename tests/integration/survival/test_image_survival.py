@@ -21,7 +21,7 @@ from tests.support.clients.inference_messages import int32, message, output, tex
 from tests.support.clients.openai_client import openai_client
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, children_of, running_cluster
-from tests.support.dense.vision_models import noise
+from tests.support.dense.vision_models import VARIANTS, noise
 from tests.support.served_vision import (
     Truth,
     Turn,
@@ -37,6 +37,7 @@ from tests.support.served_vision import (
 pytestmark = pytest.mark.timeout(300)  # processes start several times, and the machine may be slow
 
 FIRST, SECOND, THIRD = noise(50, 37, 1), noise(20, 60, 2), noise(64, 64, 3)
+LARGE = noise(160, 152, 4)  # whose pixels reach the worker in a memory file
 NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
 BLOCK_SIZE = 16  # of the KV cache
 
@@ -53,17 +54,21 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("images")
-    model = make_served_vision_model(directory / "model")
     settings = {
-        "model.path": model,
+        "model.path": directory / "model",
         "scheduler.max_num_batched_tokens": 64,
         "dense.max_encoder_rows": 160,  # two of the pictures, or one of the third
         "attention.num_blocks": 200,
         "scheduler.max_beam_width": 3,
     }
-    with running_cluster(directory, *(f"{key}={value}" for key, value in settings.items()), is_warm=True) as cluster:
-        yield Server(cluster, model)
-        cluster.wait_idle()
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        # Both read it: what makes the model's files, and what gives the truth.
+        patch.setitem(VARIANTS["qwen2_5_vl"].processor, "max_pixels", LARGE.width * LARGE.height)
+        model = make_served_vision_model(directory / "model")
+        with running_cluster(directory, *overrides, is_warm=True) as cluster:
+            yield Server(cluster, model)
+            cluster.wait_idle()
 
 
 def test_the_openai_client_sends_pictures_and_prefixes_with_them_are_cached(server: Server) -> None:
@@ -174,6 +179,7 @@ def test_streams_survive_kills(server: Server, roles: tuple[str, ...]) -> None:
         [("user", ["Both ", SECOND, THIRD])],
         [("user", ["None at all"])],
         [("user", [FIRST, FIRST, "again"])],
+        [("user", [LARGE, "large"])],
     ]
     messages = [chat_message(turns, NUM_LONG_TOKENS) for turns in chats]
     found = collect_all(server.cluster.gateway, messages, lambda: server.cluster.kill(*roles))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from weakref import WeakValueDictionary
 
+import structlog
 import torch
 
 from services.common.errors import InvalidRequest, RequestAborted
+from services.common.memory_file import open_memory_file
 from services.common.vision.layout import PictureShape
 from services.dense_worker.encoders.vision.picture import Picture
 from services.pb import images_pb2
 from services.step import SequenceSpec
+
+log = structlog.get_logger()
 
 
 class ReceivedPictures:
     """Sequences with equal pictures share them, for as long as one of them has them."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, dict[str, bytearray]] = {}  # pixels by hash, of each stream
+        self._streams: dict[int, dict[str, bytearray | torch.Tensor]] = {}  # pixels by hash, of each stream
         self._pictures: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # by hash
 
     def receive(self, part: images_pb2.PicturePart, stream: int) -> None:
@@ -25,7 +30,11 @@ class ReceivedPictures:
         pixels = self._streams.setdefault(stream, {})
         for each in part.forgotten:
             pixels.pop(each.hex(), None)
-        pixels.setdefault(part.hash.hex(), bytearray()).extend(part.values)
+        name = part.hash.hex()
+        if part.HasField("file"):
+            pixels[name] = _map(part.file)
+        else:
+            pixels.setdefault(name, bytearray()).extend(part.values)
 
     def end_stream(self, stream: int) -> None:
         """Forgets what a stream has sent."""
@@ -64,6 +73,20 @@ class ReceivedPictures:
                 raise RequestAborted(
                     f"picture {picture_hash[:16]} has {shape.num_bytes} bytes, {len(pixels)} have been sent"
                 )
-            values = torch.frombuffer(pixels, dtype=torch.uint8).view(shape.pixels_shape)
-            picture = self._pictures[picture_hash] = Picture(picture_hash, shape, values)
+            values = pixels if isinstance(pixels, torch.Tensor) else torch.frombuffer(pixels, dtype=torch.uint8)
+            picture = Picture(picture_hash, shape, values.view(shape.pixels_shape))
+            self._pictures[picture_hash] = picture
         return picture
+
+
+def _map(message: images_pb2.MemoryFile) -> torch.Tensor:
+    """The bytes of a gateway's file, uint8 [num_bytes], which are not copied; nothing if it cannot be opened."""
+    try:
+        file = open_memory_file(message)
+    except OSError as error:
+        log.warning("pixels of the gateway cannot be read", reason=str(error))
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        return torch.from_file(f"/proc/self/fd/{file}", shared=False, size=message.num_bytes, dtype=torch.uint8)
+    finally:
+        os.close(file)

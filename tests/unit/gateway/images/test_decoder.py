@@ -16,6 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from services.common.errors import InvalidRequest
+from services.common.memory_file import MemoryFile, can_read
 from services.common.vision.qwen_vl import QwenLayout
 from services.gateway.images import decoder
 from services.gateway.images.decoder import Decoder, Encoding
@@ -64,7 +65,7 @@ def check(found: Picture, picture: Image.Image) -> None:
     shape = LAYOUT.shape_of(picture.height, picture.width, is_low=False)
     assert found.shape == shape
     expected = picture.convert("RGB").resize((shape.width, shape.height), Image.Resampling.BICUBIC)
-    assert found.pixels == np.asarray(expected).tobytes()
+    assert found.pixels[:] == np.asarray(expected).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "WEBP", "GIF", "JPEG"])
@@ -203,6 +204,42 @@ def test_a_file_that_comes_again_is_not_decoded_again(runner: Runner) -> None:
     assert kept.decode(files[0], is_low=True).pixels == first[0].pixels
     kept.loop.run_until_complete(kept.decoder.close())
     kept.loop.close()
+
+
+def test_large_pictures_are_in_files_of_which_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 3
+    monkeypatch.setattr(decoder, "MAX_FILES", most)
+    layout = QwenLayout(unit=8, min_pixels=64, max_pixels=2**20, resample=3)
+    loop, large = asyncio.new_event_loop(), Decoder(layout, 2**20, max_kept_bytes=2**26)
+
+    def decode(*seeds: int) -> list[Picture]:
+        async def main() -> list[Picture]:
+            encoded = [Encoding(encode(noise(160, 152, seed)), False) for seed in seeds]
+            return await asyncio.gather(*(large.decode(each, CLIENT, HELD) for each in encoded))
+
+        return loop.run_until_complete(main())
+
+    def count(pictures: list[Picture]) -> int:
+        return sum(isinstance(each.pixels, MemoryFile) for each in pictures)
+
+    try:
+        found = decode(1)
+        assert count(found) == 1 and found[0].pixels[:] == noise(160, 152, 1).tobytes()
+        described = found[0].pixels.describe()
+        assert can_read(described)
+        del found
+        assert can_read(described), "it is kept for the next turn of a chat"
+        found = decode(2, 3, 4, 5, 6)
+        assert count(found) == most and not can_read(described), "those that are kept made room for it"
+        for seed, each in enumerate(found, 2):
+            assert each.pixels[:] == noise(160, 152, seed).tobytes()
+        del found, each
+        assert count(decode(7)) == 1
+        small = large.decode(Encoding(PNG, False), CLIENT, HELD)
+        assert isinstance(loop.run_until_complete(small).pixels, bytes)
+    finally:
+        loop.run_until_complete(large.close())
+        loop.close()
 
 
 def test_a_killed_process_is_replaced_and_clients_see_nothing(runner: Runner) -> None:

@@ -79,18 +79,19 @@ def test_a_tower_reads_the_same_numbers(kind: str, layout: Layout) -> None:
     assert all(each.shape.resample is not None for each in left)
     assert all(each.shape.resample is None for each in resized)
     for data, one in zip(files, left, strict=True):
-        assert one.pixels == Image.open(io.BytesIO(data)).tobytes()
+        assert one.pixels[:] == Image.open(io.BytesIO(data)).tobytes()
     assert [replace(each.shape, resample=None) for each in left] == [each.shape for each in resized]
     # The worker may have one of them twice, after another kind of worker has taken its place.
     assert {each.hash for each in left}.isdisjoint(each.hash for each in resized)
-    for one, other in zip(received(left), received(resized), strict=True):
-        assert torch.equal(one, other)
+    for shares_memory in (False, True):
+        numbers = [received(each, shares_memory=shares_memory) for each in (left, resized)]
+        assert all(torch.equal(one, other) for one, other in zip(*numbers, strict=True))
 
 
-def received(pictures: list[Picture]) -> list[torch.Tensor]:
+def received(pictures: list[Picture], *, shares_memory: bool) -> list[torch.Tensor]:
     """What the worker makes of what it is sent."""
     worker, spans, start = ReceivedPictures(), [], 0
-    for message in SentPictures().parts_for(pictures):
+    for message in SentPictures(shares_memory=shares_memory).parts_for(pictures):
         worker.receive(message.picture_part, 1)
     for each in pictures:
         shape = each.shape

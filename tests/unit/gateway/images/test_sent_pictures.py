@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+from dataclasses import replace
 
 import pytest
 
 from services.common.errors import RequestAborted
+from services.common.memory_file import MemoryFile
 from services.common.sampling_params import SamplingParams
 from services.common.vision.layout import PictureShape
 from services.dense_worker.features.images.received_pictures import ReceivedPictures
@@ -28,8 +31,8 @@ def picture(seed: int) -> Picture:
 class Link:
     """A gateway's stream to a worker, without the wire."""
 
-    def __init__(self) -> None:
-        self.sent, self.received = SentPictures(), ReceivedPictures()
+    def __init__(self, *, shares_memory: bool = False) -> None:
+        self.sent, self.received = SentPictures(shares_memory=shares_memory), ReceivedPictures()
 
     def send(self, pictures: list[Picture]) -> int:
         """How many bytes of pixels are sent before a sequence with these pictures, which the worker must then have."""
@@ -44,7 +47,7 @@ class Link:
         spans = tuple(PromptSpan(2 * index, 2, each.hash) for index, each in enumerate(pictures))
         spec = SequenceSpec("request", [1] * 2 * len(pictures), SamplingParams(), max_tokens=1, spans=spans)
         found = self.received.find(spec, encode_pictures(pictures), STREAM)
-        assert [bytes(each.pixels.flatten().tolist()) for each in found] == [each.pixels for each in pictures]
+        assert [bytes(each.pixels.flatten().tolist()) for each in found] == [each.pixels[:] for each in pictures]
 
 
 def test_each_picture_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +76,39 @@ def test_the_worker_keeps_the_latest_ones_and_all_of_a_request(monkeypatch: pyte
     link.send(pictures[:2])
     link.send(pictures[2:4])
     assert link.send(pictures[:4]) == 0
+
+
+def in_file(seed: int) -> Picture:
+    plain = picture(seed)
+    file = MemoryFile(plain.pixels)
+    file.seal()
+    return replace(plain, pixels=file)
+
+
+def test_of_files_only_the_place_is_sent_and_few_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sent_pictures, "MAX_KEPT_FILES", 4)
+    link = Link(shares_memory=True)
+    assert link.send([in_file(0), picture(1)]) == len(picture(1).pixels)
+    before = len(os.listdir("/proc/self/fd"))
+    for seed in range(2, 50):
+        assert link.send([in_file(seed), in_file(seed)]) == 0
+    assert len(link.received._streams[STREAM]) <= 4 + 1 and len(os.listdir("/proc/self/fd")) <= before + 4
+    assert Link().send([in_file(0)]) == len(picture(0).pixels), "to another machine bytes are sent"
+
+
+def test_a_file_is_there_when_the_worker_opens_it_after_the_end_of_its_request() -> None:
+    link, first = Link(shares_memory=True), in_file(0)
+    messages = list(link.sent.parts_for([first]))
+    del first
+    for message in messages:
+        link.received.receive(message.picture_part, STREAM)
+    assert link.send([in_file(0)]) == 0
+
+
+def test_what_cannot_be_opened_was_not_sent() -> None:
+    link, first = Link(shares_memory=True), in_file(0)
+    [message] = link.sent.parts_for([first])
+    message.picture_part.file.inode += 1
+    link.received.receive(message.picture_part, STREAM)
+    with pytest.raises(RequestAborted, match="0 have been sent"):
+        link.check([first])
