@@ -23,11 +23,13 @@ from typing import Any, BinaryIO
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from services.common.errors import InvalidRequest
+from services.common.process import keep_freed_blocks
 from services.common.vision.layout import Layout, PictureShape, resized_by_worker
 from services.common.vision.layouts import layout_of
 
 MAX_CPU_S = 10.0  # for one picture
 MAX_MEMORY_BYTES = 3 * 2**30  # of address space
+KEPT_BYTES = 2**25  # for the next picture: one of 1,024 x 1,024 takes 10 MB
 NICENESS = 5  # streams come first
 MIN_FILE_BYTES = 2**16  # of pixels; fewer are one message
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -51,6 +53,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    keep_freed_blocks(KEPT_BYTES)
     Image.MAX_IMAGE_PIXELS = None  # `read_picture` has a limit of its own
     warnings.simplefilter("ignore")  # of Pillow about files that are slightly wrong
     layout = layout_of(json.loads(sys.argv[1]))
