@@ -165,20 +165,21 @@ class Measured:
 
 
 async def ask(client: httpx2.AsyncClient, url: str | None, max_tokens: int) -> Measured:
-    """Sends a chat and reads its stream."""
-    content: list[dict[str, Any]] = [{"type": "text", "text": TEXT}]
+    """Sends a chat, which is in JSON when the time begins, and reads its stream."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": TEXT}]
     if url is not None:
-        content.insert(0, {"type": "image_url", "image_url": {"url": url}})
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
     body = {
-        "messages": [{"role": "user", "content": content}],
+        "messages": [{"role": "user", "content": parts}],
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
     measured, start = Measured(), time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with client.stream("POST", "/v1/chat/completions", content=content, headers=headers) as response:
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue

@@ -122,12 +122,21 @@ def _answer(out: BinaryIO, data: bytes, layout: Layout, asked: dict[str, Any]) -
         return
     _, height, width, _ = shape.pixels_shape
     assert all(tile.size == (width, height) for tile in tiles), "as the shape says"
-    pixels = (tile.tobytes() for tile in tiles)
-    is_in_file = bool(asked["path"]) and shape.num_bytes >= MIN_FILE_BYTES
-    if is_in_file:
-        with open(asked["path"], "wb") as file:
+    pixels: Iterable[bytes] = (tile.tobytes() for tile in tiles)
+    file = _open(asked["path"]) if asked["path"] and shape.num_bytes >= MIN_FILE_BYTES else None
+    if file is not None:
+        with file:
             file.writelines(pixels)
-    _write(out, {"shape": asdict(shape), "is_in_file": is_in_file}, () if is_in_file else pixels)
+        pixels = ()
+    _write(out, {"shape": asdict(shape), "is_in_file": file is not None}, pixels)
+
+
+def _open(path: str) -> BinaryIO | None:
+    """None if the system lets no process open the files of another one."""
+    try:
+        return open(path, "wb")
+    except OSError:
+        return None
 
 
 def _write(out: BinaryIO, head: dict[str, Any], rest: Iterable[bytes] = ()) -> None:

@@ -10,6 +10,7 @@ import signal
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -298,3 +299,31 @@ def test_pictures_for_which_there_is_no_memory_are_not_kept(runner: Runner) -> N
 def num_pictures() -> int:
     gc.collect()  # what earlier tests have left
     return sum(isinstance(each, Picture) for each in gc.get_objects())
+
+
+def test_a_process_that_cannot_open_the_file_sends_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryFile, "path", "/proc/self/fd/of another process")
+    loop, large = asyncio.new_event_loop(), Decoder(QwenLayout(8, 64, 2**20, 3), 2**20)
+    try:
+        found = loop.run_until_complete(large.decode(Encoding(encode(noise(160, 152, 1)), False), CLIENT, HELD))
+        assert found.pixels == noise(160, 152, 1).tobytes()
+    finally:
+        loop.run_until_complete(large.close())
+        loop.close()
+
+
+def test_the_next_picture_takes_the_memory_of_the_last() -> None:
+    """Otherwise each one of a megapixel costs thousands of page faults, which take as long as decoding it."""
+    loop, layout = asyncio.new_event_loop(), QwenLayout(8, 64, 2**22, 3)
+    large = Decoder(layout, 2**22)
+    files = [encode(Image.new("RGB", (1000, 1000), (seed, 0, 0)), "JPEG") for seed in range(8)]
+    try:
+        num_faults = []
+        for data in files:
+            loop.run_until_complete(large.decode(Encoding(data, False, worker_resizes=True), CLIENT, HELD))
+            [process] = large._processes.idle
+            num_faults.append(int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7]))
+        assert num_faults[-1] - num_faults[3] < 4 * 250, "its pixels alone have 1,700 pages"
+    finally:
+        loop.run_until_complete(large.close())
+        loop.close()
