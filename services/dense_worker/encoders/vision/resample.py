@@ -39,7 +39,7 @@ def _resample_lines(pixels: torch.Tensor, dim: int, size: int, filter_number: in
     return total.bitwise_right_shift_(_PRECISION_BITS).clamp_(0, 255).to(torch.uint8)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _weights(old: int, new: int, filter_number: int) -> tuple[np.ndarray, np.ndarray]:
     """Of each number of a side, which `places` of the old side it is made of, and their weights.
 
