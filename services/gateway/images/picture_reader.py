@@ -21,8 +21,9 @@ from services.step.prompt_span import PromptSpan
 Request: TypeAlias = gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest
 
 DETAILS = ("", "auto", "low", "high")
-# Of text in a request, whose body has room for more because of its pictures. To tokenize one takes 140 bytes.
-MAX_CHARACTERS = 2 * 2**20
+# Of text in a request, whose body has room for more because of its pictures. To tokenize one takes 140 bytes. It is an
+# eighth of a body, as large as bodies are by default, and grows with them.
+MIN_MAX_CHARACTERS = 2 * 2**20
 
 
 class PictureReader:
@@ -32,6 +33,7 @@ class PictureReader:
         """Raises `ConfigError` if the tokenizer lacks a token that the model has for pictures."""
         self._vision = vision
         self._section = section
+        self._max_characters = max(MIN_MAX_CHARACTERS, (section.max_body_bytes or 0) // 8)
         self._sources = PictureSources(section)
         self._decoder = Decoder(vision.layout, section.max_image_pixels, section.image_cache_bytes)
         self._token, self._ids = "", dict[str, int]()
@@ -41,9 +43,11 @@ class PictureReader:
 
     def check_text(self, num_characters: int, field: str) -> None:
         """Raises `InvalidRequest` for more text than models have whose requests have no room for pictures."""
-        if num_characters > MAX_CHARACTERS:
+        if num_characters > self._max_characters:
             raise InvalidRequest(
-                f"{field} has {num_characters} characters of text, at most {MAX_CHARACTERS} beside pictures", field
+                f"{field} has {num_characters} characters of text, at most {self._max_characters} beside pictures (an "
+                "eighth of gateway.max_body_bytes)",
+                field,
             )
 
     async def read(

@@ -96,3 +96,18 @@ def test_text_has_no_more_room_than_without_pictures(tmp_path: Path, model: Path
 
     with_client(tmp_path, dense, test, model=model)
     with_client(tmp_path, dense, test_vectors, model=model, runner="pooling")
+
+
+def test_text_has_an_eighth_of_larger_bodies(tmp_path: Path, model: Path) -> None:
+    dense = FakeDense(lambda submit: [5], max_model_len=2**23)
+    num_characters = 2**21 + 2**17
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        answer = await client.post("/tokenize", json={"prompt": "a " * (num_characters // 2)})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["count"] > num_characters // 4
+        answer = await client.post("/tokenize", json={"prompt": "a" * (num_characters + 1)})
+        words = (f"prompt has {num_characters + 1} characters", f"at most {num_characters}", "gateway.max_body_bytes")
+        check_error(answer, 400, "prompt", *words)
+
+    with_client(tmp_path, dense, test, model=model, max_body_bytes=8 * num_characters)
