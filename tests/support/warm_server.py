@@ -29,6 +29,7 @@ from services.common.process import importing
 with importing():
     import services.attn_worker.service
     import services.channel.shm as shm
+    import services.channel.turns as turns
     import services.dense_worker.backends.torch_backend
     import services.dense_worker.service
     import services.gateway.service
@@ -155,7 +156,8 @@ def take_on(
     sys.argv = list(arguments[1:])  # after "-m"
     if SPINS not in env:
         # Several clusters share the cores: who waits gives its core away at once, and looks again after a layer's time.
-        shm._SPIN_S, shm._YIELD_S, shm._NAP_S = 0.0, 0.0, 200e-6
+        for waits in (shm, turns):
+            waits._SPIN_S, waits._YIELD_S, waits._NAP_S = 0.0, 0.0, 200e-6
 
 
 def enter(namespaces: Sequence[int], cores: Sequence[int], max_files: tuple[int, int]) -> None:
