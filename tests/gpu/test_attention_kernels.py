@@ -63,6 +63,20 @@ def test_every_dtype_and_head_shape(
     check_all_kinds_of_steps(Pair(make_config(num_heads, num_kv_heads, head_dim), kernels, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("group", "num_heads"), [(2, 2), (4, 4), (6, 2), (3, 1)])
+def test_steps_of_many_rows_have_several_heads_in_a_program(
+    kernels: Kernels, dtype: torch.dtype, group: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.attn_worker.layers.mha.triton_prefill import choose_prefill_tiles
+
+    assert choose_prefill_tiles(128, dtype, dtype, group, 99, has_many_rows=True).num_heads == num_heads
+    monkeypatch.setattr("services.attn_worker.layers.triton_attention.MAX_CAPTURED_PROMPT_ROWS", 64)
+    pair = Pair(make_config(2 * group, 2, 128, windows=(None, 20)), kernels, dtype)
+    pair.check({"a": 29, "b": 99})
+    pair.check({"a": 70, "b": 2, "c": 1})
+
+
 @pytest.mark.parametrize("block_size", [1, 12, 32, 64])
 def test_every_block_size(kernels: Kernels, block_size: int) -> None:
     check_all_kinds_of_steps(Pair(make_config(), kernels, block_size=block_size))

@@ -92,6 +92,24 @@ def test_options_in_16_bits(kernels: Kernels, dtype: torch.dtype) -> None:
         pair.check({"a": 1, "b": 1})
 
 
+@pytest.mark.parametrize("num_heads", [2, 4])
+def test_options_with_several_heads_in_a_program(
+    kernels: Kernels, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, behind a context, with and without a window, and with fewer tokens than a tile has."""
+    from services.attn_worker.layers import triton_attention
+    from services.attn_worker.layers.mha.triton_prefill import PrefillTiles
+
+    tiles = PrefillTiles(block_m=32 // num_heads, block_n=16, num_warps=4, num_stages=2, num_heads=num_heads)
+    plain = replace(triton_attention.PLAIN_KERNELS, choose_prefill_tiles=lambda *_: tiles)
+    monkeypatch.setattr(triton_attention, "PLAIN_KERNELS", plain)
+    for case in ("scale", "softcap and scale", "ALiBi", "neighbouring pairs of a part", "learned sinks"):
+        config = replace(config_of(case), num_kv_heads=1)
+        pair = Pair(config, kernels, torch.float16)
+        pair.check({"a": 19, "b": 40})
+        pair.check({"a": 21, "b": 1})
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float16], ids=str)
 def test_layers_with_the_heads_of_gemma_4(kernels: Kernels, cache_dtype: torch.dtype) -> None:
     """In 16 bits: heads of 512 dimensions have tiles of their own. The last two layers read the keys of the first."""

@@ -55,6 +55,16 @@ def test_every_kind_of_step(
     check(pair, {"b": 1, "d": 1, "e": 3})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_steps_of_many_rows_have_several_heads_in_a_program(
+    kernels: Kernels, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.attn_worker.layers.triton_attention.MAX_CAPTURED_PROMPT_ROWS", 64)
+    pair = Pair(make_config(8, 2, 128, WINDOWS), kernels, dtype, cache_dtype=FP8, scales=SCALES)
+    check(pair, {"a": 29, "b": 99})
+    check(pair, {"a": 70, "b": 2, "c": 1})
+
+
 @FORMATS
 @pytest.mark.parametrize("block_size", [1, 12, 64])
 def test_every_block_size(kernels: Kernels, cache_dtype: torch.dtype, block_size: int) -> None:

@@ -502,6 +502,7 @@ class TritonAttention:
         layers = {kind: layer for layer, kind in enumerate(kinds)}.values()
         chunk = self._max_short_chunk + 2
         chunks = {(chunk, context_len) for context_len in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}
+        chunks.add((MAX_CAPTURED_PROMPT_ROWS + 1, MAX_CAPTURED_PROMPT_ROWS + 1))  # which have tiles of many rows
         if self._max_short_chunk:  # which have tiles of few and of many rows
             chunks |= {(2, 2), (self._max_short_chunk, max(self._max_short_chunk, self._shortest_split_context))}
         most, device = min(self._max_num_tokens, max_model_len), self._caches[0].device
@@ -531,9 +532,17 @@ class TritonAttention:
             for kind in self._distinct_kernel_kinds
         }
 
-    def _choose_prefill_tiles(self, max_context_len: int) -> dict[_KernelKind, PrefillTiles]:
+    def _choose_prefill_tiles(self, max_context_len: int, num_rows: int = 0) -> dict[_KernelKind, PrefillTiles]:
+        """`num_rows`: of the step, if it may be too large for a graph."""
         return {
-            kind: self._kernels.choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
+            kind: self._kernels.choose_prefill_tiles(
+                kind.head_dim,
+                self._dtype,
+                kind.cache_dtype,
+                self._config.num_heads // kind.num_kv_heads,
+                max_context_len,
+                num_rows > MAX_CAPTURED_PROMPT_ROWS,
+            )
             for kind in self._distinct_kernel_kinds
         }
 
@@ -550,7 +559,7 @@ class TritonAttention:
         slots = self._send(np.where(is_prefill, step.slot_mapping, -1))
         if not len(unsplit.num_tokens):
             return _Prefill(slots, angle_rows, {}, {})
-        tiles = self._choose_prefill_tiles(int(unsplit.context_lens.max()))
+        tiles = self._choose_prefill_tiles(int(unsplit.context_lens.max()), len(step.positions))
         sizes = dict.fromkeys(each.block_m for each in tiles.values())
         items = {size: self._send(prefill_items(unsplit, size)) for size in sizes}
         return _Prefill(slots, angle_rows, items, tiles)

@@ -21,7 +21,7 @@ _TOKENS_PER_PROGRAM = 4  # that one program appends
 
 
 def choose_latent_prefill_tiles(
-    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, max_context_len: int
+    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, group: int, max_context_len: int, has_many_rows: bool
 ) -> PrefillTiles:
     """Tiles that fit into 227 KB of shared memory with heads of 512 latent and 64 rotated dimensions.
 

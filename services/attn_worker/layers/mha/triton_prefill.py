@@ -35,27 +35,35 @@ SHORT_CONTEXT = 512  # up to this length half-empty tiles on the diagonal cost m
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """Sizes of the kernel's loop: tiles of `block_m` queries by `block_n` keys."""
+    """Sizes of the kernel's loop: tiles of `block_m` tokens, with `num_heads` queries of each, by `block_n` keys."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    num_heads: int = 1  # of one kv head, so that its keys are read once for all of them
+    max_registers: int | None = None  # of a thread
 
 
 def choose_prefill_tiles(
-    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, max_context_len: int
+    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, group: int, max_context_len: int, has_many_rows: bool
 ) -> PrefillTiles:
     """Chooses tiles for two programs per SM, so that one computes while the other waits; measured on an H200.
 
     With a cache of 8 bits, whose tiles pass through registers, more programs that share an SM hide more than tiles that
-    are loaded ahead. `block_m` does not depend on `cache_dtype`. Tiles for heads of more than 256 dimensions have not
-    been measured.
+    are loaded ahead. A program of several heads reads their keys once, but few rows then have too few programs. Those
+    tiles have been measured for heads of 128 dimensions, and none for heads of more than 256.
     """
     if head_dim > 256:
         return PrefillTiles(block_m=32, block_n=16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
     if dtype == torch.float32:
         return PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=2)
+    if has_many_rows and head_dim == 128 and group % 2 == 0:
+        if cache_dtype == torch.float8_e4m3fn:
+            return PrefillTiles(block_m=32, block_n=64, num_warps=4, num_stages=1, num_heads=2, max_registers=168)
+        if cache_dtype == dtype:
+            heads = 4 if group % 4 == 0 else 2
+            return PrefillTiles(128 // heads, block_n=64, num_warps=8, num_stages=2, num_heads=heads, max_registers=128)
     if cache_dtype.itemsize == 1:
         return PrefillTiles(block_m=64, block_n=32 if head_dim > 128 else 64, num_warps=4, num_stages=1)
     block_n = 32 if head_dim > 128 or max_context_len <= SHORT_CONTEXT else 64
@@ -79,7 +87,7 @@ def prefill_attention(
     """Computes the attention of all items' rows; their keys and values must already be in the cache."""
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     num_heads = out.shape[1] // head_dim
-    _prefill_kernel[(items.shape[0], num_heads)](
+    _prefill_kernel[(items.shape[0], num_heads // tiles.num_heads)](
         qkv,
         out,
         cache,
@@ -110,9 +118,11 @@ def prefill_attention(
         HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         WINDOW=window or 0,
         BLOCK_M=tiles.block_m,
+        HEADS=tiles.num_heads,
         BLOCK_N=tiles.block_n,
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
+        maxnreg=tiles.max_registers,
     )
 
 
@@ -148,22 +158,30 @@ def _prefill_kernel(
     HALF: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     BLOCK_M: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program runs one item for one query head."""
+    """One program runs one item for HEADS query heads, whose rows follow each other."""
     fields = items + tl.program_id(0) * NUM_FIELDS
-    head = tl.program_id(1)
     first_row = tl.load(fields)
     if first_row < 0:  # NO_ITEM
         return
     num_rows = tl.load(fields + 1)
     first_position = tl.load(fields + 2)
     table = block_tables + tl.load(fields + 3)
-    kv_head = head // GROUP
+    kv_head = tl.program_id(1) * HEADS // GROUP
 
     half: tl.constexpr = HEAD_DIM // 2
-    offs_m = tl.arange(0, BLOCK_M)
+    num_rows_padded: tl.constexpr = HEADS * BLOCK_M
+    offs_m = tl.arange(0, num_rows_padded)
+    if HEADS == 1:
+        head = tl.program_id(1)
+        first_dim = head * HEAD_DIM
+    else:
+        head = tl.program_id(1) * HEADS + offs_m // BLOCK_M
+        first_dim = (head * HEAD_DIM)[:, None]
+        offs_m = offs_m % BLOCK_M
     offs_h = tl.arange(0, HALF)
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
     mask_m = offs_m < num_rows
@@ -173,11 +191,11 @@ def _prefill_kernel(
     cos = tl.load(angle, mask=mask_q, other=0.0)
     sin = tl.load(angle + half, mask=mask_q, other=0.0)
     if ROTARY_DIM == HEAD_DIM and not HAS_PAIRS:
-        source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM + offs_h[None, :]
+        source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + first_dim + offs_h[None, :]
         query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
         query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
     else:
-        source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM
+        source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + first_dim
         first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
         query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
         query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
@@ -188,12 +206,14 @@ def _prefill_kernel(
     else:
         query = join_halves(to_factor(query_1, dtype), to_factor(query_2, dtype))
 
-    log_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    exp_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    log_max = tl.full([num_rows_padded], float("-inf"), tl.float32)
+    exp_sum = tl.zeros([num_rows_padded], tl.float32)
+    acc = tl.zeros([num_rows_padded, HEAD_DIM_PADDED], tl.float32)
     slope = 0.0
     if slopes is not None:
         slope = tl.load(slopes + head)
+        if HEADS > 1:
+            slope = slope[:, None]
     has_alibi: tl.constexpr = slopes is not None
     positions = first_position + offs_m
     end = first_position + num_rows
@@ -202,7 +222,7 @@ def _prefill_kernel(
         place_angle = angles + place_row[:, None] * HEAD_DIM + offs_h[None, :]
         place_cos = tl.load(place_angle, mask=mask_q, other=0.0)
         place_sin = tl.load(place_angle + half, mask=mask_q, other=0.0)
-        heads_of_rows = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM
+        heads_of_rows = qkv + rows.to(tl.int64)[:, None] * qkv_stride + first_dim
         first, second = pair_sources(heads_of_rows, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
         far_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
         far_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
@@ -239,9 +259,9 @@ def _prefill_kernel(
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
 
-    target = out + rows.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + offs_d[None, :]
+    target = out + rows.to(tl.int64)[:, None] * out_stride + first_dim + offs_d[None, :]
     if sinks is not None:
-        exp_sum = exp_sum + sink_weight(sinks, tl.full([BLOCK_M], 0, tl.int32) + head, mask_m, log_max)
+        exp_sum = exp_sum + sink_weight(sinks, tl.full([num_rows_padded], 0, tl.int32) + head, mask_m, log_max)
     acc = acc / exp_sum[:, None]
     if FORMAT == "fp8":
         acc = acc * tl.load(scales + 1)
@@ -316,12 +336,11 @@ def attend_tiles(
                 scores, slope, positions[:, None] - keys[None, :], RAW_SCALE, SOFTCAP, HAS_ALIBI
             )
         if IS_MASKED:
-            distance = positions[:, None] - keys[None, :]
-            is_seen = distance >= 0
+            is_seen = positions[:, None] >= keys[None, :]
             if NUM_SINK_TOKENS > 0:
-                is_seen = (distance >= WINDOW) & (keys < NUM_SINK_TOKENS)[None, :]
+                is_seen = (positions[:, None] - keys[None, :] >= WINDOW) & (keys < NUM_SINK_TOKENS)[None, :]
             elif WINDOW > 0:
-                is_seen = is_seen & (distance < WINDOW)
+                is_seen = is_seen & (positions[:, None] - keys[None, :] < WINDOW)
             scores = tl.where(is_seen, scores, float("-inf"))
         tile_max = tl.max(scores, axis=1) * SCALE
         if FORMAT != "plain":
