@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import Activation
+from services.dense_worker.kernels.linear.activation import ACTIVATIONS as FUNCTIONS
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.parameters import Parameter
@@ -14,7 +15,7 @@ EPS = 1e-5
 # ‖out − exact‖ / ‖exact‖. Inputs and each operator's result are rounded to 2^-9 (bfloat16) or 2^-12 (float16),
 # at most four times in a row.
 TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
-ACTIVATIONS = [MlpActivation(function, is_gated) for function in Activation for is_gated in (True, False)]
+ACTIVATIONS = [MlpActivation(function, is_gated) for function in FUNCTIONS for is_gated in (True, False)]
 SWIGLU = MlpActivation(Activation.SILU, is_gated=True)
 NORMS = ["rms", "rms_plus_one", "layer", "layer_no_bias"]
 
@@ -74,12 +75,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def exact_activation(x: torch.Tensor, activation: MlpActivation) -> torch.Tensor:
-    """The formula in float64: arXiv:1606.08415 for both forms of GELU."""
+    """The formula in float64: arXiv:1606.08415 for the forms of GELU."""
     gate, up = x.double().chunk(2, dim=1) if activation.is_gated else (x.double(), 1.0)
     if activation.function is Activation.SILU:
         return gate / (1 + torch.exp(-gate)) * up
     if activation.function is Activation.RELU:
         return gate.clamp(min=0) * up
+    if activation.function is Activation.RELU_SQUARED:
+        return gate.clamp(min=0) ** 2 * up
+    if activation.function is Activation.QUICK_GELU:
+        return gate / (1 + torch.exp(-1.702 * gate)) * up
     if activation.function is Activation.GELU:
         return gate * torch.distributions.Normal(0.0, 1.0).cdf(gate) * up
     return 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
