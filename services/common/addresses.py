@@ -14,7 +14,7 @@ def _is_host_and_port(address: str) -> bool:
         host.encode("idna")  # as sockets do; refuses empty parts and parts of more than 63 bytes
     except UnicodeError:
         return False
-    return bool(host) and port.isdecimal() and int(port) <= MAX_PORT
+    return bool(host) and "/" not in host and port.isdecimal() and int(port) <= MAX_PORT
 
 
 def check_address(address: str) -> str:

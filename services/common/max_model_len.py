@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.common.config import Config, ModelSection
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, ModelError
 from services.common.families.shape import ModelConfig
 from services.common.json_files.read_json import read_json
 from services.common.kv_cache.streaming import with_streaming
@@ -38,15 +38,16 @@ def check_max_model_len(section: ModelSection, shape: ModelConfig | TextEncoderC
 
 
 def check_before_start(config: Config) -> None:
-    """Raises `ConfigError` for a `model.max_model_len` that the workers would refuse, and `ModelError` as they would.
+    """Raises `ConfigError` for a `model.max_model_len` that the workers would refuse, and `ModelError` for no model.
 
     Reads the model's config by transformers, whose import takes a second, only if config.json itself does not say that
     the model is long enough.
     """
-    asked = config.model.max_model_len
+    asked, raw = config.model.max_model_len, read_json(config.model.path / "config.json")
+    if raw is None:
+        raise ModelError(f"model directory {config.model.path} has no config.json")
     if asked is None:
         return
-    raw = read_json(config.model.path / "config.json") or {}
     text = raw.get("text_config")
     said = (text if isinstance(text, dict) else raw).get("max_position_embeddings")
     if not isinstance(said, int) or asked > said:

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from services.common.addresses import check_target
 from services.common.cli import dashed
 from services.common.config import API_KEY_VARIABLE, GatewaySection, api_key_of_environment
 from services.common.terminal import safe_for
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None, program: str = "services.gateway.cha
     """
     parser = make_parser(program)
     arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
+    try:
+        check_target(arguments.address)
+    except ValueError as error:
+        parser.error(f"--address {arguments.address!r} {error}")
     if arguments.system is not None and arguments.prompt is not None and not arguments.chat:
         parser.error("--system belongs to a chat: add --chat, or leave --prompt out")
     try:

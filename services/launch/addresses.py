@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from services.common.addresses import MAX_PORT
@@ -10,6 +11,7 @@ from services.common.errors import ConfigError
 from services.launch.child import SECTIONS
 from services.rpc.bindable import check_bindable
 from services.rpc.client import read_peer_tls
+from services.rpc.server import check_socket_free
 from services.rpc.tls import tls_files
 
 # Who meets at the address of a section of the config: the service that listens, and those that call it.
@@ -60,6 +62,13 @@ def check_tls(config: Config) -> None:
     read_peer_tls(config.peers)
 
 
+def check_chat_template(config: Config) -> None:
+    """Raises `ConfigError` for a template that the gateway could not read, before any service starts."""
+    file = config.gateway.chat_template
+    if file is not None and "gateway" in config.launch.services and not os.access(file, os.R_OK):
+        raise ConfigError(f"gateway.chat_template {str(file)!r} cannot be read: it is not there, or not for this user")
+
+
 def check_addresses(config: Config, *, is_http_passed: bool = False) -> None:
     """Raises `ConfigError` for an address where a service cannot listen, or where its clients cannot find it.
 
@@ -82,7 +91,7 @@ def check_free(address: str, setting: str) -> None:
     key of the config that the address is from.
     """
     if address.startswith("unix:"):
-        return  # the service itself checks this
-    if int(address.rpartition(":")[2]) == 0:
+        check_socket_free(address.removeprefix("unix:"))
+    elif int(address.rpartition(":")[2]) == 0:
         raise ConfigError(f"cannot listen on {setting} {address}: nobody would find it; ports are from 1 to {MAX_PORT}")
     check_bindable(address, setting)

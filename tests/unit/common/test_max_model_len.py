@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.common.config import load_config
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, ModelError
 from services.common.max_model_len import check_before_start
 from tests.support.cluster import REPOSITORY
 from tests.unit.common.test_streaming import write_config
@@ -47,6 +47,11 @@ def test_an_encoder_has_its_own_limit(tmp_path: Path) -> None:
     path = write_config(tmp_path, "bert", max_position_embeddings=64, vocab_size=99, num_attention_heads=2)
     with pytest.raises(ConfigError, match="is 65, the model's positions end at 64: set it to 64 or less"):
         check_before_start(load_config(None, [f"model.path={path}", "model.max_model_len=65"]))
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        check_before_start(load_config(None, [f"model.path={tmp_path}"]))
 
 
 def test_the_start_ends_before_a_service_is_started() -> None:

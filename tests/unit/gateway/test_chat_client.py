@@ -124,6 +124,13 @@ def test_the_error_names_a_missing_gateway(capsys: pytest.CaptureFixture[str]) -
         assert captured.err.startswith(f"twostroke chat: {said}")
 
 
+@pytest.mark.parametrize("address", ["", "127.0.0.1", "http://127.0.0.1:8080"])
+def test_what_is_no_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        chat_client.main(["--address", address, "--prompt", "x"])
+    assert f"--address {address!r} must be unix:PATH or HOST:PORT" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_the_wait_for_a_gateway_that_does_not_answer() -> None:
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.config import load_config
 from services.common.errors import ConfigError
-from services.launch.addresses import check_addresses, check_free, place_sockets
+from services.launch.addresses import check_addresses, check_chat_template, check_free, place_sockets
 from services.launch.child import Child
 from services.launch.lifelines import Lifelines
 from services.launch.service_configs import gateway_configs
@@ -32,6 +32,21 @@ def test_an_address_of_another_host_is_not_called_in_use() -> None:
 def test_the_error_names_an_unknown_host() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.address no-such-host\.invalid:8080"):
         check_free("no-such-host.invalid:8080", "gateway.address")
+
+
+def test_a_unix_socket_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("dear")
+    for name, reason in (("nowhere/http", "there is no directory"), ("letter", "the file there is not a socket")):
+        with pytest.raises(ConfigError, match=f"cannot listen on unix:{tmp_path}/{name}: {reason}"):
+            check_addresses(load_config(None, [f"gateway.http_address=unix:{tmp_path}/{name}"]))
+
+
+def test_a_template_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    check_chat_template(load_config(None))
+    with pytest.raises(ConfigError, match=r"gateway\.chat_template '/nowhere\.jinja' cannot be read"):
+        check_chat_template(load_config(None, ["gateway.chat_template=/nowhere.jinja"]))
+    workers = "launch.services=['dense_worker', 'attn_worker']"
+    check_chat_template(load_config(None, ["gateway.chat_template=/nowhere.jinja", workers]))
 
 
 def test_port_0_is_refused() -> None:
