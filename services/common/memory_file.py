@@ -55,7 +55,7 @@ def open_memory_file(message: images_pb2.MemoryFile) -> int:
     Raises `OSError` if this process cannot open it, or if it is no such file.
     """
     path = _path(message.process_id, message.descriptor)
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe by now
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # it may be anything
     status = os.fstat(file)
     try:
         is_same = (status.st_ino, status.st_size) == (message.inode, message.num_bytes)

@@ -567,10 +567,16 @@ class Scheduler:
         self._admission.forget(sequence)
 
     def _starts_empty(self, sequence: Sequence) -> bool:
-        """Whether it is known that a KV cache has nothing of a sequence, so that no step has to wait for the answer."""
+        """Whether it is known that a KV cache has nothing of a sequence, so that no step has to wait for the answer.
+
+        Not for suspects, nor before any step has completed: a sequence that ends the process with its first step has
+        to be told to its gateway before, for which the answer leaves time.
+        """
         session = self.session
         return not (
-            session.prefixes.may_have(sequence)
+            sequence.is_suspect
+            or not session.num_completed
+            or session.prefixes.may_have(sequence)
             or session.attachment.ranks is not None  # their caches may differ
             or sequence.divided is not None
             or sequence.seq_id in session.orphaned_blocks

@@ -11,27 +11,40 @@ from services.dense_worker.engine.sequence import Sequence
 
 
 class SeenPrefixes:
-    """The first blocks of all sequences that have been in the KV caches, by hash.
+    """The first blocks of sequences that have been in the KV caches, by hash.
 
-    No more than the caches have blocks: each sequence with another first block has taken a block since, so what is
-    forgotten here has been evicted there. Blocks are missed only where a sequence begins with the text of one that
-    still runs, and whose prompt is shorter than a block: then it is computed as a whole.
+    No more than the caches have blocks together: each sequence with another first block has taken a block since, so
+    what is forgotten here has mostly been evicted there. What has not been is missed, and computed as a whole: blocks
+    of a sequence that still runs, of a cache that others have passed by, of beams that were given up. While one of the
+    caches was not empty at first, anything may be in it.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._caches: dict[int, tuple[int, bool]] = {}  # by cache_id: blocks, and whether it was empty
         self._most = 0
-        self._is_complete = True  # whether the caches were empty before
+        self._is_complete = True  # whether all caches were empty before
         self._seen: OrderedDict[int, None] = OrderedDict()
 
-    def add_cache(self, num_blocks: int, *, is_empty: bool) -> None:
-        """A KV cache is used from now on; if it is not empty, anything may be in it."""
-        self._most += num_blocks
-        self._is_complete &= is_empty
+    def set_cache(self, cache_id: int, num_blocks: int, *, is_empty: bool) -> None:
+        """A KV cache is used from now on."""
+        self._caches[cache_id] = num_blocks, is_empty
+        self._count()
+
+    def remove_cache(self, cache_id: int) -> None:
+        """A KV cache is gone."""
+        del self._caches[cache_id]
+        self._count()
+
+    def _count(self) -> None:
+        self._most = sum(num_blocks for num_blocks, _ in self._caches.values())
+        self._is_complete = all(is_empty for _, is_empty in self._caches.values())
+        while len(self._seen) > self._most:
+            self._seen.popitem(last=False)
 
     def note(self, sequence: Sequence) -> None:
         """A sequence enters or leaves a KV cache."""
-        if self._is_complete and (key := self._key(sequence)) is not None:
+        if (key := self._key(sequence)) is not None:
             self._seen[key] = None
             self._seen.move_to_end(key)
             if len(self._seen) > self._most:

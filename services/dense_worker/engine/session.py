@@ -111,7 +111,7 @@ class Session:
         self.ledgers = {0: ledger}  # by cache_id
         self.ledger = ledger  # of the largest KV cache; blocks have the same size in all
         self.prefixes = SeenPrefixes(attachment.block_size)
-        self.prefixes.add_cache(attachment.num_blocks, is_empty=attachment.is_empty)
+        self.prefixes.set_cache(0, attachment.num_blocks, is_empty=attachment.is_empty)
         self.layer_sliding_window = SlidingWindow(attachment.block_size, attachment.layer_window)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.rows = DecodeRows()  # of those that need one token in each step and nothing else
@@ -169,7 +169,7 @@ class Session:
         """A further attention worker has sequences from now on."""
         self.ledgers[cache.cache_id] = BlockLedger(self.ledger.sliding_window, cache.num_blocks, cache.num_free_blocks)
         self.ledger = self._largest_ledger()
-        self.prefixes.add_cache(cache.num_blocks, is_empty=cache.is_empty)
+        self.prefixes.set_cache(cache.cache_id, cache.num_blocks, is_empty=cache.is_empty)
         for seq_id, num_blocks in cache.orphaned_blocks.items():
             if num_blocks > self.orphaned_blocks.get(seq_id, -1):  # with no blocks, too, it must be closed
                 self.orphaned_blocks[seq_id], self.orphan_caches[seq_id] = num_blocks, cache.cache_id
@@ -180,6 +180,7 @@ class Session:
         """An attention worker is gone, and so is what it had. No sequence is there any more."""
         del self.ledgers[cache_id]
         self.ledger = self._largest_ledger()
+        self.prefixes.remove_cache(cache_id)
         for lane in self.lanes:
             lane.short_caches.discard(cache_id)
         self.draining.discard(cache_id)
@@ -375,11 +376,9 @@ class Session:
         self.to_fork.pop(sequence, None)
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
-        others = [each for each in self.to_open if each.seq_id != sequence.seq_id or not each.starts_empty]
-        if len(others) < len(self.to_open):  # it has been in no plan
-            self.to_open = others
-        else:
-            self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
+        # One that no plan has opened is unknown to its cache, which does not mind, and known to the runner.
+        self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id or not each.starts_empty]
+        self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
 
     def close_rest(self, sequence: Sequence, lost_cache_id: int) -> None:
         """A sequence was being opened when one of its KV caches was lost: it leaves the others with the next plan."""

@@ -17,6 +17,8 @@ from functools import partial
 from typing import NamedTuple
 from weakref import WeakSet
 
+import structlog
+
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.memory_file import MemoryFile
@@ -27,6 +29,8 @@ from services.gateway.images.picture import Picture, Pixels
 from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.piped_process import end_of
+
+log = structlog.get_logger()
 
 MOST_PROCESSES = 8
 TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine; with it a process starts
@@ -87,12 +91,16 @@ class Decoder:
         return Picture.of(shape, pixels, file_hash)
 
     def _new_file(self) -> MemoryFile | None:
-        """For pixels; None if there are too many."""
+        """For pixels; None if there are too many: then they come through a pipe."""
         while self._kept and len(self._files) >= MAX_FILES:
             self._drop_oldest()
         if len(self._files) >= MAX_FILES:
             return None
-        file = MemoryFile()
+        try:
+            file = MemoryFile()
+        except OSError as error:
+            log.warning("no memory file for pixels, which come through a pipe", reason=str(error))
+            return None
         self._files.add(file)
         return file
 

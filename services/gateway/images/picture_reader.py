@@ -46,7 +46,7 @@ class PictureReader:
         if num_characters > self._max_characters:
             raise InvalidRequest(
                 f"{field} has {num_characters} characters of text, at most {self._max_characters} beside pictures (an "
-                "eighth of gateway.max_body_bytes)",
+                f"eighth of gateway.max_body_bytes, at least {MIN_MAX_CHARACTERS})",
                 field,
             )
 

@@ -6,11 +6,14 @@ import asyncio
 from dataclasses import dataclass
 
 import grpc
+import structlog
 
 from services.common.dense_info import read_dense_info
 from services.common.errors import PeerError
 from services.common.memory_file import MemoryFile
 from services.pb import dense_pb2, dense_pb2_grpc
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,24 @@ async def ask_info(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> de
 
     A worker that is about to serve answers when it does, so that no retry comes too late.
     """
-    example = MemoryFile(b"example")
-    example.seal()
-    request = dense_pb2.GetInfoRequest(wait_ms=WAIT_MS, example=example.describe())
+    request, example = dense_pb2.GetInfoRequest(wait_ms=WAIT_MS), _example()
+    if example is not None:
+        request.example.CopyFrom(example.describe())
     try:
         return await stub.GetInfo(request, timeout=timeout_s + WAIT_MS / 1000)
     except grpc.aio.AioRpcError as error:
         raise peer_error(error) from error
+
+
+def _example() -> MemoryFile | None:
+    """A memory file, for the worker to try; None if there can be none, so that pixels are sent."""
+    try:
+        example = MemoryFile(b"example")
+        example.seal()
+    except OSError as error:
+        log.warning("no memory files for pixels, which are sent instead", reason=str(error))
+        return None
+    return example
 
 
 async def wait_info(call: grpc.aio.StreamStreamCall, timeout_s: float) -> dense_pb2.DenseInfo:

@@ -6,9 +6,11 @@ Requests with the same form share it there, and so they do here.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.common.errors import TwostrokeError
 from services.common.fairness.client_queue import Client
 from services.common.structured_output import StructuredOutput
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
@@ -26,18 +28,20 @@ class HeldForms:
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self._held: dict[StructuredOutput, _Held] = {}
+        self._waiting: dict[StructuredOutput, asyncio.Future[None]] = {}  # for memory: done when there is some, or none
 
     async def hold(self, form: StructuredOutput, client: Client) -> Callable[[], None]:
         """Holds a form that has been tried. Call what it returns once, when the request has ended.
 
         Raises `InvalidRequest` if the form alone exceeds the budget, and `CapacityError` if there is no room for long.
         """
-        if form not in self._held:
-            memory = HeldMemory(self._budget, client)
-            advice = "send a smaller form"
-            await memory.reserve(form.compiled_bytes, "the compiled form of the output", form.field_name, advice)
-            if self._held.setdefault(form, _Held(memory)).memory is not memory:
-                memory.release()  # another request with the form has waited beside this one
+        while form not in self._held:
+            if (waiting := self._waiting.get(form)) is None:
+                await self._reserve(form, client)
+                continue
+            await asyncio.wait([waiting])
+            if not waiting.cancelled() and (error := waiting.exception()) is not None:
+                raise error
         held = self._held[form]
         held.num_requests += 1
 
@@ -48,3 +52,20 @@ class HeldForms:
                 held.memory.release()
 
         return release
+
+    async def _reserve(self, form: StructuredOutput, client: Client) -> None:
+        """Waits for the memory of a form for all requests that have it; the next one does, if this one is cancelled."""
+        memory = HeldMemory(self._budget, client)
+        waiting = self._waiting[form] = asyncio.get_running_loop().create_future()
+        try:
+            await memory.reserve(
+                form.compiled_bytes, "the compiled form of the output", form.field_name, "send a smaller form"
+            )
+        except TwostrokeError as error:
+            waiting.set_exception(error)
+            waiting.exception()  # nobody else may wait for it
+            raise
+        finally:
+            del self._waiting[form]
+            waiting.cancel()  # unless it has failed: the others look again
+        self._held[form] = _Held(memory)

@@ -34,7 +34,7 @@ class VisionEncoder:
         """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded."""
         if self._stream is None:
             return
-        shape = resized_by_worker(layout, layout.shape_of(1024, 1024, is_low=False))
+        shape = resized_by_worker(layout, layout.shape_of(1023, 1023, is_low=False))  # no multiple of a unit
         example = Picture("", shape, torch.randint(256, shape.pixels_shape, dtype=torch.uint8))
         self.begin([example] * max(1, max_rows // self.size(example))).advance()
         self._stream.synchronize()

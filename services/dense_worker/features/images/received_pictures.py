@@ -22,7 +22,8 @@ class ReceivedPictures:
     """Sequences with equal pictures share them, for as long as one of them has them."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, dict[str, bytearray | torch.Tensor]] = {}  # pixels by hash, of each stream
+        # Pixels by hash, of each stream; or their file, if it could not be opened: it is tried again for each sequence.
+        self._streams: dict[int, dict[str, bytearray | torch.Tensor | images_pb2.MemoryFile]] = {}
         self._pictures: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # by hash
 
     def receive(self, part: images_pb2.PicturePart, stream: int) -> None:
@@ -34,7 +35,9 @@ class ReceivedPictures:
         if part.HasField("file"):
             pixels[name] = _map(part.file)
         else:
-            pixels.setdefault(name, bytearray()).extend(part.values)
+            values = pixels.setdefault(name, bytearray())
+            assert isinstance(values, bytearray), "a picture comes in one way"
+            values.extend(part.values)
 
     def end_stream(self, stream: int) -> None:
         """Forgets what a stream has sent."""
@@ -68,7 +71,12 @@ class ReceivedPictures:
         """A picture that a stream has sent. Raises `RequestAborted` if it has not."""
         picture = self._pictures.get(picture_hash)
         if picture is None:
-            pixels = self._streams.get(stream, {}).get(picture_hash, b"")
+            of_stream = self._streams.get(stream, {})
+            pixels = of_stream.get(picture_hash, b"")
+            if isinstance(pixels, images_pb2.MemoryFile):
+                pixels = of_stream[picture_hash] = _map(pixels)
+            if isinstance(pixels, images_pb2.MemoryFile):
+                raise RequestAborted(f"picture {picture_hash[:16]}: its file cannot be read, see the worker's log")
             if len(pixels) != shape.num_bytes:
                 raise RequestAborted(
                     f"picture {picture_hash[:16]} has {shape.num_bytes} bytes, {len(pixels)} have been sent"
@@ -79,14 +87,14 @@ class ReceivedPictures:
         return picture
 
 
-def _map(message: images_pb2.MemoryFile) -> torch.Tensor:
-    """The bytes of a gateway's file, uint8 [num_bytes], which are not copied; nothing if it cannot be opened."""
+def _map(message: images_pb2.MemoryFile) -> torch.Tensor | images_pb2.MemoryFile:
+    """The bytes of a gateway's file, uint8 [num_bytes], which are not copied; the message if it cannot be mapped."""
     try:
         file = open_memory_file(message)
-    except OSError as error:
+        try:
+            return torch.from_file(f"/proc/self/fd/{file}", shared=False, size=message.num_bytes, dtype=torch.uint8)
+        finally:
+            os.close(file)
+    except (OSError, RuntimeError) as error:  # the second from torch
         log.warning("pixels of the gateway cannot be read", reason=str(error))
-        return torch.empty(0, dtype=torch.uint8)
-    try:
-        return torch.from_file(f"/proc/self/fd/{file}", shared=False, size=message.num_bytes, dtype=torch.uint8)
-    finally:
-        os.close(file)
+        return message

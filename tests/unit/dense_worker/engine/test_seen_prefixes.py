@@ -9,7 +9,8 @@ from services.attn_worker.cache.kv_cache import KVCache
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
-from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.engine.seen_prefixes import SeenPrefixes
+from services.dense_worker.engine.sequence import SUSPECT_CRASHES, FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, SequenceOpened
 from tests.support.dense.sequences import new_sequence
@@ -25,6 +26,7 @@ def make(seq_id: int, token_ids: list[int], max_tokens: int = 2, **spec: object)
 def started(cache: KVCache, *, is_empty: bool = True) -> Scheduler:
     scheduler = Scheduler(SchedulerLimits(4, 16, MAX_MODEL_LEN, 100, "guaranteed_no_evict"))
     scheduler.begin(new_session(cache, is_empty=is_empty))
+    scheduler.session.num_completed = 1
     return scheduler
 
 
@@ -133,7 +135,14 @@ def test_one_that_is_cancelled_before_its_plan_is_never_opened() -> None:
     scheduler.add(make(1, [5] * 9))
     scheduler.next_to_open()
     scheduler.cancel(1)
-    assert scheduler.schedule() is None and not scheduler.session.closing
+    published = scheduler.schedule()
+    assert published is not None and not published.plan.new_sequences
+    assert published.plan.close_seq_ids == (1,), "the runner knows it, and forgets it by this"
+    step = cache.plan_step(published.plan)
+    assert not step.errors and not step.num_freed_blocks
+    cache.commit_step()
+    scheduler.accepted(PlanAccepted(published.plan.step_id))
+    scheduler.update(published, sample(published.plan))
     ledger = scheduler.session.ledger
     assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (NUM_BLOCKS, 0)
     scheduler.add(make(1, [5] * 9))  # the same id again
@@ -174,3 +183,35 @@ def test_one_that_is_refused_ends_and_gives_back_the_blocks_of_its_step() -> Non
     run_to_end(scheduler, cache)
     ledger = scheduler.session.ledger
     assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (NUM_BLOCKS, 0)
+
+
+def test_suspects_wait_for_the_answer_one_at_a_time() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    suspects, other = [make(seq_id, [seq_id] * 9) for seq_id in (1, 2)], make(3, [7] * 9)
+    for each in suspects:
+        each.num_crashes = SUSPECT_CRASHES
+    for each in (*suspects, other):
+        scheduler.add(each)
+    assert scheduler.next_to_open() == [suspects[0]] and suspects[0].status is SequenceStatus.OPENING
+
+
+def test_the_first_sequence_of_an_attachment_waits_for_the_answer() -> None:
+    """Its gateway must know that it runs, in case that it ends the process each time."""
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler, sequence = started(cache), make(1, [5] * 9)
+    scheduler.session.num_completed = 0
+    scheduler.add(sequence)
+    assert scheduler.next_to_open() == [sequence] and sequence.status is SequenceStatus.OPENING
+
+
+def test_what_is_remembered_follows_the_caches() -> None:
+    prefixes = SeenPrefixes(BLOCK_SIZE)
+    prefixes.set_cache(0, 3, is_empty=True)
+    prefixes.set_cache(1, 4, is_empty=False)
+    sequences = [make(seq_id, [seq_id] * 9) for seq_id in range(1, 9)]
+    for each in sequences:
+        prefixes.note(each)
+    assert all(prefixes.may_have(each) for each in sequences), "anything may be in the second cache"
+    prefixes.remove_cache(1)
+    assert [prefixes.may_have(each) for each in sequences] == [False] * 5 + [True] * 3

@@ -110,5 +110,7 @@ def test_what_cannot_be_opened_was_not_sent() -> None:
     [message] = link.sent.parts_for([first])
     message.picture_part.file.inode += 1
     link.received.receive(message.picture_part, STREAM)
-    with pytest.raises(RequestAborted, match="0 have been sent"):
+    with pytest.raises(RequestAborted, match="its file cannot be read"):
         link.check([first])
+    message.picture_part.file.inode -= 1  # the worker tries again: it may have had too many open files
+    link.check([first])

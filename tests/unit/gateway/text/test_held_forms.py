@@ -51,7 +51,7 @@ def test_a_form_waits_for_room_and_two_that_waited_for_the_same_count_once() -> 
         forms = HeldForms(budget)
         end = await forms.hold(form("a", 800), CLIENT)
         waiting = [asyncio.create_task(forms.hold(form("b", 400), client)) for client in (CLIENT, OTHER)]
-        await until(lambda: budget.num_waiting == 2)
+        await until(lambda: budget.num_waiting == 1)
         end()
         ends = await asyncio.gather(*waiting)
         assert budget.num_held == 400
@@ -71,6 +71,37 @@ def test_a_client_that_leaves_while_its_form_waits_holds_nothing() -> None:
         await until(lambda: budget.num_waiting == 1)
         waiting.cancel()
         await asyncio.wait([waiting])
+        end()
+        assert budget.num_held == budget.num_waiting == 0
+
+    run(test())
+
+
+def test_requests_with_the_same_form_need_its_memory_once_also_while_they_wait() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(1000, LONG_S, 10)
+        forms = HeldForms(budget)
+        end = await forms.hold(form("a", 800), CLIENT)
+        waiting = [asyncio.create_task(forms.hold(form("b", 900), client)) for client in (CLIENT, OTHER, CLIENT)]
+        await until(lambda: budget.num_waiting == 1)
+        waiting[0].cancel()  # the next one waits in its place
+        await asyncio.wait(waiting[:1])
+        end()
+        for end in await asyncio.gather(*waiting[1:]):
+            end()
+        assert budget.num_held == budget.num_waiting == 0
+
+    run(test())
+
+
+def test_requests_with_the_same_form_are_refused_together() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(1000, 0.01, 10)
+        forms = HeldForms(budget)
+        end = await forms.hold(form("a", 800), CLIENT)
+        waiting = [asyncio.create_task(forms.hold(form("b", 900), client)) for client in (CLIENT, OTHER)]
+        await asyncio.wait(waiting)
+        assert all(isinstance(each.exception(), CapacityError) for each in waiting)
         end()
         assert budget.num_held == budget.num_waiting == 0
 
