@@ -15,7 +15,7 @@ class SeenPrefixes:
 
     No more than the caches have blocks together: each sequence with another first block has taken a block since, so
     what is forgotten here has mostly been evicted there. What has not been is missed, and computed as a whole: blocks
-    of a sequence that still runs, of a cache that others have passed by, of beams that were given up. While one of the
+    of a sequence that still runs, of a cache that others have passed by, of rows that were given up. While one of the
     caches was not empty at first, anything may be in it.
     """
 
