@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import io
 import os
@@ -67,6 +68,17 @@ def check(found: Picture, picture: Image.Image) -> None:
     assert found.shape == shape
     expected = picture.convert("RGB").resize((shape.width, shape.height), Image.Resampling.BICUBIC)
     assert found.pixels[:] == np.asarray(expected).tobytes()
+
+
+def test_without_memory_files_pixels_come_through_a_pipe(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    picture = noise(40, 24, seed=1)
+    found = runner.decode(encode(picture))
+    check(found, picture)
+    assert not isinstance(found.pixels, MemoryFile)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "WEBP", "GIF", "JPEG"])
