@@ -44,7 +44,8 @@ test: setup
 
 # What `make test` leaves out, because shorter tests beside these show most of it; continuous integration runs both.
 test-long: setup
-	$(PYTEST) $(QUEUE) --only-long tests
+	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) --only-long tests
+	$(PYTEST) $(LANES) --only-long $(ALONE)
 
 # For daily work: no clusters, and no files of tests that took longer than so many seconds beside others.
 FAST_FILE_S := 5
