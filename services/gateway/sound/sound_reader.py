@@ -18,6 +18,7 @@ import numpy as np
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
 from services.gateway.resources.decoding_processes import DecodingProcesses
+from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.piped_process import end_of
 
 MOST_PROCESSES = 4  # each takes 250 MB
@@ -26,6 +27,7 @@ MAX_WAIT_S = 60.0  # for a turn
 MAX_WAITING = 64
 MAX_WAITING_OF_CLIENT = 16
 _MODULE = "services.gateway.sound.decode"
+_FEATURES = "features of sound", "file", "send a shorter one"
 
 Client = tuple[int, int]
 
@@ -53,15 +55,27 @@ class SoundReader:
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "the file")
         self._num_waiting_of = Counter[Client]()
-        self._work = set[asyncio.Task[Sound]]()  # one for each file that is being decoded
+        self._work = set[asyncio.Task[Sound | int]]()  # one for each file that is being decoded
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self._processes = DecodingProcesses(_MODULE, options, num_processes, kind="sound", env=env)
 
-    async def read(self, data: bytes, client: Client) -> Sound:
-        """The features of a file.
+    async def read(self, data: bytes, client: Client, held: HeldMemory) -> Sound:
+        """The features of a file, whose memory `held` counts in place of the file's own.
 
-        Raises `InvalidRequest` for one that cannot be used, `CapacityError` if many wait, or if it takes too long here.
+        Raises `InvalidRequest` for one that cannot be used, `CapacityError` if many wait, if it takes too long here, or
+        if there is no memory for too long.
         """
+        num_bytes_of_file = held.num_bytes
+        found = await self._read(data, client, held)
+        if isinstance(found, int):  # it comes again when there is room
+            await held.reserve(found, *_FEATURES)
+            found = await self._read(data, client, None)
+            assert isinstance(found, Sound), "its memory is counted already"
+        held.add(-num_bytes_of_file)
+        return found
+
+    async def _read(self, data: bytes, client: Client, held: HeldMemory | None) -> Sound | int:
+        """The features, which `held` counts; or how many bytes they have, for which it has no room."""
         for count, most in (
             (self._num_waiting_of[client], MAX_WAITING_OF_CLIENT),
             (self._num_waiting_of.total(), MAX_WAITING),
@@ -72,10 +86,15 @@ class SoundReader:
             self._num_waiting_of[client] += 1
             place.callback(self._count_out, client)
             await place.enter_async_context(self._turns.turn(client))
-            work = asyncio.create_task(self._read_and_leave(data, place.pop_all()))
+            work = asyncio.create_task(self._read_and_leave(data, place.pop_all(), held))
         self._work.add(work)
         work.add_done_callback(self._work_done)
-        return await asyncio.shield(work)  # if the client leaves, its file keeps its place until the process is free
+        try:
+            return await asyncio.shield(work)  # if the client leaves, its file keeps its place until there is an answer
+        except asyncio.CancelledError:
+            if held is not None:
+                work.add_done_callback(lambda _: held.release())  # what it counts for nobody
+            raise
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -89,15 +108,19 @@ class SoundReader:
         if not self._num_waiting_of[client]:
             del self._num_waiting_of[client]
 
-    def _work_done(self, work: asyncio.Task[Sound]) -> None:
+    def _work_done(self, work: asyncio.Task[Sound | int]) -> None:
         self._work.discard(work)
         if not work.cancelled():
             work.exception()  # whoever waits for it gets it too; nobody may, if the client has left
 
-    async def _read_and_leave(self, data: bytes, place: contextlib.AsyncExitStack) -> Sound:
+    async def _read_and_leave(
+        self, data: bytes, place: contextlib.AsyncExitStack, held: HeldMemory | None
+    ) -> Sound | int:
+        """With its turn, so that no more files than there are processes are ever in memory without being counted."""
         async with place:
-            return await self._processes.run(partial(_exchange, data=data), TIMEOUT_S, "the sound")
-
+            sound = await self._processes.run(partial(_exchange, data=data), TIMEOUT_S, "the sound")
+            num_bytes = sound.features.nbytes
+            return sound if held is None or held.try_reserve(num_bytes, _FEATURES[0]) is None else num_bytes
 
 
 def _exchange(process: subprocess.Popen[bytes], data: bytes) -> Sound:

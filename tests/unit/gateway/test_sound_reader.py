@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 from transformers import WhisperFeatureExtractor
 
-from services.common.errors import CapacityError
+from services.common.errors import CapacityError, InvalidRequest
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.sound import sound_reader
 from services.gateway.sound.sound_reader import Sound, SoundReader
 from tests.support.speech import NUM_MEL_BINS, RATE, WINDOW_S, sound_file, sound_of
 
 CLIENT, OTHER = (0, 1), (0, 2)
 FILE = sound_file(sound_of(0.4))
+NUM_BYTES = NUM_MEL_BINS * 100 * 4  # of its features
+
+
+def room(client: tuple[int, int]) -> HeldMemory:
+    return HeldMemory(MemoryBudget(2**20), client)
 
 
 @pytest.fixture
@@ -45,20 +51,20 @@ def check(sound: Sound) -> None:
 
 def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(reader: SoundReader) -> None:
-        check(await reader.read(FILE, CLIENT))
+        check(await reader.read(FILE, CLIENT, room(CLIENT)))
         [killed] = reader._processes.idle
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
-        check(await reader.read(FILE, CLIENT))
+        check(await reader.read(FILE, CLIENT, room(CLIENT)))
 
         [process] = reader._processes.idle
         os.kill(process.pid, signal.SIGSTOP)  # so that it has the file while the client leaves
-        leaving = asyncio.create_task(reader.read(FILE, CLIENT))
+        leaving = asyncio.create_task(reader.read(FILE, CLIENT, room(CLIENT)))
         await asyncio.sleep(0.05)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        check(await reader.read(FILE, OTHER))  # in another process
+        check(await reader.read(FILE, OTHER, room(OTHER)))  # in another process
         os.kill(process.pid, signal.SIGCONT)
         [work] = reader._work
         check(await work)
@@ -67,15 +73,50 @@ def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: p
         for each in reader._processes.idle:
             os.kill(each.pid, signal.SIGSTOP)
         monkeypatch.setattr(reader._turns, "_max_wait_s", 0.1)
-        busy = [asyncio.create_task(reader.read(FILE, CLIENT)) for _ in range(2)]
+        busy = [asyncio.create_task(reader.read(FILE, CLIENT, room(CLIENT))) for _ in range(2)]
         stopped = list(reader._processes.idle)
         await asyncio.sleep(0)
         with pytest.raises(CapacityError, match=r"waited 0\.1 s"):
-            await reader.read(FILE, OTHER)
+            await reader.read(FILE, OTHER, room(OTHER))
         for each in stopped:
             os.kill(each.pid, signal.SIGCONT)
         for each in busy:
             check(await each)
 
     monkeypatch.setattr(sound_reader, "MOST_PROCESSES", 2)
+    run(body)
+
+
+def test_features_are_counted_before_another_file_is_decoded(run: Any) -> None:
+    async def body(reader: SoundReader) -> None:
+        budget = MemoryBudget(3 * NUM_BYTES, max_wait_s=60, max_waiting=8)
+        first, second, third = (HeldMemory(budget, CLIENT) for _ in range(3))
+        await first.reserve(NUM_BYTES, "a file")
+        check(await reader.read(FILE, CLIENT, first))
+        assert first.num_bytes == budget.num_held == NUM_BYTES, "the features alone, not the file"
+
+        await first.reserve(NUM_BYTES, "logits")
+        await second.reserve(NUM_BYTES // 2, "a file")
+        waiting = asyncio.create_task(reader.read(FILE, CLIENT, second))
+        while not budget.num_waiting:
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+        assert budget.num_held == 2 * NUM_BYTES + NUM_BYTES // 2 and not reader._work
+        first.release()
+        check(await waiting)
+        assert second.num_bytes == budget.num_held == NUM_BYTES
+        second.release()
+
+        with pytest.raises(InvalidRequest, match=f"{NUM_BYTES} bytes of memory for features"):
+            await reader.read(FILE, CLIENT, HeldMemory(MemoryBudget(NUM_BYTES - 1), CLIENT))
+
+        leaving = asyncio.create_task(reader.read(FILE, CLIENT, third))
+        while not reader._work:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        leaving.cancel()
+        [work] = reader._work
+        await asyncio.wait({leaving, work})
+        await asyncio.sleep(0)
+        assert leaving.cancelled() and budget.num_held == 0
+
     run(body)

@@ -87,11 +87,9 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         speech.model.task_tokens(task, options.language or next(iter(speech.model.languages), None))
         caller = request.state.caller
         service.count_requests(1, caller)
-        sound = await speech.reader.read(data, caller.number)
-        del data
         held: HeldMemory = request.state.held
-        held.release()  # of the file, which is gone; a transcription may last for minutes
-        await held.reserve(sound.features.nbytes, "features of sound", "file", "send a shorter one")
+        sound = await speech.reader.read(data, caller.number, held)
+        del data
         transcription = Transcription(service, speech.model, sound, options, caller.for_parts())
         return _TranscriptionAnswer(transcription, caller, response_format, streaming)
 
