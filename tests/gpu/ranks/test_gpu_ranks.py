@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,11 +34,54 @@ ARRANGEMENTS = {
 ALL_PROCESSES = {"far": ("dense_worker", "attn_worker"), "workers": ("dense_worker", "attn_worker", "attn_worker-1")}
 
 
-@pytest.fixture(scope="module", params=ARRANGEMENTS)
-def cluster(
+class Starts:
+    """The clusters of some arrangements. Each is started while the one before is tested: most of a start is imports."""
+
+    def __init__(self, names: list[str], path: Path, directory: Path) -> None:
+        self._names, self._path, self._directory = names, path, directory
+        self._thread = ThreadPoolExecutor(1)
+        self._begun: dict[str, Future[tuple[Cluster, contextlib.ExitStack]]] = {}
+
+    @contextlib.contextmanager
+    def cluster(self, name: str) -> Iterator[Cluster]:
+        """That of an arrangement, which ends afterwards; the next one begins to start."""
+        cluster, stack = self._begin(name).result()
+        with stack:
+            for following in self._names[self._names.index(name) + 1 :][:1]:
+                self._begin(following)
+            yield cluster
+
+    def close(self) -> None:
+        """Ends those that were started and not tested."""
+        self._thread.shutdown()
+        for each in self._begun.values():
+            if each.exception() is None:
+                each.result()[1].close()
+
+    def _begin(self, name: str) -> Future[tuple[Cluster, contextlib.ExitStack]]:
+        if name not in self._begun:
+            self._begun[name] = self._thread.submit(self._start, name)
+        return self._begun[name]
+
+    def _start(self, name: str) -> tuple[Cluster, contextlib.ExitStack]:
+        directory, stack = self._directory / name, contextlib.ExitStack()
+        directory.mkdir()
+        return stack.enter_context(small_cluster(self._path, directory, *ARRANGEMENTS[name])), stack
+
+
+@pytest.fixture(scope="module")
+def starts(
     request: pytest.FixtureRequest, llama_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    with small_cluster(llama_path, tmp_path_factory.mktemp("two-gpus"), *ARRANGEMENTS[request.param]) as cluster:
+) -> Iterator[Starts]:
+    chosen = [each.callspec.params["cluster"] for each in request.session.items if each.path == request.path]
+    starts = Starts(list(dict.fromkeys(chosen)), llama_path, tmp_path_factory.mktemp("two-gpus"))
+    yield starts
+    starts.close()
+
+
+@pytest.fixture(scope="module", params=ARRANGEMENTS)
+def cluster(request: pytest.FixtureRequest, starts: Starts) -> Iterator[Cluster]:
+    with starts.cluster(request.param) as cluster:
         yield cluster
 
 
