@@ -54,8 +54,6 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield "TensorRT has neither sums over ranks nor stages", "set dense.backend to torch"
     if dense.deterministic:
         yield "dense.deterministic is true, and ranks have other kernels", "set it to false"
-    if dense.max_loras:
-        yield f"dense.max_loras is {dense.max_loras}, and adapters are not cut", "set it to 0"
     if scheduler.speculation in ("medusa", "eagle3"):
         yield f"scheduler.speculation is {scheduler.speculation!r}, whose heads need all of the model", "set it to off"
     if config.gateway.enable_prompt_embeds:

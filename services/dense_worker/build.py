@@ -29,6 +29,7 @@ from services.common.several_ranks import check_ranks
 from services.common.split_context import check_split_context
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.features.adapters.adapter_loader import make_loader
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
 from services.dense_worker.features.feature import Feature
@@ -207,12 +208,13 @@ class PreparedModel:
         if model.config.quantization is not None:
             log_formats(model.config.quantization.method, weights)
         lora = make_lora(config, model, weights)
+        loader = None if lora is None else make_loader(config, model, weights, lora)
         with naming_what_needs_memory("the buffers of a step"):
             selected = self.backend.load(weights, lora)
             head = weights.head.lm_head.weight if model.rank.count == 1 else None  # other ranks may have no head
             table = head.matrix.data if isinstance(head, PlainWeight) else None
             features = make_features(
-                config, model, selected.backend, lora, self.grammars, table, weights.encoder, self.images
+                config, model, selected.backend, lora, loader, self.grammars, table, weights.encoder, self.images
             )
             sampler = _make_sampler(config, model, selected, features)
             drafter = make_drafter and make_drafter(weights, sampler)

@@ -1,3 +1,4 @@
+from services.pb import adapter_pb2 as _adapter_pb2
 from services.pb import attn_pb2 as _attn_pb2
 from services.pb import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
@@ -37,14 +38,16 @@ class ShardCommand(_message.Message):
     def __init__(self, step: _Optional[_Union[ShardStep, _Mapping]] = ..., further_rows: _Optional[_Union[FurtherRows, _Mapping]] = ...) -> None: ...
 
 class ShardStep(_message.Message):
-    __slots__ = ("plan", "num_rows", "num_sampled")
+    __slots__ = ("plan", "num_rows", "num_sampled", "row_slots")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    ROW_SLOTS_FIELD_NUMBER: _ClassVar[int]
     plan: _step_pb2.StepPlan
     num_rows: int
     num_sampled: int
-    def __init__(self, plan: _Optional[_Union[_step_pb2.StepPlan, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_sampled: _Optional[int] = ...) -> None: ...
+    row_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, plan: _Optional[_Union[_step_pb2.StepPlan, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_sampled: _Optional[int] = ..., row_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FurtherRows(_message.Message):
     __slots__ = ("rows", "lane")
@@ -55,5 +58,19 @@ class FurtherRows(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ...) -> None: ...
 
 class ShardAnswer(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("attachment_id", "slot", "adapter")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    slot: int
+    adapter: _adapter_pb2.Adapter
+    def __init__(self, attachment_id: _Optional[int] = ..., slot: _Optional[int] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ...) -> None: ...
+
+class LoadAdapterReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -44,6 +44,11 @@ class DenseShardStub:
                 request_serializer=shard__pb2.ShardCommand.SerializeToString,
                 response_deserializer=shard__pb2.ShardAnswer.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/twostroke.shard.v1.DenseShard/LoadAdapter',
+                request_serializer=shard__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=shard__pb2.LoadAdapterReply.FromString,
+                _registered_method=True)
 
 
 class DenseShardServicer:
@@ -65,6 +70,14 @@ class DenseShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads the shard's part of an adapter into a slot that no further step uses until it is answered. Nothing is read if
+        the slot has these tensors already. Fails with ABORTED and the reason if the adapter cannot be loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DenseShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_DenseShardServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=shard__pb2.ShardCommand.FromString,
                     response_serializer=shard__pb2.ShardAnswer.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=shard__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=shard__pb2.LoadAdapterReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +151,33 @@ class DenseShard:
             '/twostroke.shard.v1.DenseShard/Run',
             shard__pb2.ShardCommand.SerializeToString,
             shard__pb2.ShardAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.shard.v1.DenseShard/LoadAdapter',
+            shard__pb2.LoadAdapterRequest.SerializeToString,
+            shard__pb2.LoadAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

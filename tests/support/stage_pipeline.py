@@ -79,7 +79,8 @@ class StagePipeline(LanePair):
             self.side.failures.append(error)
 
     def attach(self) -> None:
-        self.engine.on_attached(replace(self.side.describe(), ranks=LeadingRanks(self.groups, self.command)))
+        ranks = LeadingRanks(self.groups, self.command, lambda slot, adapter: Future())
+        self.engine.on_attached(replace(self.side.describe(), ranks=ranks))
 
     def command(self, command: shard_pb2.ShardCommand) -> None:
         """Gives all stages but the first a command."""

@@ -95,7 +95,7 @@ class PreparedBackend:
                 log.info("dense backend is TensorRT", version=found.api.name, gpu=found.gpu.name, num_sms=num_sms)
                 return SelectedBackend(found.api.name, backend)
         if self.model.rank.count > 1:
-            return SelectedBackend("torch", leading_backend(weights, self.model, self.limits.num_tokens))
+            return SelectedBackend("torch", leading_backend(weights, self.model, self.limits.num_tokens, lora))
         backend = torch_backend(
             weights, self.model.config, self.limits.num_tokens, lora, is_deterministic=self.section.deterministic
         )

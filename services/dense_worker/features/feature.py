@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
+    from services.dense_worker.ranks.leading_backend import LeadingRanks
     from services.dense_worker.sampling.logits_editor import LogitsEditor
     from services.pb import dense_pb2
     from services.step import SequenceSpec
@@ -37,6 +38,9 @@ class Feature:
 
     def start(self, post: Callable[[Event], None]) -> None:
         """Called once, when the engine exists. `post`, which any thread may call, tells the engine of an event."""
+
+    def attached(self, ranks: LeadingRanks | None) -> None:
+        """A new attachment begins; all sequences will be opened again. `ranks`: those that compute its steps, too."""
 
     def max_hidden_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:
         """How many hidden states a step within these limits takes of sequences without output; 0: it has none."""

@@ -10,7 +10,6 @@ import torch
 from services.common.config import Config
 from services.common.errors import ModelError
 from services.common.families.shape import ModelConfig
-from services.common.model_config import load_model_config
 from services.common.pooling.pooling_config import read_pooling
 from services.common.resolve import ResolvedModel
 from services.common.vision.vision_config import PROCESSOR_FILE, PixelScale, load_vision_config
@@ -45,7 +44,6 @@ from services.dense_worker.features.returned_logits.generation_logits import Gen
 from services.dense_worker.features.source.source_feature import NAME as SOURCE
 from services.dense_worker.features.source.source_feature import SourceFeature
 from services.dense_worker.kernels.lora.tensors import LoraStore
-from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2
 
 
@@ -54,12 +52,13 @@ def make_features(
     model: ResolvedModel,
     backend: DenseBackend,
     lora: LoraStore | None,
+    loader: AdapterLoader | None,
     grammars: Grammars,
     language_head: torch.Tensor | None = None,
     encoder: SourceEncoder | None = None,
     images: PreparedImages | None = None,
 ) -> tuple[Feature, ...]:
-    """All features, which the caller closes. lora: the adapters of the backend; None: they are off.
+    """All features, which the caller closes. lora, loader: the adapters of the backend; None: they are off.
 
     language_head: the matrix [vocab, hidden]; None if it is quantized or cut. encoder: None: the model has none.
     images: the tower, which is loaded here; None: no pictures
@@ -67,7 +66,7 @@ def make_features(
     images_feature = _make_images(config, model, images)
     embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
-        _make_adapters(config, lora),
+        AdapterFeature(config.dense.max_loras, loader, lora),
         PromptEmbedsFeature(embeds),
         images_feature,
         PromptLogprobsFeature(),
@@ -138,11 +137,3 @@ def _pixel_scale(config: Config) -> PixelScale:
     if vision is None:
         raise ModelError(f"{config.model.path} has no {PROCESSOR_FILE}, which says how pictures become numbers")
     return vision.pixels
-
-
-def _make_adapters(config: Config, lora: LoraStore | None) -> AdapterFeature:
-    if lora is None:
-        return AdapterFeature(0)
-    shapes = adapted_shapes(load_model_config(config.model.path))  # of all layers, also of those not run
-    loader = AdapterLoader(lora, shapes, config.dense.max_lora_rank)
-    return AdapterFeature(config.dense.max_loras, loader, lora)

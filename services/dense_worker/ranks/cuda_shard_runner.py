@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,10 +17,14 @@ from services.dense_worker.runner.model_runner import LayerRun
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan
 
+if TYPE_CHECKING:
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora
+
 
 class _Size(NamedTuple):
     num_rows: int
     num_sampled: int
+    has_adapters: bool = False  # rows have some, or may
 
 
 class CudaShardRunner(ShardRunner):
@@ -35,8 +39,9 @@ class CudaShardRunner(ShardRunner):
         num_layers: int,
         max_num_tokens: int,
         device: torch.device,
+        lora: CudaLora | None = None,
     ) -> None:
-        super().__init__(backend, operations, num_layers)
+        super().__init__(backend, operations, num_layers, lora)
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # sampled ones, for all graphs
@@ -53,13 +58,13 @@ class CudaShardRunner(ShardRunner):
         self._graphs = {lane: self._make_graphs(lane, channel) for lane, channel in channels.items()}
 
     @torch.inference_mode()
-    def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int) -> None:
+    def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int, row_slots: Sequence[int] = ()) -> None:
         """Enqueues all layers; waits for the device only to capture a graph."""
-        size = _Size(num_rows, num_sampled)
+        size = _Size(num_rows, num_sampled, bool(row_slots))
         lane, channel = plan.lane, self._channels[plan.lane]
         self._operations.use_group(self._groups[lane])
         with torch.cuda.stream(self._stream):
-            self._backend.begin_step(plan, num_rows, num_sampled)
+            self._begin_step(plan, num_rows, num_sampled, row_slots)
             if not len(plan.entries):
                 self._run_segments(channel, size)
                 self._warmed.add((lane, size))
@@ -82,6 +87,10 @@ class CudaShardRunner(ShardRunner):
         self._operations.use_group(self._groups[lane])
         with torch.cuda.stream(self._stream):
             self._backend.last(*self._rows_of[lane], torch.tensor(rows, device=self._device))
+
+    def finish_steps(self) -> None:
+        """Waits for the device."""
+        self._stream.synchronize()
 
     def _make_graphs(self, lane: int, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:

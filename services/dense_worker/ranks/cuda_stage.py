@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from services.common.model_config import ModelConfig
@@ -10,6 +12,9 @@ from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.stage_links import StageLinks
+
+if TYPE_CHECKING:
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 
 
 class StageCudaOperations(CudaOperations):
@@ -22,11 +27,12 @@ class StageCudaOperations(CudaOperations):
         dtype: torch.dtype,
         device: torch.device,
         links: StageLinks,
+        lora: CudaLora | None = None,
         *,
         is_last: bool,
     ) -> None:
         """`config`: with the stage's layers."""
-        super().__init__(config, max_num_tokens, dtype, device)
+        super().__init__(config, max_num_tokens, dtype, device, lora)
         self.links = links
         self._is_last = is_last
 
@@ -36,6 +42,11 @@ class StageCudaOperations(CudaOperations):
 
     def share_tokens(self, token_ids: torch.Tensor) -> None:
         """Nothing: the first stage alone reads tokens."""
+
+    def enter(self, num_rows: int) -> None:
+        """The first operation of a stage that embeds no tokens."""
+        if self._lora is not None and self._lora.is_active:
+            self._lora.start(num_rows)
 
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor

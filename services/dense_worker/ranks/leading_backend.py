@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend, InputEmbeds
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.ranks.group import RankGroup
+from services.lora.adapter import Adapter
 from services.pb import shard_pb2
 from services.step import StepPlan
 from services.step.codec import encode_plan
@@ -19,10 +23,15 @@ _HIDDEN_AT_A_TIME = 256  # rows, so that their logits take limited memory
 
 @dataclass(frozen=True, slots=True)
 class LeadingRanks:
-    """The other ranks of an attachment, as a lane of the first one meets them. `send` gives all of them a command."""
+    """The other ranks of an attachment, as a lane of the first one meets them. `send` gives all of them a command.
+
+    `load_adapter` lets them load their parts of an adapter into a slot that no step uses; any thread may call it. The
+    future has the error why one cannot, or is cancelled if the attachment ends.
+    """
 
     groups: Sequence[RankGroup]  # by lane
     send: Callable[[shard_pb2.ShardCommand], None]
+    load_adapter: Callable[[int, Adapter], Future[None]]
     lane: int = 0
 
     @property
@@ -59,11 +68,12 @@ class LeadingBackend:
     takes_input_embeds = False
     always_ends = skips_logits = False
 
-    def __init__(self, backend: DenseBackend, operations: ShardOperations) -> None:
-        """`operations`: those of the backend."""
+    def __init__(self, backend: DenseBackend, operations: ShardOperations, lora: LoraStore | None = None) -> None:
+        """`operations` and `lora`: those of the backend."""
         self.gives_hidden_states, self.logits_dtype = backend.gives_hidden_states, backend.logits_dtype
         self._backend = backend
         self._operations = operations
+        self._lora = lora
         self._ranks: LeadingRanks | None = None
         self._has_logits = False  # of the present step
 
@@ -81,7 +91,12 @@ class LeadingBackend:
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Lets all ranks begin the step. A plan without entries, which warms up, may be of any lane."""
         plan = plan if plan.lane == self.ranks.lane else replace(plan, lane=self.ranks.lane)
-        step = shard_pb2.ShardStep(plan=encode_plan(plan), num_rows=num_tokens, num_sampled=num_sampled)
+        step = shard_pb2.ShardStep(
+            plan=encode_plan(plan),
+            num_rows=num_tokens,
+            num_sampled=num_sampled,
+            row_slots=self._row_slots(num_tokens),
+        )
         self.ranks.send(shard_pb2.ShardCommand(step=step))
         self._backend.begin_step(plan, num_tokens, num_sampled)
 
@@ -119,3 +134,10 @@ class LeadingBackend:
         self._has_logits = True  # or the step needed none
         for some_rows, out in zip(rows.split(_HIDDEN_AT_A_TIME), hidden_out.split(_HIDDEN_AT_A_TIME), strict=True):
             self.last(attn_out, residual, some_rows, out)
+
+    def _row_slots(self, num_rows: int) -> Iterable[int]:
+        """The slots of the step's rows. What only warms up the kernels of adapters has rows without any."""
+        if self._lora is None or not self._lora.is_active:
+            return ()
+        known = self._lora.row_slots
+        return (np.full(num_rows, -1) if known is None or len(known) != num_rows else known).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.ranks.leading_backend import LeadingBackend, ShardOperations
 from services.dense_worker.ranks.stage_links import StageLinks
 from services.pb import shard_pb2
@@ -16,10 +17,15 @@ class LeadingStage(LeadingBackend):
     always_ends = True
 
     def __init__(
-        self, backend: DenseBackend, operations: ShardOperations, links: StageLinks, vocab_size: int
+        self,
+        backend: DenseBackend,
+        operations: ShardOperations,
+        links: StageLinks,
+        vocab_size: int,
+        lora: LoraStore | None = None,
     ) -> None:
-        """`operations` and `links`: those of the backend."""
-        super().__init__(backend, operations)
+        """`operations`, `links` and `lora`: those of the backend."""
+        super().__init__(backend, operations, lora)
         self.gives_hidden_states = False  # the last stage has them
         self._links, self._vocab_size = links, vocab_size
         self._defers_logits = False

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch
+from services.common.errors import ConfigError, DeviceError, PeerError, RequestAborted, StaleEpoch
 from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import (
@@ -40,6 +40,7 @@ from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.join_group import RankStore, join_groups
 from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.ranks.rank_answers import RankAnswers, Reopening
+from services.lora.adapter import Adapter, encode_adapter
 from services.pb import attn_pb2, attn_pb2_grpc, shard_pb2, shard_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.error_details import error_of
@@ -59,13 +60,15 @@ class OtherRank:
     options: AttachOptions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Serving:
     """What belongs to one attachment."""
 
     replies: Sequence[attn_pb2.AttachReply]  # by rank
     attachment_id: int  # for the shards
     answers: RankAnswers
+    loads: set[asyncio.Task[Any]] = field(default_factory=set)  # of adapters, by shards
+    has_ended: bool = False
 
 
 class RankedAttentionClient(AttentionClient):
@@ -128,15 +131,16 @@ class RankedAttentionClient(AttentionClient):
             raise
         open_blocks = [dict(zip(each.open_seq_ids, each.open_num_blocks, strict=True)) for each in replies]
         orphaned = {seq_id: max(each.get(seq_id, 0) for each in open_blocks) for seq_id in set().union(*open_blocks)}
-        self._serving = _Serving(replies, attachment_id, RankAnswers([each.num_free_blocks for each in replies]))
+        serving = _Serving(replies, attachment_id, RankAnswers([each.num_free_blocks for each in replies]))
+        self._serving = serving
         return replace(
             attachment,
             num_blocks=min(each.num_blocks for each in replies),
-            num_free_blocks=self._serving.answers.num_free_blocks,
+            num_free_blocks=serving.answers.num_free_blocks,
             orphaned_blocks=orphaned,
             max_model_len=min(each.max_model_len for each in replies),
             layer_window=min((each.layer_window for each in replies if each.HasField("layer_window")), default=None),
-            ranks=self._lead(groups),
+            ranks=self._lead(groups, serving),
         )
 
     async def _check_health(self) -> None:
@@ -211,16 +215,47 @@ class RankedAttentionClient(AttentionClient):
             reason = f"the dense shard of rank {rank} at {address}: {error.code().name}: {error.details()}"
             raise (PeerError if may_succeed else ConfigError)(reason) from error
 
-    def _lead(self, groups: Sequence[RankGroup]) -> LeadingRanks:
+    def _lead(self, groups: Sequence[RankGroup], serving: _Serving) -> LeadingRanks:
         """What the backend gets. Its commands go the way of plans, in the order in which they are given."""
+        loop = asyncio.get_running_loop()
 
         def send(command: shard_pb2.ShardCommand) -> None:
             attachment = self._attachment
             if attachment is not None and attachment.ranks is ranks:
                 self._post(attachment, command)
 
-        ranks = LeadingRanks(groups, send)
+        def load_adapter(slot: int, adapter: Adapter) -> concurrent.futures.Future[None]:
+            return asyncio.run_coroutine_threadsafe(self._load_adapter(serving, slot, adapter), loop)
+
+        ranks = LeadingRanks(groups, send, load_adapter)
         return ranks
+
+    async def _load_adapter(self, serving: _Serving, slot: int, adapter: Adapter) -> None:
+        """Cancelled when the attachment ends."""
+        task = asyncio.current_task()
+        if serving.has_ended or task is None:
+            raise asyncio.CancelledError
+        serving.loads.add(task)
+        try:
+            request = shard_pb2.LoadAdapterRequest(
+                attachment_id=serving.attachment_id, slot=slot, adapter=encode_adapter(adapter)
+            )
+            await _all_or_none(self._load_at(rank, request) for rank in range(1, self._rank.count))
+        finally:
+            serving.loads.discard(task)
+
+    async def _load_at(self, rank: int, request: shard_pb2.LoadAdapterRequest) -> None:
+        """Raises `RequestAborted` if the shard cannot load the adapter."""
+        limit_s = self._connect_timeout_s
+        try:
+            await self._shard_stubs[rank - 1].LoadAdapter(request, timeout=limit_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                await asyncio.sleep(self._rpc_timeout_s)  # a shard that has died ends the attachment, and this with it
+            reason = error.details() or error.code().name
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                reason = f"not loaded within {limit_s:g} s (peers.connect_timeout_s)"
+            raise RequestAborted(f"the dense shard of rank {rank}: {reason}") from error
 
     async def _serve(
         self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
@@ -265,6 +300,9 @@ class RankedAttentionClient(AttentionClient):
             return ended.end
         finally:
             attachment.abort()  # the engine may wait for a rank that waits for this one
+            serving.has_ended = True
+            for load in serving.loads:
+                load.cancel()
             for call in (*plans, *shards):
                 call.cancel()
         raise AssertionError("the streams' readers end with an error")
@@ -337,10 +375,10 @@ def _tie(attachment: Attachment, replies: Sequence[attn_pb2.AttachReply]) -> Non
 
 def _check_alike(replies: Sequence[attn_pb2.AttachReply]) -> None:
     """Raises `PeerError` if the attention workers' caches cannot have the same plans."""
-    for field in ("block_size", "window", "num_sink_tokens"):
-        found: list[Any] = [getattr(each, field) for each in replies]
+    for name in ("block_size", "window", "num_sink_tokens"):
+        found: list[Any] = [getattr(each, name) for each in replies]
         if found.count(found[0]) < len(found):
-            raise PeerError(f"the ranks' attention workers differ in {field}: {', '.join(map(str, found))}")
+            raise PeerError(f"the ranks' attention workers differ in {name}: {', '.join(map(str, found))}")
 
 
 async def _wait_end(call: grpc.aio.StreamStreamCall, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,43 +22,45 @@ from services.dense_worker.ranks.stage_operations import StageOperations, TorchS
 from services.dense_worker.ranks.stage_weights import linked_weights
 
 
-def leading_backend(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int) -> LeadingBackend:
-    """The backend of the first rank."""
+def leading_backend(
+    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any = None
+) -> LeadingBackend:
+    """The backend of the first rank. `lora`: the `LoraStore` of the rank's device; None: there are no adapters."""
     if not model.rank.is_stage:
-        return LeadingBackend(*_shard_backend(weights, model, max_num_tokens))
+        return LeadingBackend(*tensor_backend(weights, model, max_num_tokens, lora), lora)
     links = _stage_links(model)
-    backend = stage_backend(weights, model, max_num_tokens, links)
-    return LeadingStage(*backend, links, model.config.vocab_size)
+    backend = stage_backend(weights, model, max_num_tokens, links, lora)
+    return LeadingStage(*backend, links, model.config.vocab_size, lora)
 
 
-def shard_runner(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int) -> ShardRunner:
-    """What runs the steps of another rank."""
+def shard_runner(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any = None) -> ShardRunner:
+    """What runs the steps of another rank. `lora`: as for the first one."""
     if model.rank.is_stage:
-        backend, operations = stage_backend(weights, model, max_num_tokens, _stage_links(model))
+        backend, operations = stage_backend(weights, model, max_num_tokens, _stage_links(model), lora)
     else:
-        backend, operations = _shard_backend(weights, model, max_num_tokens)
+        backend, operations = tensor_backend(weights, model, max_num_tokens, lora)
     num_layers = len(model.rank.layers(model.config.num_layers))
     if model.device.type == "cpu":
-        return ShardRunner(backend, operations, num_layers)
+        return ShardRunner(backend, operations, num_layers, lora)
     from services.dense_worker.ranks.cuda_shard_runner import CudaShardRunner
 
-    return CudaShardRunner(backend, operations, num_layers, max_num_tokens, model.device)
+    return CudaShardRunner(backend, operations, num_layers, max_num_tokens, model.device, lora)
 
 
-def _shard_backend(
-    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int
+def tensor_backend(
+    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any
 ) -> tuple[DenseBackend, ShardOperations]:
     """The backend of a rank's shard, and its operations."""
     config = model.config
     if model.device.type == "cpu":
-        operations = ShardedOperations(config.vocab_size)
+        operations = ShardedOperations(config.vocab_size, lora)
         return TorchBackend(weights, operations=operations), operations
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
     from services.dense_worker.ranks.sharded_cuda_operations import ShardedCudaOperations
 
     sizes = shard_sizes(config, model.rank)
-    on_gpu = ShardedCudaOperations(sizes, config.vocab_size, max_num_tokens, model.dtype, model.device)
-    return CudaBackend(weights, sizes, max_num_tokens, operations=on_gpu), on_gpu
+    on_gpu = ShardedCudaOperations(sizes, config.vocab_size, max_num_tokens, model.dtype, model.device, lora)
+    return CudaBackend(weights, sizes, max_num_tokens, lora, operations=on_gpu), on_gpu
 
 
 def _stage_links(model: ResolvedModel) -> StageLinks:
@@ -65,22 +68,22 @@ def _stage_links(model: ResolvedModel) -> StageLinks:
 
 
 def stage_backend(
-    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, links: StageLinks
+    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, links: StageLinks, lora: Any = None
 ) -> tuple[DenseBackend, ShardOperations]:
     """The backend of a pipeline's stage, and its operations."""
     rank, weights = model.rank, linked_weights(weights, links)
     is_last = rank.index == rank.count - 1
     if model.device.type == "cpu":
-        operations = StageOperations(links, is_last=is_last)
+        operations = StageOperations(links, lora, is_last=is_last)
         make = TorchBackend if is_last else TorchStageBackend
         return make(weights, operations=operations), operations
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
     from services.dense_worker.ranks.cuda_stage import CudaStageBackend, StageCudaOperations
 
     sizes = seam_config(model.config, rank)
-    on_gpu = StageCudaOperations(sizes, max_num_tokens, model.dtype, model.device, links, is_last=is_last)
+    on_gpu = StageCudaOperations(sizes, max_num_tokens, model.dtype, model.device, links, lora, is_last=is_last)
     make_on_gpu = CudaBackend if is_last else CudaStageBackend
-    return make_on_gpu(weights, sizes, max_num_tokens, operations=on_gpu), on_gpu
+    return make_on_gpu(weights, sizes, max_num_tokens, lora, operations=on_gpu), on_gpu
 
 
 def shard_sizes(config: ModelConfig, rank: Rank) -> ModelConfig:

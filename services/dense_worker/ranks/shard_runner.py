@@ -9,6 +9,7 @@ import torch
 
 from services.channel import Channel
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.leading_backend import ShardOperations
 from services.dense_worker.runner.model_runner import LayerRun
@@ -19,11 +20,14 @@ from services.step import StepPlan
 class ShardRunner:
     """Keeps no sequence: a plan says how many rows a step has, and the first rank gives their tokens."""
 
-    def __init__(self, backend: DenseBackend, operations: ShardOperations, num_layers: int) -> None:
-        """`operations`: those of the backend."""
+    def __init__(
+        self, backend: DenseBackend, operations: ShardOperations, num_layers: int, lora: LoraStore | None = None
+    ) -> None:
+        """`operations` and `lora`: those of the backend."""
         self._backend = backend
         self._operations = operations
         self._num_layers = num_layers
+        self._lora = lora  # None: there are no adapters
         self._channels: Mapping[int, Channel] = {}
         self._groups: Sequence[RankGroup] = ()
         self._rows_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by lane: attn_out, residual of its last step
@@ -34,11 +38,14 @@ class ShardRunner:
         self._rows_of.clear()
 
     @torch.inference_mode()
-    def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int) -> None:
-        """Runs all layers. Raises the errors of `Channel.wait` and of the group."""
+    def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int, row_slots: Sequence[int] = ()) -> None:
+        """Runs all layers. Raises the errors of `Channel.wait` and of the group.
+
+        row_slots: where the adapter of each row is, or -1; empty: no row has one
+        """
         channel = self._channels[plan.lane]
         self._operations.use_group(self._groups[plan.lane])
-        self._backend.begin_step(plan, num_rows, num_sampled)
+        self._begin_step(plan, num_rows, num_sampled, row_slots)
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
         self._operations.share_tokens(token_ids)
         layers = LayerRun(self._backend, channel, self._num_layers)
@@ -52,6 +59,14 @@ class ShardRunner:
         if not self._backend.always_ends:
             self._operations.use_group(self._groups[lane])
             self._backend.last(*self._rows_of[lane], torch.tensor(rows))
+
+    def finish_steps(self) -> None:
+        """Waits for the end of all steps; on a CPU they have ended."""
+
+    def _begin_step(self, plan: StepPlan, num_rows: int, num_sampled: int, row_slots: Sequence[int]) -> None:
+        if self._lora is not None:
+            self._lora.begin_step(np.array(row_slots, np.int64) if row_slots else None)
+        self._backend.begin_step(plan, num_rows, num_sampled)
 
 
 def sampled_rows(plan: StepPlan, num_sampled: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ from services.common.config import Config
 from services.common.lifeline import Lifeline
 from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel, use_device
-from services.dense_worker.build import hold_weights, load_model_weights, resolve_dense_model
+from services.dense_worker.build import hold_weights, load_model_weights, make_lora, resolve_dense_model
+from services.dense_worker.features.adapters.adapter_loader import AdapterLoader, make_loader
 from services.dense_worker.model.weights import hash_of_weights
 from services.dense_worker.ranks.shard_backend import shard_runner
 from services.dense_worker.ranks.shard_runner import ShardRunner
@@ -70,8 +71,11 @@ class ShardService:
         await self._opened.aclose()
 
 
-def load_shard(config: Config, model: ResolvedModel, lifeline: Lifeline | None) -> tuple[ShardRunner, str]:
-    """Loads the rank's part of the weights; returns what runs it, and the hash of the whole model's weights.
+def load_shard(
+    config: Config, model: ResolvedModel, lifeline: Lifeline | None
+) -> tuple[ShardRunner, str, AdapterLoader | None]:
+    """Loads the rank's part of the weights; returns what runs it, the hash of the whole model's weights, and what
+    loads adapters, if there are any.
 
     `lifeline`: to the launcher, which may have the part in memory. Raises the errors of `load_weights`.
     """
@@ -81,7 +85,9 @@ def load_shard(config: Config, model: ResolvedModel, lifeline: Lifeline | None) 
     weights = load_model_weights(config.model, model, held)
     if lifeline is not None and held is not None:
         lifeline.keep([held.key], model.rank.prefix)
-    return shard_runner(weights, model, config.scheduler.max_num_batched_tokens), digest
+    lora = make_lora(config, model, weights)
+    loader = None if lora is None else make_loader(config, model, weights, lora)
+    return shard_runner(weights, model, config.scheduler.max_num_batched_tokens, lora), digest, loader
 
 
 def channel_spec(config: Config, model: ResolvedModel) -> ChannelSpec:

@@ -17,9 +17,11 @@ from services.common.engine_thread import EngineThread
 from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch, TwostrokeError
 from services.common.rank import Rank
 from services.dense_worker.engine.attention_client import map_channels
+from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
 from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.join_group import RankStore, connect_groups
 from services.dense_worker.ranks.shard_runner import ShardRunner
+from services.lora.adapter import decode_adapter
 from services.pb import shard_pb2, shard_pb2_grpc, stall_pb2
 from services.rpc.server import until_over
 from services.rpc.watchdog import Progress, Watchdog, describe_stall
@@ -61,13 +63,14 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         self._is_meeting = False
         self._runner: ShardRunner | None = None
         self._weights_hash = ""
+        self._loader: AdapterLoader | None = None
         self._attachment: _Attachment | None = None
         self._joining = asyncio.Lock()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def start(self, runner: ShardRunner, weights_hash: str) -> None:
-        """The weights are loaded: it can be joined."""
-        self._runner, self._weights_hash = runner, weights_hash
+    def start(self, runner: ShardRunner, weights_hash: str, loader: AdapterLoader | None) -> None:
+        """The weights are loaded: it can be joined. `loader`: of adapters; None: there are none."""
+        self._runner, self._weights_hash, self._loader = runner, weights_hash, loader
         self._engine.start()
 
     def abort(self) -> None:
@@ -77,6 +80,8 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
 
     def stop(self, timeout_s: float) -> None:
         """Ends the engine thread; blocks up to `timeout_s` seconds."""
+        if self._loader is not None:
+            self._loader.close()
         if self._runner is not None and self._engine.stop(timeout_s) and self._attachment is not None:
             self._attachment.close()
 
@@ -111,6 +116,19 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             log.info("detached", attachment_id=f"{attachment_id:016x}")
             reader.add_done_callback(lambda task: task.exception())
         yield shard_pb2.ShardAnswer()  # never: it makes this function a stream
+
+    async def LoadAdapter(
+        self, request: shard_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> shard_pb2.LoadAdapterReply:
+        attachment = self._attachment
+        if attachment is None or attachment.attachment_id != request.attachment_id:
+            raise StaleEpoch(f"attachment {request.attachment_id:016x} was replaced")
+        adapter = decode_adapter(request.adapter)
+        if self._loader is None or self._runner is None or adapter is None:
+            raise ConfigError("this dense shard has no adapters: dense.max_loras is 0")
+        await self._run(self._runner.finish_steps)  # the first rank's have ended; these may still read the slot
+        await asyncio.wrap_future(self._loader.load_part(request.slot, adapter))
+        return shard_pb2.LoadAdapterReply()
 
     async def _read(
         self,
@@ -173,7 +191,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             self._runner.compute_rows(command.further_rows.lane, list(command.further_rows.rows))
         else:
             step = command.step
-            self._runner.run_step(decode_plan(step.plan), step.num_rows, step.num_sampled)
+            self._runner.run_step(decode_plan(step.plan), step.num_rows, step.num_sampled, step.row_slots)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         try:

@@ -95,9 +95,13 @@ class _Cutter:
                 bias=linear.bias and self._added_once(linear.bias),
             )
         rows = self._rows_of(linear, heads)
+        sizes = _overlaps([each.out_features for each in linear.merged_from], rows)
         return replace(
             linear,
             out_features=sum(map(len, rows)),
+            merged_from=tuple(
+                replace(each, out_features=size) for each, size in zip(linear.merged_from, sizes, strict=True)
+            ),
             weight=self._rows_of_all(linear.weight, rows),
             bias=linear.bias and self._rows(linear.bias, rows),
         )
@@ -272,12 +276,17 @@ def _part_sizes(weight: Any, rows: Sequence[range]) -> dict[str, tuple[int, ...]
     """How many of the rows each projection has, for formats that ask."""
     if "part_sizes" not in _fields(weight):
         return {}
+    return {"part_sizes": _overlaps(weight.part_sizes, rows)}
+
+
+def _overlaps(part_sizes: Sequence[int], rows: Sequence[range]) -> tuple[int, ...]:
+    """How many of the rows each of the parts has, one after the other."""
     sizes, first = [], 0
-    for size in weight.part_sizes:
+    for size in part_sizes:
         overlaps = (min(each.stop, first + size) - max(each.start, first) for each in rows)
         sizes.append(sum(max(0, each) for each in overlaps))
         first += size
-    return {"part_sizes": tuple(sizes)}
+    return tuple(sizes)
 
 
 def _part_of(source: Source, whole: Parameter, part: TensorPart) -> Source:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from services.common.model_config import ModelConfig
@@ -13,6 +15,9 @@ from services.dense_worker.model.operations import MlpInput, Residual
 from services.dense_worker.parameters import Parameter
 from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
+
+if TYPE_CHECKING:
+    from services.dense_worker.kernels.lora.cuda_lora import CudaLora
 
 
 class ShardedCudaOperations(CudaOperations):
@@ -28,9 +33,10 @@ class ShardedCudaOperations(CudaOperations):
         max_num_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        lora: CudaLora | None = None,
     ) -> None:
         """`config`: with the sizes of the rank's experts."""
-        super().__init__(config, max_num_tokens, dtype, device)
+        super().__init__(config, max_num_tokens, dtype, device, lora)
         self._vocab_size = vocab_size
         self._group: RankGroup | None = None
 

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Cut, Linear
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.torch_operations import TorchOperations
@@ -18,8 +19,8 @@ from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
 class ShardedOperations(TorchOperations):
     """Every rank has the whole residual, and gets the same one from each operation that changes it."""
 
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
+    def __init__(self, vocab_size: int, lora: LoraStore | None = None) -> None:
+        super().__init__(lora)
         self._vocab_size = vocab_size
         self._group: RankGroup | None = None
 
@@ -38,7 +39,10 @@ class ShardedOperations(TorchOperations):
         self.group.broadcast(token_ids)
 
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The rank's columns of the product, or the whole product if the layer is cut by its in_features."""
+        """The rank's columns of the product, or the whole product if the layer is cut by its in_features.
+
+        The deltas of adapters are parts of the sum, as the products are.
+        """
         product = super().linear(linear, x, out)
         if linear.cut is Cut.IN:
             self.group.add(product)

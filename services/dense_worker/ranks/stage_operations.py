@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.ranks.group import RankGroup
@@ -14,8 +15,8 @@ from services.dense_worker.ranks.stage_links import StageLinks
 class StageOperations(TorchOperations):
     """Rows of the residual go through `links`."""
 
-    def __init__(self, links: StageLinks, *, is_last: bool) -> None:
-        super().__init__()
+    def __init__(self, links: StageLinks, lora: LoraStore | None = None, *, is_last: bool) -> None:
+        super().__init__(lora)
         self.links = links
         self._is_last = is_last
 
@@ -25,6 +26,9 @@ class StageOperations(TorchOperations):
 
     def share_tokens(self, token_ids: torch.Tensor) -> None:
         """Nothing: the first stage alone reads tokens."""
+
+    def enter(self, num_rows: int) -> None:
+        """Nothing: the first operation of a step prepares no other."""
 
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor

@@ -52,10 +52,11 @@ class Entrance:
     links: StageLinks | None = None
 
     def forward(
-        self, operations: Operations, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
+        self, operations: Any, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> Residual:
-        """token_ids int64 [n], of any value -> residual [n, hidden]."""
+        """token_ids int64 [n], of any value -> residual [n, hidden]. `operations`: those of a stage."""
         assert self.links is not None and input_embeds is None, "only the first stage has vectors for tokens"
+        operations.enter(len(token_ids))
         hidden = self.table.data.new_empty(len(token_ids), self.table.data.shape[1])
         self.links.receive_residual(hidden)
         return Residual(hidden)

@@ -83,6 +83,8 @@ class ModelRunner:
         if ranks is not None:
             assert isinstance(self._backend, LeadingBackend), "the backend of one rank has no others"
             self._backend.use_ranks(ranks)
+        for feature in self._features.values():
+            feature.attached(ranks)
         for sequence in list(self._running.values()):
             self._release_slot(sequence)
         self._sequences.clear()

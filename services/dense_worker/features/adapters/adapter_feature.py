@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.dense_worker.kernels.lora.tensors import LoraStore
+    from services.dense_worker.ranks.leading_backend import LeadingRanks
     from services.pb import dense_pb2
     from services.step import SequenceSpec
 
@@ -32,6 +33,7 @@ class Loader(Protocol):
     """Loads adapters into slots; see `AdapterLoader`."""
 
     def load(self, slot: int, adapter: Adapter, on_done: Callable[[int, TwostrokeError | None], None]) -> None: ...
+    def use_ranks(self, ranks: LeadingRanks) -> None: ...
     def close(self) -> None: ...
 
 
@@ -82,10 +84,18 @@ class AdapterFeature(Feature):
         self.has_kernels = store is not None
         self._loader, self._store = loader, store
         self._post: Callable[[Event], None] | None = None
+        self._num_attachments = 0  # to other ranks
 
     def start(self, post: Callable[[Event], None]) -> None:
         """Loads can be reported from now on."""
         self._post = post
+
+    def attached(self, ranks: LeadingRanks | None) -> None:
+        """Loads all adapters again: other ranks may have been started again since. It is quick where they are."""
+        if ranks is not None and self._loader is not None:
+            self._num_attachments += 1
+            self._loader.use_ranks(ranks)
+            self.slots.load_again()
 
     def close(self) -> None:
         """Ends the loader's thread."""
@@ -127,9 +137,15 @@ class AdapterFeature(Feature):
 
     def _load(self, slot: int, adapter: Adapter) -> None:
         assert self._loader is not None, "slots come with a loader"
-        self._loader.load(slot, adapter, self._on_loaded)
+        self._loader.load(slot, adapter, partial(self._on_loaded, self._num_attachments))
 
-    def _on_loaded(self, slot: int, error: TwostrokeError | None) -> None:
+    def _on_loaded(self, attachment: int, slot: int, error: TwostrokeError | None) -> None:
         """Called on the loader's thread."""
         assert self._post is not None, "the engine exists when a sequence waits for an adapter"
-        self._post(partial(self.slots.loaded, slot, error))
+        self._post(partial(self._note_loaded, attachment, slot, error))
+
+    def _note_loaded(
+        self, attachment: int, slot: int, error: TwostrokeError | None, waiting: WaitingQueue
+    ) -> Iterable[tuple[Sequence, TwostrokeError]]:
+        """With another attachment since then the slot is being loaded again."""
+        return self.slots.loaded(slot, error, waiting) if attachment == self._num_attachments else ()

@@ -121,6 +121,13 @@ class AdapterSlots:
         waiting_for_it = waiting.all_of(AdapterKey(adapter.hash))
         return [(each, error) for each in waiting_for_it if each.spec.adapter == adapter]
 
+    def load_again(self) -> None:
+        """Begins to load what the slots hold. No sequence is in the cache, and all will be parked, or not, anew."""
+        for slot in self._slots:
+            if slot.adapter is not None:
+                slot.is_loading, slot.is_leaving = True, False
+                self._load(slot.index, slot.adapter)
+
     def _find(self, adapter: Adapter | None) -> _Slot | None:
         return next((slot for slot in self._slots if _holds(slot, adapter)), None)
 

@@ -66,6 +66,7 @@ class CudaLora:
         """`is_deterministic`: the order of additions does not depend on the number of rows, nor do the tiles."""
         self._is_deterministic = is_deterministic
         self.is_active = False  # whether a row of the step has an adapter; set before a capture, too
+        self.row_slots: np.ndarray | None = None
         self._dtype, self._device, self._num_slots = dtype, device, num_slots
         self._max_rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._layers = {linear.merged_from[0].name: self._allocate(linear) for linear in linears}
@@ -101,7 +102,7 @@ class CudaLora:
 
     def begin_step(self, row_slots: np.ndarray | None) -> None:
         """Copies the slot of each row to where captured steps read it."""
-        self.is_active = row_slots is not None
+        self.is_active, self.row_slots = row_slots is not None, row_slots
         if row_slots is not None:
             stage = self._stages[self._num_steps % _NUM_STAGES][: len(row_slots)]
             self._num_steps += 1

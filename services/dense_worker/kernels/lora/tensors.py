@@ -17,6 +17,7 @@ class LoraStore(Protocol):
     """The adapters of a model in slots, on the model's device, for one stream of steps."""
 
     is_active: bool  # whether a row of the step has an adapter; if not, `select` and `add` are not called
+    row_slots: np.ndarray | None  # what `begin_step` was given last
 
     def store(self, slot: int, tensors: Mapping[str, LoraTensors]) -> None:
         """Fills a slot that no step uses; may wait for the device. Called on the loader's thread."""

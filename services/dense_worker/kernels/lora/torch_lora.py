@@ -50,6 +50,7 @@ class TorchLora:
         self._row_by_row = row_by_row
         self._slots: list[dict[str, _Delta]] = [{} for _ in range(num_slots)]  # by the name of the first projection
         self.is_active = False  # whether a row of the step has an adapter
+        self.row_slots: np.ndarray | None = None
         self._row_slots = torch.empty(0, dtype=torch.int64)
         self._groups: list[tuple[int, torch.Tensor]] = []
 
@@ -64,7 +65,7 @@ class TorchLora:
 
     def begin_step(self, row_slots: np.ndarray | None) -> None:
         """row_slots: int64 [num_tokens], -1 for rows without an adapter; None if no row has one."""
-        self.is_active = row_slots is not None
+        self.is_active, self.row_slots = row_slots is not None, row_slots
         if row_slots is not None:
             self._row_slots = torch.from_numpy(row_slots)
             self._groups = self._group(self._row_slots)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend
@@ -43,11 +44,26 @@ def test_the_other_ranks_are_told_of_rows_whose_hidden_states_are_needed() -> No
     operations: Any = SimpleNamespace(use_group=lambda group: None, share_tokens=lambda token_ids: None)
     backend, sent = LeadingBackend(own, operations), list[list[int]]()
     group: Any = None
-    backend.use_ranks(LeadingRanks([group], lambda command: sent.append(list(command.further_rows.rows))))
+    backend.use_ranks(LeadingRanks([group], lambda command: sent.append(list(command.further_rows.rows)), Mock()))
     hidden_out = torch.zeros(300, 1)
     backend.hidden(torch.zeros(0), torch.zeros(0), torch.arange(300), hidden_out)
     assert hidden_out[:, 0].tolist() == list(range(300))
     assert sent == [[*range(256)], [*range(256, 300)]] and called == [256, 44]
+
+
+def test_the_other_ranks_are_told_of_the_slots_of_the_rows() -> None:
+    """Also in a step that warms up what rows with adapters run, whatever the step before had."""
+    own: Any = SimpleNamespace(gives_hidden_states=True, logits_dtype=torch.float32, begin_step=lambda *arguments: None)
+    lora: Any = SimpleNamespace(is_active=False, row_slots=None)
+    backend, sent = LeadingBackend(own, Mock(), lora), list[shard_pb2.ShardCommand]()
+    backend.use_ranks(LeadingRanks([Mock()], sent.append, Mock()))
+    backend.begin_step(StepPlan(1), 3)
+    lora.is_active = True
+    backend.begin_step(StepPlan(0), 3)
+    lora.row_slots = np.array([1, -1, 0])
+    backend.begin_step(StepPlan(2), 3)
+    backend.begin_step(StepPlan(0), 2)
+    assert [list(each.step.row_slots) for each in sent] == [[], [-1, -1, -1], [1, -1, 0], [-1, -1]]
 
 
 def test_what_is_sent_names_the_lane() -> None:
@@ -57,7 +73,7 @@ def test_what_is_sent_names_the_lane() -> None:
     )
     operations: Any = SimpleNamespace(use_group=Mock(), share_tokens=lambda token_ids: None)
     backend, sent, groups = LeadingBackend(own, operations), list[shard_pb2.ShardCommand](), [Mock(), Mock()]
-    backend.use_ranks(LeadingRanks(groups, sent.append).of_lane(1))
+    backend.use_ranks(LeadingRanks(groups, sent.append, Mock()).of_lane(1))
     backend.begin_step(StepPlan(0), 8, 4)
     backend.begin_step(StepPlan(1, lane=1), 8, 4)
     backend._has_logits = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +15,36 @@ from grpc_health.v1 import health_pb2
 
 from services.channel import ChannelSpec
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch, TwostrokeError
+from services.common.errors import ConfigError, DeviceError, PeerError, RequestAborted, StaleEpoch, TwostrokeError
 from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.session import NO_ATTACHMENT
 from services.dense_worker.ranks import ranked_attention_client
 from services.dense_worker.ranks.ranked_attention_client import OtherRank, RankedAttentionClient
-from services.pb import attn_pb2
+from services.lora.adapter import Adapter
+from services.pb import attn_pb2, shard_pb2
 from services.rpc.error_details import rich_status
 
 CPU = torch.device("cpu")
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
 LIMIT_S = 10.0
+ADAPTER = Adapter("a", "ab" * 32, "/a")
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class EndedStream:
+    """A call with answers, of which there are no more."""
+
+    async def read(self) -> Any:
+        return grpc.aio.EOF
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        return
+        yield
+
+    def cancel(self) -> None:
+        pass
 
 
 class Process:
@@ -41,6 +58,7 @@ class Process:
         absence: Exception | None = None,
     ) -> None:
         self.num_calls = self.num_cancelled = 0
+        self.loads: list[shard_pb2.LoadAdapterRequest] = []
         self._error, self._status, self._takes_s, self._absence = error, status, takes_s, absence
 
     async def Check(self, request: object, timeout: float) -> Any:
@@ -64,6 +82,18 @@ class Process:
 
     async def Join(self, request: object, timeout: float) -> attn_pb2.AttachReply:
         return await self._call()
+
+    def _stream(self, metadata: object) -> Any:
+        return EndedStream()
+
+    Execute = Run = _stream
+
+    def fail_from_now_on(self, error: Exception | None, takes_s: float = 0.0) -> None:
+        self._error, self._takes_s = error, takes_s
+
+    async def LoadAdapter(self, request: shard_pb2.LoadAdapterRequest, timeout: float) -> None:
+        self.loads.append(request)
+        await self._call()
 
 
 def as_call_fails(error: TwostrokeError) -> grpc.aio.AioRpcError:
@@ -155,3 +185,55 @@ def test_a_join_that_fails_is_named_and_retried_where_that_may_help(
     """And the first rank's thread does not go on waiting for it: the test would take its 10 s."""
     with pytest.raises(kind, match=f"the dense shard of rank 1 at 127.0.0.1:10: .*: {error}"):
         attach([Process(), Process()], Process(error=as_call_fails(error)))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, None),
+        (RequestAborted("its files have changed"), "the dense shard of rank 1: its files have changed"),
+        (PeerError("connection refused"), "the dense shard of rank 1: connection refused"),
+    ],
+)
+def test_an_adapter_that_a_rank_cannot_load_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: TwostrokeError | None, told: str | None
+) -> None:
+    monkeypatch.setattr(ranked_attention_client, "join_groups", lambda *arguments: [])
+
+    async def run() -> None:
+        shard = Process()
+        client = make_client([Process(), Process()], shard, rpc_timeout_s=0.01)
+        ranks = (await client._attach_once()).ranks
+        shard.fail_from_now_on(error and as_call_fails(error))
+        loading = asyncio.wrap_future(await asyncio.to_thread(ranks.load_adapter, 3, ADAPTER))
+        if told is None:
+            await loading
+        else:
+            with pytest.raises(RequestAborted, match=told):
+                await loading
+        assert [(each.slot, each.adapter.path) for each in shard.loads] == [(3, "/a")]
+        assert not client._serving.loads
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_loading_an_adapter_ends_with_the_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told that it failed: it is loaded again with the next one."""
+    monkeypatch.setattr(ranked_attention_client, "join_groups", lambda *arguments: [])
+
+    async def run() -> None:
+        shard = Process()
+        client = make_client([Process(), Process()], shard)
+        attachment = await client._attach_once()
+        shard.fail_from_now_on(None, takes_s=60.0)
+        loading = await asyncio.to_thread(attachment.ranks.load_adapter, 0, ADAPTER)
+        while not shard.loads:  # noqa: ASYNC110  the test's limit bounds it
+            await asyncio.sleep(0.001)
+        await client._serve(attachment, None, None)
+        late = await asyncio.to_thread(attachment.ranks.load_adapter, 0, ADAPTER)
+        for each in (loading, late):
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wrap_future(each)
+        assert len(shard.loads) == 1
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def run_stage(
         )
     lanes = LaneRunners(runners)
     try:
-        lanes.attach(channels.values(), LeadingRanks(groups, commands.put))
+        lanes.attach(channels.values(), LeadingRanks(groups, commands.put, Mock()))
         return run_steps(lanes, channels)
     finally:
         commands.put(None)
