@@ -75,8 +75,6 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
 def _of_parts(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Parts of a model that cannot be cut."""
     parts, family, alone = model.parts, repr(model.family), f"set it to 1, or {PIPELINE} instead"
-    if parts.latent is not None:
-        yield f"{family} has latent attention, whose matrices are not cut", alone
     if model.recurrent_layers or parts.has_attention_gate:
         yield f"{family} has gated attention or recurrent layers, which are not cut", alone
     if parts.embedding_size is not None:

@@ -23,6 +23,7 @@ from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.head import Embedding
+from services.dense_worker.model.latent.attention import LatentOutput, LatentQkv, LatentQueries
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor, TensorPart
 from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
@@ -70,6 +71,11 @@ class _Cutter:
                 return self._experts(part)
             case HeadNorms():
                 return self._head_norms(part, heads)
+            case LatentQkv():
+                return self._latent_qkv(part, heads)
+            case LatentOutput():
+                values = self._rows(part.values, [self._rank.share(heads.num_heads)])
+                return replace(part, values=values, after=self._cut(part.after, heads))
             case tuple():
                 return tuple(self._cut(each, heads) for each in part)
         if is_dataclass(part):
@@ -94,7 +100,9 @@ class _Cutter:
                 weight=self._columns_of(linear.weight, columns, linear.in_features),
                 bias=linear.bias and self._added_once(linear.bias),
             )
-        rows = self._rows_of(linear, heads)
+        return self._of_rows(linear, self._rows_of(linear, heads))
+
+    def _of_rows(self, linear: Linear, rows: Sequence[range]) -> Linear:
         sizes = _overlaps([each.out_features for each in linear.merged_from], rows)
         return replace(
             linear,
@@ -104,6 +112,24 @@ class _Cutter:
             ),
             weight=self._rows_of_all(linear.weight, rows),
             bias=linear.bias and self._rows(linear.bias, rows),
+        )
+
+    def _latent_qkv(self, latent: LatentQkv, heads: LayerHeads) -> LatentQkv:
+        """Its heads of queries. Latent vectors, and the part of keys that heads share, are whole on each rank."""
+        size, queries = latent.down.merged_from[0].out_features, latent.queries
+        own = range(size)
+        if queries is None:
+            own = self._rank.share(size, size // heads.num_heads)
+        else:
+            rows = self._rank.share(queries.up.out_features, queries.up.out_features // heads.num_heads)
+            queries = LatentQueries(self._cut(queries.norm, heads), self._of_rows(queries.up, [rows]))
+        return replace(
+            latent,
+            norm=self._cut(latent.norm, heads),
+            down=self._of_rows(latent.down, [own, range(size, latent.down.out_features)]),
+            queries=queries,
+            latent_norm=self._cut(latent.latent_norm, heads),
+            keys=self._rows(latent.keys, [self._rank.share(heads.num_heads)]),
         )
 
     def _rows_of(self, linear: Linear, heads: LayerHeads) -> list[range]:

@@ -30,12 +30,11 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 BOUND = 2e-5  # as for one rank: relative to the largest logit, in another order of sums
 PROMPT = torch.randint(3, 96, (21,), generator=torch.Generator().manual_seed(5)).tolist()
-# They have latent attention, gated layers, inputs for each layer, or a narrow embedding: `check_ranks` refuses them.
-LATENT = ("deepseek", "kimi", "youtu", "glm4_moe_lite")
-REFUSED = (*LATENT, "qwen3_next", "qwen3_5", "gemma4-shared", "opt-350m", *RECURRENT)
+# They have gated layers, inputs for each layer, or a narrow embedding: `check_ranks` refuses them.
+REFUSED = ("qwen3_next", "qwen3_5", "gemma4-shared", "opt-350m", *RECURRENT)
 # Together they have all that is cut in a way of its own: fused and transposed tensors, heads that two ranks share,
 # experts one by one and stacked, a shared expert, sinks, ALiBi, biases, norms of heads, and a vocabulary of odd size.
-FEW = ("qwen2_moe", "gpt_oss", "falcon-7b", "bloom", "gpt2", "phi3", "olmo2")
+FEW = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "gpt_oss", "falcon-7b", "bloom", "gpt2", "phi3", "olmo2")
 FEW_BY_KERNELS = ("gpt_oss", "bloom", "olmo2")
 FEW_FORMATS = ("fp8 blocks", "int4 g32", "mxfp4")
 # Several ranks would share an order of columns or a block; and a scale for each token is of a rank's own columns.
