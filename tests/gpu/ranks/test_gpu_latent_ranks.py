@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from tests.gpu.gpu_streams import expected_tokens, small_cluster, tokens_of
 from tests.gpu.latent.test_gpu_latent_models import CASES
-from tests.support.rank_processes import pid_of
 from tests.support.reference import make_served_model
 
 pytestmark = [

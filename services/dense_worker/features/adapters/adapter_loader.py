@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,12 @@ import torch
 from services.common.config import Config
 from services.common.errors import RequestAborted, TwostrokeError
 from services.common.model_config import load_model_config
+from services.common.rank import Rank
 from services.common.resolve import ResolvedModel
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import Cut, Linear
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.parameters import parts_of_type
-from services.dense_worker.ranks.adapter_parts import adapter_part
 from services.lora.adapter import Adapter
 from services.lora.checkpoint import LoraTensors, Shapes, adapter_hash, read_adapter
 from services.lora.shapes import adapted_shapes
@@ -107,3 +107,26 @@ class AdapterLoader:
                 raise RequestAborted("its files have changed since the gateway loaded it; load it again")
             self._store.store(slot, self._take_part(tensors))
         self._held[slot] = adapter.hash
+
+
+def adapter_part(
+    tensors: Mapping[str, LoraTensors], linears: Iterable[Linear], head_dim: int, rank: Rank
+) -> dict[str, LoraTensors]:
+    """The rank's part of the whole `tensors`, for its own `linears`; views.
+
+    Where ranks have columns of a product, B has their rows and A is whole. Where their products are added up, A has
+    their columns and B is whole: so are the deltas, since scale * B A x is the sum of scale * B A_r x_r.
+    """
+    parts = {}
+    for linear in linears:
+        for projection in linear.merged_from:
+            if (found := tensors.get(projection.name)) is None:
+                continue
+            if linear.cut is Cut.IN:
+                own = rank.share(found.a.shape[1])
+                part = LoraTensors(found.a[:, own.start : own.stop], found.b, found.scale)
+            else:
+                own = rank.share(len(found.b), head_dim if linear.name == "qkv" else 1)
+                part = LoraTensors(found.a, found.b[own.start : own.stop], found.scale)
+            parts[projection.name] = part
+    return parts

@@ -15,12 +15,12 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.features.adapters.adapter_loader import adapter_part
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection, WeightFormat
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.parameters import parts_of_type
-from services.dense_worker.ranks.adapter_parts import adapter_part
 from services.dense_worker.ranks.shard_backend import shard_sizes, stage_backend, tensor_backend
 from services.dense_worker.ranks.stage_links import StageLinks
 from services.dense_worker.ranks.stage_weights import linked_weights
