@@ -1,10 +1,11 @@
-"""Measures one gateway process: tokens per second, CPU time per token, and the latency that it adds.
+"""Measures gateway processes: tokens per second, CPU time per token, and the latency that they add.
 
-A stub replaces the dense worker and emits a token per stream and step. Clients on plain sockets, in a process of their
-own, read the streams. The gateway between them is the real process. Throughput is related to the gateway's CPU time,
-because on few cores stub and clients also use the CPU.
+A stub replaces the dense worker and emits a token per stream and step. Clients on plain sockets, in processes of their
+own, read the streams. The gateway between them is the real process, or several that a launcher starts at the same
+ports. Throughput is related to the gateway's CPU time, because on few cores stub and clients also use the CPU.
 
 `python bench/gateway.py --protocols grpc,sse --streams 1,64,512 --json FILE`
+`python bench/gateway.py --processes 1,2,4 --no-free --paced-streams 64,500 --pace-ms 40 --client-processes 4`
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.load.options import REPOSITORY, counts, positive, run_facts, whole_number
-from bench.load.process_load import children, cpu_s
+from bench.load.process_load import children, cpu_s, resident_bytes
 from bench.load.stats import GatewayFigures, WireRun, gateway_figures
 from bench.load.stub_dense import RECEIPT, Stub, StubSettings, running_stub
 from bench.load.wire_clients import Connection, GrpcConnection, SseConnection, StreamLog, WireError, read_streams
@@ -67,12 +68,14 @@ class Case:
     num_streams: int
     pace_ms: float  # from one step to the next; 0: as fast as clients take the tokens
     connections: int  # number that share the gRPC streams; each SSE stream has a connection of its own
+    num_processes: int = 1  # gateways
 
     @property
     def label(self) -> str:
         """The name of the case in plots."""
         pace = f", every {self.pace_ms:g} ms" if self.pace_ms else ""
-        return f"{self.protocol}, {self.num_streams}{pace}"
+        processes = f", {self.num_processes} processes" if self.num_processes > 1 else ""
+        return f"{self.protocol}, {self.num_streams}{pace}{processes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Gateway:
 
     pids: list[int]
     addresses: dict[str, str]  # by protocol
+    begun_at: float  # on the monotonic clock
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,13 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from bench.load.plots import save_gateway_plot  # it needs matplotlib
 
         runs = [(case.label, run, figures) for case, run, figures in results]
-        save_gateway_plot(runs, "one gateway process before a stub worker", arguments.plot)
+        save_gateway_plot(runs, "gateway processes before a stub worker", arguments.plot)
     return 0
 
 
 def run_case(case: Case, arguments: argparse.Namespace) -> tuple[Case, WireRun, GatewayFigures]:
     """Starts all processes, measures for `arguments.duration` seconds, and stops all processes."""
-    print(f"{case.protocol}, {case.num_streams} streams, pace {case.pace_ms:g} ms", file=sys.stderr)
+    print(case.label, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="twostroke-bench-") as name:
         directory = Path(name)
         settings = StubSettings(
@@ -126,31 +130,37 @@ def run_case(case: Case, arguments: argparse.Namespace) -> tuple[Case, WireRun, 
             pace_s=case.pace_ms / 1e3,
             max_backlog=arguments.max_backlog,
         )
-        with running_stub(settings) as stub, running_gateway(directory, arguments) as gateway:
+        with running_stub(settings) as stub, running_gateway(directory, arguments, case.num_processes) as gateway:
+            _wait_connected(stub, case.num_processes)
+            start_s = time.monotonic() - gateway.begun_at
             run = _measure(case, stub, gateway, settings.receipt_file, arguments)
+            megabytes = [round(resident_bytes(pid) / 2**20) for pid in gateway.pids]
+            print(f"  served after {start_s:.1f} s; resident at the end, MiB: {megabytes}", file=sys.stderr)
     return case, run, gateway_figures(run)
 
 
 def format_table(rows: Sequence[tuple[Case, GatewayFigures]]) -> str:
     """A Markdown table with a row per case."""
     lines = [
-        "| protocol | streams | step, ms | tok/s | gateway CPU, us/token | tok per CPU second | tokens a message "
-        "| gateway, cores | clients, cores | added latency P50 / P99, ms | first / last of a step, ms |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| processes | protocol | streams | step, ms | tok/s | gateway CPU, us/token | tok per CPU second "
+        "| tokens a message | gateways, cores | clients, cores | added latency P50 / P99, ms "
+        "| first / last of a step, ms |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, figures in rows:
         latency, spread = _latency(figures)
         lines.append(
-            f"| {case.protocol} | {case.num_streams} | {case.pace_ms or 'free'} | {figures.output_throughput:,.0f} "
-            f"| {figures.cpu_us_per_token:.1f} | {figures.tokens_per_cpu_s:,.0f} | {figures.tokens_per_message:.2f} "
-            f"| {figures.gateway_cores:.2f} | {figures.client_cores:.2f} | {latency} | {spread} |"
+            f"| {case.num_processes} | {case.protocol} | {case.num_streams} | {case.pace_ms or 'free'} "
+            f"| {figures.output_throughput:,.0f} | {figures.cpu_us_per_token:.1f} | {figures.tokens_per_cpu_s:,.0f} "
+            f"| {figures.tokens_per_message:.2f} | {figures.gateway_cores:.2f} | {figures.client_cores:.2f} "
+            f"| {latency} | {spread} |"
         )
     return "\n".join(lines)
 
 
 @contextlib.contextmanager
-def running_gateway(directory: Path, arguments: argparse.Namespace) -> Iterator[Gateway]:
-    """Runs a real gateway in front of the stub; stops it at the end."""
+def running_gateway(directory: Path, arguments: argparse.Namespace, num_processes: int = 1) -> Iterator[Gateway]:
+    """Runs a real gateway in front of the stub, or several with their launcher; stops them at the end."""
     if arguments.sockets == "unix":
         addresses = {protocol: f"unix:{directory}/{protocol}.sock" for protocol in PROTOCOLS}
     else:
@@ -165,14 +175,17 @@ def running_gateway(directory: Path, arguments: argparse.Namespace) -> Iterator[
         *arguments.set,
     ]
     command = [sys.executable, "-m", "services.gateway"]
+    if num_processes > 1:
+        command = [sys.executable, "-m", "services.launch"]
+        overrides += ['launch.services=["gateway"]', f"launch.gateway_processes={num_processes}"]
     for override in overrides:
         command += ["--set", override]
     with (directory / "gateway.log").open("w+") as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log)
+        start = time.monotonic()
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=log)
         try:
             _wait_serving(process, addresses["grpc"], directory / "gateway.log")
-            pids = [process.pid, *children(process.pid)]
-            yield Gateway(pids, addresses)
+            yield Gateway(_descendants(process.pid), addresses, start)
         finally:
             process.terminate()
             try:
@@ -184,16 +197,23 @@ def running_gateway(directory: Path, arguments: argparse.Namespace) -> Iterator[
 
 def _measure(case: Case, stub: Stub, gateway: Gateway, receipts: Path, arguments: argparse.Namespace) -> WireRun:
     context = multiprocessing.get_context("spawn")
-    pipe, far_end = context.Pipe()
-    job = (case, gateway.addresses[case.protocol], receipts)
-    client = context.Process(target=_run_clients, args=(*job, far_end), daemon=True)
-    client.start()
-    far_end.close()
+    num_clients = min(arguments.client_processes, case.num_streams)
+    clients, pipes = [], []
+    for first in range(num_clients):
+        pipe, far_end = context.Pipe()
+        indexes = range(first, case.num_streams, num_clients)
+        job = (case, gateway.addresses[case.protocol], receipts, indexes, far_end)
+        client = context.Process(target=_run_clients, args=job, daemon=True)
+        client.start()
+        far_end.close()
+        clients.append(client)
+        pipes.append(pipe)
     try:
-        _expect(pipe, STREAMS_TIMEOUT_S, "started")
-        assert client.pid is not None
+        for pipe in pipes:
+            _expect(pipe, STREAMS_TIMEOUT_S, "started")
         time.sleep(arguments.warmup)
-        pids = {"gateway": gateway.pids, "client": [client.pid], "stub": [stub.pid]}
+        client_pids = [client.pid for client in clients if client.pid is not None]
+        pids = {"gateway": gateway.pids, "client": client_pids, "stub": [stub.pid]}
         start_cpu_s = {name: sum(map(cpu_s, group)) for name, group in pids.items()}
         start_ns = time.monotonic_ns()
         if arguments.profile:
@@ -203,11 +223,13 @@ def _measure(case: Case, stub: Stub, gateway: Gateway, receipts: Path, arguments
         end_ns = time.monotonic_ns()
         end_cpu_s = {name: sum(map(cpu_s, group)) for name, group in pids.items()}
         report = stub.report()
-        pipe.send("stop")
-        logs: list[StreamLog] = _expect(pipe, STREAMS_TIMEOUT_S)
+        for pipe in pipes:
+            pipe.send("stop")
+        logs: list[StreamLog] = [log for pipe in pipes for log in _expect(pipe, STREAMS_TIMEOUT_S)]
     finally:
-        client.kill()
-        client.join()
+        for client in clients:
+            client.kill()
+            client.join()
     return WireRun(
         start_ns=start_ns,
         end_ns=end_ns,
@@ -221,8 +243,8 @@ def _measure(case: Case, stub: Stub, gateway: Gateway, receipts: Path, arguments
     )
 
 
-def _run_clients(case: Case, address: str, receipts: Path, parent: Pipe) -> None:
-    """In the client process: runs all streams of a case until the parent sends stop."""
+def _run_clients(case: Case, address: str, receipts: Path, indexes: Sequence[int], parent: Pipe) -> None:
+    """In a client process: runs its streams of a case until the parent sends stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     receipt = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     receipt.connect(str(receipts))
@@ -230,7 +252,7 @@ def _run_clients(case: Case, address: str, receipts: Path, parent: Pipe) -> None
     def report(num_tokens: int) -> None:
         receipt.send(RECEIPT.pack(num_tokens))
 
-    connections = _connections(case, address)
+    connections = _connections(case, address, indexes)
     gc.collect()
     gc.disable()  # a collection would delay every token behind it
     try:
@@ -240,17 +262,15 @@ def _run_clients(case: Case, address: str, receipts: Path, parent: Pipe) -> None
         parent.send(error)
 
 
-def _connections(case: Case, address: str) -> list[Connection]:
+def _connections(case: Case, address: str, indexes: Sequence[int]) -> list[Connection]:
     if case.protocol in PATHS:
         return [
             SseConnection(address, index, PATHS[case.protocol], _sse_body(case.protocol, index), TOKEN_MARK)
-            for index in range(case.num_streams)
+            for index in indexes
         ]
-    num_connections = min(case.connections, case.num_streams)
+    num_connections = max(1, min(case.connections * len(indexes) // case.num_streams, len(indexes)))
     return [
-        GrpcConnection(
-            address, {index: _grpc_request(index) for index in range(first, case.num_streams, num_connections)}
-        )
+        GrpcConnection(address, {index: _grpc_request(index) for index in indexes[first::num_connections]})
         for first in range(num_connections)
     ]
 
@@ -292,6 +312,18 @@ def _wait_serving(process: subprocess.Popen[bytes], address: str, log_file: Path
             time.sleep(0.02)
 
 
+def _wait_connected(stub: Stub, num_processes: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (number := stub.report().num_gateways) < num_processes:
+        if time.monotonic() > deadline:
+            raise BenchError(f"{number} of {num_processes} gateways have connected after {START_TIMEOUT_S:g} s")
+        time.sleep(0.02)
+
+
+def _descendants(pid: int) -> list[int]:
+    return [pid, *(each for child in children(pid) for each in _descendants(child))]
+
+
 def _free_ports(number: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
@@ -324,17 +356,14 @@ def _expect(pipe: Pipe, timeout_s: float, message: str | None = None) -> Any:
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
-    free = [
-        Case(protocol, num_streams, 0.0, arguments.connections)
+    loads = [(num_streams, 0.0) for num_streams in arguments.streams]
+    loads += [(num_streams, arguments.pace_ms) for num_streams in arguments.paced_streams]
+    return [
+        Case(protocol, num_streams, pace_ms, arguments.connections, num_processes)
+        for num_processes in arguments.processes
         for protocol in arguments.protocols
-        for num_streams in arguments.streams
+        for num_streams, pace_ms in loads
     ]
-    paced = [
-        Case(protocol, num_streams, arguments.pace_ms, arguments.connections)
-        for protocol in arguments.protocols
-        for num_streams in arguments.paced_streams
-    ]
-    return free + paced
 
 
 def _latency(figures: GatewayFigures) -> tuple[str, str]:
@@ -355,7 +384,7 @@ def _protocols(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench/gateway.py",
-        description="Throughput, CPU time per token and added latency of one gateway process before a stub worker.",
+        description="Throughput, CPU time per token and added latency of gateway processes before a stub worker.",
         epilog="Free-running cases tell throughput: a step is emitted as soon as clients have the tokens of all but "
         "the last --max-backlog steps. Paced cases tell latency: from the stub handing a step to gRPC to a client's "
         "recv() of the token.",
@@ -367,6 +396,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--paced-streams", type=counts, default=[1, 64], metavar="LIST", help="streams of paced cases (1,64)")
     add("--no-paced", dest="paced_streams", action="store_const", const=[], help="only free-running cases")
     add("--no-free", dest="streams", action="store_const", const=[], help="only paced cases")
+    add("--processes", type=counts, default=[1], metavar="LIST", help="gateway processes (1)")
+    add("--client-processes", type=whole_number, default=1, metavar="N", help="that share the streams (%(default)s)")
     add(
         "--pace-ms",
         type=positive,

@@ -1,4 +1,4 @@
-"""A dense worker without a model, to test a gateway: it emits one token per stream and step.
+"""A dense worker without a model, to test gateways: it emits one token per stream and step.
 
 It runs in a process of its own, behind the real gRPC API. Steps have a fixed pace, or are as fast as clients receive
 tokens: clients report their receipts, and at most `max_backlog` steps are in flight.
@@ -45,6 +45,7 @@ class StubReport:
 
     step_ns: list[int]  # when each step was handed to gRPC
     first_step: dict[int, int]  # by seed: index of the step with a stream's first token
+    num_gateways: int  # connected now
 
 
 class Stub:
@@ -94,10 +95,13 @@ async def _serve(settings: StubSettings, parent: Connection) -> None:
         server.add_insecure_port(settings.address)
         await server.start()
         asyncio.get_running_loop().add_reader(receipts, stub.take_receipts)
+        steps = asyncio.create_task(stub.run_steps())
         parent.send("ready")
         while True:
             await asyncio.to_thread(parent.recv)  # waits until the parent kills this process
-            parent.send(StubReport(stub.step_ns, stub.first_step))
+            if steps.done():
+                steps.result()  # raises what has ended it
+            parent.send(StubReport(stub.step_ns, stub.first_step, stub.num_gateways))
 
 
 class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
@@ -108,6 +112,7 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
         self._receipts = receipts
         self._num_under_way = 0  # tokens sent and not yet received
         self._updates = asyncio.Event()
+        self._gateways: list[_Gateway] = []
 
     def take_receipts(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -115,6 +120,11 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
                 [num_tokens] = RECEIPT.unpack(self._receipts.recv(RECEIPT.size))
                 self._num_under_way -= num_tokens
                 self._updates.set()
+
+    @property
+    def num_gateways(self) -> int:
+        """Connected gateways, which may submit."""
+        return sum(each.has_resumed for each in self._gateways)
 
     async def GetInfo(
         self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -133,48 +143,73 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
-        streams: dict[int, _Stream] = {}  # by seq_id
-        reader = asyncio.create_task(self._read(requests, streams))
-        token_ids = self._settings.token_ids
-        due_ns = 0
+        gateway = _Gateway()
+        self._gateways.append(gateway)
+        reader = asyncio.create_task(self._read(requests, gateway))
         try:
             while True:
-                while not streams or self._is_full(len(streams)):
-                    self._updates.clear()
-                    await self._updates.wait()
-                if self._settings.pace_s:
-                    due_ns = max(due_ns + round(self._settings.pace_s * NS_PER_S), time.monotonic_ns())
-                    await asyncio.sleep((due_ns - time.monotonic_ns()) / NS_PER_S)
-                    if not streams:
-                        continue
-                step = len(self.step_ns)
-                output = _step_output(step, streams, token_ids[step % len(token_ids)])
-                self._num_under_way += len(output.seq_ids)
-                self._note_first_steps(step, output, streams)
-                self.step_ns.append(time.monotonic_ns())
-                yield output
-                for end in output.ended:
-                    streams.pop(end.seq_id, None)
+                yield await gateway.outputs.get()
         finally:
             reader.cancel()
+            self._gateways.remove(gateway)
+
+    async def run_steps(self) -> None:
+        """Emits steps, each with the streams of all gateways, until cancelled."""
+        token_ids = self._settings.token_ids
+        due_ns = 0
+        while True:
+            while not (num_streams := self._num_streams()) or self._is_full(num_streams):
+                self._updates.clear()
+                await self._updates.wait()
+            if self._settings.pace_s:
+                due_ns = max(due_ns + round(self._settings.pace_s * NS_PER_S), time.monotonic_ns())
+                await asyncio.sleep((due_ns - time.monotonic_ns()) / NS_PER_S)
+            else:
+                await asyncio.sleep(0)  # what has just been put is sent
+            step = len(self.step_ns)
+            token_id = token_ids[step % len(token_ids)]
+            outputs = [(each, _step_output(step, each.streams, token_id)) for each in self._gateways if each.streams]
+            if not outputs:
+                continue
+            for gateway, output in outputs:
+                self._num_under_way += len(output.seq_ids)
+                for start in output.started:
+                    self.first_step[gateway.streams[start.seq_id].seed] = step
+            self.step_ns.append(time.monotonic_ns())
+            for gateway, output in outputs:
+                gateway.outputs.put_nowait(output)
+                for end in output.ended:
+                    gateway.streams.pop(end.seq_id, None)
+
+    def _num_streams(self) -> int:
+        return sum(len(gateway.streams) for gateway in self._gateways)
 
     def _is_full(self, num_streams: int) -> bool:
         """Whether more tokens would exceed the backlog. A paced stub has no such limit."""
         return not self._settings.pace_s and self._num_under_way > (self._settings.max_backlog - 1) * num_streams
 
-    def _note_first_steps(self, step: int, output: dense_pb2.StepOutput, streams: dict[int, _Stream]) -> None:
-        for start in output.started:
-            self.first_step[streams[start.seq_id].seed] = step
-
-    async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], streams: dict[int, _Stream]) -> None:
+    async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], gateway: _Gateway) -> None:
+        streams = gateway.streams
         async for message in requests:
             if message.WhichOneof("message") == "submit":
                 submit = message.submit
                 streams[submit.seq_id] = _Stream(submit.spec.sampling.seed, submit.spec.max_tokens)
             elif message.WhichOneof("message") == "cancel":
                 streams.pop(message.cancel.seq_id, None)
-            self._num_under_way = 0 if not streams else self._num_under_way  # cancelled tokens are never reported
+            elif message.WhichOneof("message") == "resumed":
+                gateway.has_resumed = True
+            if not self._num_streams():
+                self._num_under_way = 0  # cancelled tokens are never reported
             self._updates.set()
+
+
+class _Gateway:
+    """One gateway's stream."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, _Stream] = {}  # by seq_id
+        self.outputs = asyncio.Queue[dense_pb2.StepOutput]()
+        self.has_resumed = False
 
 
 class _Stream:

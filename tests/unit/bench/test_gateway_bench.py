@@ -139,10 +139,10 @@ def test_figures_are_those_of_the_measured_seconds() -> None:
 def warm_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway is forked from `tests.support.warm_server`."""
 
-    def start(command: list[str], cwd: Path, stderr: IO[str]) -> WarmProcess:
+    def start(command: list[str], cwd: Path, stdout: int, stderr: IO[str]) -> WarmProcess:
         return WarmProcess(warm_server(), command, stderr=stderr.fileno())
 
-    fake = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
+    fake = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("bench.gateway.subprocess", fake)
 
 
@@ -171,12 +171,12 @@ def test_printed_figures_follow_from_the_raw_timestamps(
                 if step < len(raw["step_ns"]):
                     latencies.append((arrival - raw["step_ns"][step]) / MS)
     assert num_tokens > 4
-    assert cells[3] == f"{num_tokens / duration_s:,.0f}"
+    assert cells[4] == f"{num_tokens / duration_s:,.0f}"
     gateway_cpu_s = raw["cpu_s"]["gateway"]
-    assert cells[4] == f"{1e6 * gateway_cpu_s / num_tokens:.1f}"
-    assert cells[5] == (f"{num_tokens / gateway_cpu_s:,.0f}" if gateway_cpu_s else "0")
+    assert cells[5] == f"{1e6 * gateway_cpu_s / num_tokens:.1f}"
+    assert cells[6] == (f"{num_tokens / gateway_cpu_s:,.0f}" if gateway_cpu_s else "0")
     total_tokens = sum(map(sum, raw["chunk_num_tokens"]))
-    assert cells[6] == f"{total_tokens / raw['num_messages']:.2f}"
+    assert cells[7] == f"{total_tokens / raw['num_messages']:.2f}"
     if pace == ["--no-paced"]:
         assert cells[-2:] == ["-", "-"]
         return
