@@ -86,20 +86,28 @@ class Generation:
             if chunk is not None:
                 return chunk
 
-    async def forward(self, take: Callable[[Chunk], None], can_take: Callable[[], bool]) -> None:
-        """Passes chunks to `take` as soon as there are tokens, without waking a task for them.
+    async def forward(self, take: Callable[[list[Chunk]], None], can_take: Callable[[], bool]) -> None:
+        """Passes chunks to `take` as soon as there are tokens, those of a step at once, without waking a task.
 
-        Returns when the last chunk has been passed or `can_take` is false: then call `next_chunk`, as tokens may be
-        waiting. Raises what `next_chunk` would raise. Not for stepwise requests.
+        Returns when the last chunk has been passed, or `can_take` is false and there are more: then call `next_chunk`.
+        Raises what `next_chunk` would raise. Not for stepwise requests.
         """
         assert not self.request.is_stepwise, "the answers to a stepwise request take turns"
 
-        def take_entry(entry: JournalEntry) -> None:
-            chunk = self._chunk_of(entry)
-            if chunk is not None:
-                take(chunk)
+        def take_entries(entries: list[JournalEntry]) -> bool:
+            chunks: list[Chunk] = []
+            try:
+                for entry in entries:
+                    chunk = self._chunk_of(entry)
+                    if chunk is not None:
+                        chunks.append(chunk)
+            finally:
+                if chunks:
+                    take(chunks)
+            return self._num_running > 0
 
-        await self._updates.forward(take_entry, lambda: not self.is_finished and can_take())
+        if not self.is_finished:
+            await self._updates.forward(take_entries, can_take)
 
     def _chunk_of(self, entry: JournalEntry) -> Chunk | None:
         """The chunk with an entry's new tokens; None if its answer has ended before."""
@@ -176,10 +184,28 @@ class _Answer:
         self.num_output_tokens = 0  # returned in chunks so far
         self._own_logprobs = array("f")  # of these tokens, if requested
         self._is_closed = False
+        request = entry.request
+        # Whether a chunk that is not the last one has nothing but text and tokens.
+        self._is_plain = not (
+            prompt_text
+            or entry.records
+            or request.stop
+            or request.is_stepwise
+            or request.returns_prompt
+            or request.parsing is not None
+            or request.num_logprobs is not None
+        )
 
     def next_chunk(self) -> Chunk:
         """A chunk with the entry's new tokens. Raises the error that ended the entry."""
         entry, request = self.entry, self.entry.request
+        if self._is_plain and not entry.is_ended:
+            token_ids = entry.take_plain_tokens()
+            self.num_output_tokens += len(token_ids)
+            self._measure(len(token_ids))
+            return Chunk(
+                entry.index, self._text.append_plain(token_ids), token_ids, None, self.num_output_tokens, None, None
+            )
         is_first = self.num_output_tokens == 0
         token_ids, logprobs, reason = entry.take_new_tokens()
         stop_token_id = None
@@ -324,6 +350,7 @@ class _TextBuilder:
         if request.stop:
             self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
         self._num_early = request.spec.sampling.min_tokens  # tokens to come that no stop string ends
+        self.append_plain = self._detokenizer.append  # new text, where there are no stop strings and it is not the last
 
     def append(self, token_ids: list[int], is_last: bool) -> tuple[str, int, str | None]:
         """New text, how many of `token_ids` it took, and the stop string that ended it, if one did."""

@@ -29,6 +29,7 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
     for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, QueueTimeout, RequestAborted)
 }
 
+STEPS_OF_TURNS = 32  # about as many later, a sequence is the first one of a large step again
 MAX_PART_BYTES = 2**20  # of a prompt table in one message: about a millisecond
 
 
@@ -90,7 +91,7 @@ def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> Non
         entry = find(each.seq_id)
         if entry is not None:
             entry.logprobs.append(each.token)
-    for seq_id, token_id in zip(output.seq_ids, output.token_ids, strict=True):
+    for seq_id, token_id in _in_turn(output):
         entry = find(seq_id)
         if entry is not None:
             entry.append(token_id, now)
@@ -110,6 +111,16 @@ def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> Non
             entry.finish(finish_reason)
         else:
             entry.fail(SEQUENCE_ERRORS.get(end.status_code, TwostrokeError)(end.message, end.param or None))
+
+
+def _in_turn(output: dense_pb2.StepOutput) -> Iterator[tuple[int, int]]:
+    """The seq_ids and tokens of a step, beginning with another sequence each time: who comes last waits longest."""
+    seq_ids, token_ids = list(output.seq_ids), list(output.token_ids)
+    count = len(seq_ids)
+    start = output.step_id * max(1, count // STEPS_OF_TURNS) % count if count else 0
+    while start and seq_ids[start - 1] == seq_ids[start]:
+        start -= 1  # the tokens of one sequence stay in order
+    return zip(seq_ids[start:] + seq_ids[:start], token_ids[start:] + token_ids[:start], strict=True)
 
 
 def _keep_answers(entry: JournalEntry, answers: Sequence[dense_pb2.BeamAnswer], now: float) -> None:

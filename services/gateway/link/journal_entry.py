@@ -70,15 +70,15 @@ class Rounds:
 class UpdateQueue:
     """A queue of the sequences of a request that have updates, for the request's handler.
 
-    The handler waits for the next one, or has each passed to a function as it comes, which wakes no task.
+    The handler waits for the next one, or has all that there are passed to a function, which wakes no task.
     """
 
     def __init__(self, rounds: Rounds | None = None) -> None:
         """`rounds`: those of all requests; None: its own."""
         self._rounds = rounds or Rounds()
-        self._entries: deque[JournalEntry] = deque()  # each entry at most once
+        self._entries: list[JournalEntry] = []  # each entry at most once
         self._waiter: asyncio.Future[None] | None = None
-        self._take: Callable[[JournalEntry], None] | None = None  # given while `forward` runs
+        self._take: Callable[[list[JournalEntry]], bool] | None = None  # given while `forward` runs
         self._can_take: Callable[[], bool] = bool
 
     def put(self, entry: JournalEntry) -> None:
@@ -95,10 +95,11 @@ class UpdateQueue:
         while not self._entries:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._entries.popleft()
+        return self._entries.pop(0)
 
-    async def forward(self, take: Callable[[JournalEntry], None], can_take: Callable[[], bool]) -> None:
-        """Passes each entry with updates to `take`, until `can_take` is false or `take` raises, as this then does.
+    async def forward(self, take: Callable[[list[JournalEntry]], bool], can_take: Callable[[], bool]) -> None:
+        """Passes entries with updates to `take`, all that there are at once, until `take` says that these were the last
+        ones or raises, as this then does. Returns as well when there are some and `can_take` is false.
 
         Like `next` for one caller at a time. `take` runs in the event loop, but not in the task that called this.
         """
@@ -114,12 +115,15 @@ class UpdateQueue:
         waiter = self._waiter
         if self._take is None or waiter is None or waiter.done():
             return  # `forward` has ended; what is in the queue stays there
-        try:
-            while self._can_take():
-                if not self._entries:
-                    return
-                self._take(self._entries.popleft())
+        if not self._entries:
+            return
+        if not self._can_take():
             waiter.set_result(None)
+            return
+        entries, self._entries = self._entries, []
+        try:
+            if not self._take(entries):
+                waiter.set_result(None)
         except Exception as error:
             waiter.set_exception(error)
 
@@ -272,6 +276,13 @@ class JournalEntry:
         if not self.is_ended:
             self.error = error
             self._put_in_updates()
+
+    def take_plain_tokens(self) -> list[int]:
+        """`take_new_tokens` of an entry that has not ended and is asked for nothing but tokens."""
+        self._is_in_updates = False
+        start, token_ids = self._num_taken_tokens, self.output_token_ids
+        self._num_taken_tokens = len(token_ids)
+        return token_ids[start:]
 
     def take_new_tokens(self) -> tuple[list[int], LogprobRows, FinishReason | None]:
         """Takes all tokens not taken yet, with their log-probabilities if requested, and why these are the last ones.

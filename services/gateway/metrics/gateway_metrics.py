@@ -6,13 +6,16 @@ client keep anyway are read when a scraper asks, on the scraper's thread.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from services.common.errors import TwostrokeError
 from services.rpc.metrics import LATENCY_BUCKETS_S
@@ -67,9 +70,12 @@ class GatewayMetrics:
         self._first_token = histogram(
             "time_to_first_token_seconds", "From a request's acceptance until its answer's first token."
         )
-        self._inter_token = histogram(
-            "inter_token_latency_seconds", "From one chunk of an answer that carries tokens to the next."
+        self._inter_token = _GapHistogram(
+            "twostroke_gateway_inter_token_latency_seconds",
+            "From one chunk of an answer that carries tokens to the next.",
         )
+        registry.register(self._inter_token)
+        self._collectors.append(self._inter_token)
         self._per_token = histogram(
             "time_per_output_token_seconds", "Mean time from one token of an answer to the next, once an answer."
         )
@@ -134,6 +140,25 @@ class GatewayMetrics:
     def on_rejected(self, error: TwostrokeError) -> None:
         """Called when a request is refused."""
         self._rejected.labels(error.code).inc()
+
+
+class _GapHistogram(Collector):
+    """A histogram that only the event loop changes: prometheus_client's takes two locks and 0.7 us for each value."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._counts = [0] * (len(LATENCY_BUCKETS_S) + 1)  # of each bucket alone, the last without a bound
+        self._sum_s = 0.0
+
+    def observe(self, value_s: float) -> None:
+        """Adds a value."""
+        self._sum_s += value_s
+        self._counts[bisect_left(LATENCY_BUCKETS_S, value_s)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, LATENCY_BUCKETS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum_s)
 
 
 class _CountsCollector(Collector):

@@ -63,10 +63,7 @@ class Detokenizer:
             self._stream = _ByteStream(table, prompt_token_ids)
         else:
             self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens, kept_special_tokens)
-
-    def append(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
-        return self._stream.append(token_ids)
+        self.append = self._stream.append  # the text that these tokens complete; called for every token
 
     def flush(self) -> str:
         """The text that was held back. Call it after the last token."""

@@ -84,7 +84,7 @@ class ChatFormat:
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject | bytes]:
         if self._is_plain and chunk.text and not chunk.deltas and chunk.finish is None and chunk.prompt is None:
-            return (self._text_objects.json(chunk.index, chunk.text),)
+            return (self._text_objects.event(chunk.index, chunk.text),)
         pieces = chunk.deltas or ([ContentDelta(chunk.text)] if chunk.text else ())
         delta = delta_object(pieces, has_reasoning=self._has_reasoning)
         choice = _piece(chunk.index, delta)

@@ -57,7 +57,7 @@ class CompletionFormat:
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[CompletionObject | bytes]:
         index = prompt_index * self._num_answers + chunk.index
         if self._is_plain and chunk.text and chunk.finish is None and chunk.prompt is None:
-            return (self._text_objects.json(index, chunk.text),)
+            return (self._text_objects.event(index, chunk.text),)
         choice = _piece(index, chunk.text)
         if self._body.logprobs is not None and (chunk.token_ids or chunk.prompt is not None):
             choice["logprobs"] = self._legacy_logprobs(index, chunk.token_ids, chunk.logprobs or (), chunk.prompt)

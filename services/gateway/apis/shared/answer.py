@@ -50,7 +50,7 @@ class Format(Protocol):
         """Objects to send before all others."""
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
-        """Objects for a piece of an answer; none if the piece has nothing to show. Bytes are the JSON of an object."""
+        """Objects for a piece of an answer; none if the piece has nothing to show. Bytes are an event."""
 
     def closing(self) -> Sequence[Any]:
         """Objects to send after all others."""
@@ -181,10 +181,14 @@ class Answer(Response):
         message = self._messages[0]
         has_lists = message.logprobs > 0 or bool(message.sampling.logprob_token_ids)
 
-        def write(prompt_index: int, chunk: Chunk) -> None:
+        def write(chunks: list[Chunk]) -> None:
+            """All in one piece."""
             assert writer is not None, "chunks are forwarded only to a writer"
-            if event := self._events(form.chunk(prompt_index, chunk)):
-                writer.write(event)
+            objects = form.chunk(0, chunks[0])
+            for chunk in chunks[1:]:
+                objects = [*objects, *form.chunk(0, chunk)]
+            if piece := self._events(objects):
+                writer.write(piece)
 
         body = self._events(form.opening())
         try:
@@ -221,7 +225,9 @@ class Answer(Response):
 
 def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
     """The objects as server-sent events (HTML standard, "Interpreting an event stream"). See `has_event_names`."""
-    return b"".join([_start(each, has_names) + _json(each) + b"\n\n" for each in objects])
+    if len(objects) == 1 and type(objects[0]) is bytes:
+        return objects[0]
+    return b"".join([each if type(each) is bytes else _event(each, has_names) for each in objects])
 
 
 async def send_pieces(send: Send, pieces: AsyncIterator[bytes]) -> None:
@@ -233,8 +239,8 @@ async def send_pieces(send: Send, pieces: AsyncIterator[bytes]) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _json(value: Any) -> bytes:
-    return value if type(value) is bytes else json_at_once(value)
+def _event(value: Any, has_name: bool) -> bytes:
+    return _start(value, has_name) + json_at_once(value) + b"\n\n"
 
 
 def _start(event: Any, has_name: bool) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Caller
@@ -104,8 +103,8 @@ class Generations:
             repeated.add(*chunk)
         return repeated.chunks.popleft()
 
-    async def forward(self, take: Callable[[int, Chunk], None], can_take: Callable[[], bool]) -> None:
-        """Passes chunks, with the index of their prompt, to `take` as in `Generation.forward`.
+    async def forward(self, take: Callable[[list[Chunk]], None], can_take: Callable[[], bool]) -> None:
+        """Passes chunks of the only prompt to `take` as in `Generation.forward`.
 
         Returns at once if chunks of several prompts have to be merged, or must wait for their prompt, or may be large:
         `next_chunk` has all of them.
@@ -115,7 +114,7 @@ class Generations:
         [generation] = self.running
         request = generation.request
         if request.num_logprobs is None and not request.returns_prompt and not request.is_stepwise:
-            await generation.forward(partial(take, 0), can_take)
+            await generation.forward(take, can_take)
 
     async def _next_chunk(self) -> tuple[int, Chunk] | None:
         if len(self.running) == 1:

@@ -1,4 +1,4 @@
-"""`TextObjects`: the JSON of streamed objects that differ in nothing but their text."""
+"""`TextObjects`: the events of streamed objects that differ in nothing but their text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TextObjects:
         self._make = make
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # what surrounds the text, by index
 
-    def json(self, index: int, text: str) -> bytes:
-        """The JSON of the object with this index and text."""
+    def event(self, index: int, text: str) -> bytes:
+        """The event, which has no name, of the object with this index and text."""
         frame = self._frames.get(index)
         if frame is None:
             before, _, after = to_json(self._make(index, PLACEHOLDER)).rpartition(to_json(PLACEHOLDER))
-            frame = self._frames[index] = (before, after)
-        return frame[0] + to_json(text) + frame[1]
+            frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
+        return b"%b%b%b" % (frame[0], to_json(text), frame[1])

@@ -245,7 +245,7 @@ def test_forwarded_chunks_have_all_that_came_together_and_go_on_to_the_last() ->
         generation, entry, _, _ = begin()
         first, last = ids(" one"), ids(" two three")
         chunks: list[Chunk] = []
-        task = asyncio.ensure_future(generation.forward(chunks.append, lambda: True))
+        task = asyncio.ensure_future(generation.forward(chunks.extend, lambda: True))
         await turns_of_the_loop()
         feed(entry, first)
         await turns_of_the_loop()
@@ -261,15 +261,56 @@ def test_forwarded_chunks_have_all_that_came_together_and_go_on_to_the_last() ->
     assert [chunk.finish is None for chunk in chunks] == [True, False]
 
 
+def test_the_chunks_of_all_answers_of_a_step_are_forwarded_together() -> None:
+    async def test() -> list[list[tuple[int, str, bool]]]:
+        generation, dense, _ = begin_many(n=3, best_of=3)
+        together: list[list[Chunk]] = []
+        task = asyncio.ensure_future(generation.forward(together.append, lambda: True))
+        await turns_of_the_loop()
+        one, two = ids(" one"), ids(" two")
+        for entry in dense.submitted:
+            feed(entry, one)
+        await turns_of_the_loop()
+        feed(dense.submitted[2], two)
+        feed(dense.submitted[0], two, FinishReason.LENGTH)
+        await turns_of_the_loop()
+        for entry in dense.submitted[1:]:
+            feed(entry, [], FinishReason.LENGTH)
+        await asyncio.wait_for(task, 10)
+        return [[(chunk.index, chunk.text, chunk.finish is not None) for chunk in chunks] for chunks in together]
+
+    assert asyncio.run(test()) == [
+        [(0, " one", False), (1, " one", False), (2, " one", False)],
+        [(2, " two", False), (0, " two", True)],
+        [(1, "", True), (2, "", True)],
+    ]
+
+
+def test_chunks_before_an_error_of_another_answer_are_forwarded() -> None:
+    async def test() -> list[Chunk]:
+        generation, dense, _ = begin_many(n=2, best_of=2)
+        taken: list[Chunk] = []
+        task = asyncio.ensure_future(generation.forward(taken.extend, lambda: True))
+        await turns_of_the_loop()
+        feed(dense.submitted[0], ids(" one"))
+        dense.submitted[1].fail(CapacityError("the worker has no place"))
+        with pytest.raises(CapacityError, match="the worker has"):
+            await asyncio.wait_for(task, 10)
+        return taken
+
+    assert [(chunk.index, chunk.text) for chunk in asyncio.run(test())] == [(0, " one")]
+
+
 def test_nothing_is_forwarded_while_it_cannot_be_taken_and_all_of_it_stays() -> None:
     async def test() -> tuple[list[Chunk], Chunk]:
         generation, entry, _, _ = begin()
         taken: list[Chunk] = []
-        task = asyncio.ensure_future(generation.forward(taken.append, lambda: not taken))
+        task = asyncio.ensure_future(generation.forward(taken.extend, lambda: not taken))
         await turns_of_the_loop()
         feed(entry, ids(" one"))
-        await asyncio.wait_for(task, 10)
+        await turns_of_the_loop()
         feed(entry, ids(" two"))
+        await asyncio.wait_for(task, 10)
         feed(entry, ids(" three"))
         await turns_of_the_loop()
         return taken, await generation.next_chunk()
@@ -281,7 +322,7 @@ def test_nothing_is_forwarded_while_it_cannot_be_taken_and_all_of_it_stays() -> 
 
 @pytest.mark.parametrize("is_of_worker", [True, False])
 def test_an_error_of_a_sequence_or_of_the_taker_ends_forwarding(is_of_worker: bool) -> None:
-    def refuse(chunk: Chunk) -> None:
+    def refuse(chunks: list[Chunk]) -> None:
         raise CapacityError("the taker has no place")
 
     async def test() -> None:
@@ -302,7 +343,7 @@ def test_a_cancelled_handler_gets_no_more_chunks() -> None:
     async def test() -> list[Chunk]:
         generation, entry, _, _ = begin()
         taken: list[Chunk] = []
-        task = asyncio.ensure_future(generation.forward(taken.append, lambda: True))
+        task = asyncio.ensure_future(generation.forward(taken.extend, lambda: True))
         await turns_of_the_loop()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""How the tokens of a step are handed out: to some requests in each iteration of the event loop."""
+"""How the tokens of a step are handed out: in turns, and to some requests in each iteration of the event loop."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from services.gateway.link import journal_entry
+from services.gateway.link.dense_messages import keep_output
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import JournalEntry, Rounds, UpdateQueue
+from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request
 
 ROUND_SIZE = 3
@@ -71,8 +73,9 @@ def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
             entries.append(entry)
             events[number] = []
 
-            def take(entry: JournalEntry, number: int = number) -> None:
-                events[number].append(entry.take_new_tokens()[0])
+            def take(entries: list[JournalEntry], number: int = number) -> bool:
+                events[number] += [entry.take_new_tokens()[0] for entry in entries]
+                return True
 
             tasks.append(asyncio.ensure_future(updates.forward(take, lambda: True)))
         await iteration()
@@ -91,3 +94,33 @@ def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
         )
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 33, 200])
+def test_the_first_sequence_of_a_step_is_another_one_each_time(count: int) -> None:
+    """Nobody's tokens always come last; those of one sequence, of which a step may have several, stay in order."""
+    journal = Journal()
+    stream, order = journal.new_stream(), list[int]()
+    for number in range(count):
+        updates = UpdateQueue()
+        updates.put = lambda entry: order.append(entry.seq_id)
+        [entry] = journal.open(make_request(f"r{number}", max_tokens=1000), updates)
+        journal.assign(entry, stream)
+    entries = list(stream.unfinished())
+    tokens = [(entry.seq_id, 100 * row + k) for row, entry in enumerate(entries) for k in range(1 + row % 3)]
+    places = {entry.seq_id: list[int]() for entry in entries}
+    for step in range(1, 3 * count + 1):
+        order.clear()
+        output = dense_pb2.StepOutput(step_id=step)
+        output.seq_ids.extend(seq_id for seq_id, _ in tokens)
+        output.token_ids.extend(token_id for _, token_id in tokens)
+        keep_output(stream, output)
+        assert sorted(order) == sorted(places), "each sequence is announced once"
+        for place, seq_id in enumerate(order):
+            places[seq_id].append(place)
+        for row, entry in enumerate(entries):
+            new, _, _ = entry.take_new_tokens()
+            assert new == [100 * row + k for k in range(1 + row % 3)]
+    for of_one in places.values():
+        assert min(of_one) <= count // 16 and max(of_one) >= count - 1 - count // 16
+        assert sum(of_one) / len(of_one) == pytest.approx((count - 1) / 2, abs=count / 8)

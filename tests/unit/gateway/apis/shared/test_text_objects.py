@@ -1,4 +1,4 @@
-"""`TextObjects` gives the JSON that Python's own encoder gives of the whole object."""
+"""`TextObjects` gives events with the JSON that Python's own encoder gives of the whole object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_each_object_has_its_own_index_and_text(wanted: list[tuple[int, str]], m
     objects = TextObjects(make)
     for index, text in wanted:
         whole = json.dumps(make(index, text), ensure_ascii=False, separators=(",", ":"))
-        assert objects.json(index, text).decode() == _without_escapes(whole)
+        assert objects.event(index, text).decode() == f"data: {_without_escapes(whole)}\n\n"
 
 
 def _without_escapes(text: str) -> str:
